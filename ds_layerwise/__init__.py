@@ -1,0 +1,32 @@
+"""Shard-aligned Muon for DeepSpeed: every matrix has one owner, everything else is cut evenly.
+
+Importing the package patches nothing and loads neither torch nor deepspeed; ``register()`` does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+#: Public names and where they live; loaded on first use.
+_PUBLIC = {
+    "register": "engine",
+    "unregister": "engine",
+    "initialize": "engine",
+    "LayerWiseZeroOptimizer": "zero_optimizer",
+    "LayerwiseError": "errors",
+    "ConfigError": "errors",
+    "RoutingError": "errors",
+    "LayoutError": "errors",
+    "StepError": "errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

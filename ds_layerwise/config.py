@@ -1,0 +1,334 @@
+"""The two sections of a DeepSpeed config that this package reads, parsed once into frozen values.
+
+``optimizer`` says which mathematics runs (:class:`OptimizerConfig`), ``layerwise`` how the work is laid out
+(:class:`LayerwiseConfig`). Whoever holds one of these need not check it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args
+
+from ds_layerwise.errors import ConfigError, unknown_key
+
+#: The spellings of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores them.
+OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
+
+MatrixOptimizer = Literal["muon"]
+ScalarOptimizer = Literal["adamw", "adam", "lion", "sgd"]
+NsMethod = Literal["gram", "standard"]
+NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
+ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
+LayoutPolicy = Literal["balanced", "lpt", "size_matching"]
+Placement = Literal["matrix", "scalar"]
+
+#: Learning rates of stock DeepSpeed's Muon and of its auxiliary Adam where the config names none.
+DEFAULT_MUON_LR = 0.02
+DEFAULT_ADAM_LR = 3e-4
+
+
+def is_ours(optimizer_type: str | None) -> bool:
+    """Whether ``optimizer.type`` names this backend, in any letter case."""
+    return optimizer_type is not None and optimizer_type.lower() in OPTIMIZER_TYPES
+
+
+def _number(where: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False,
+            open_high: bool = False) -> float:
+    if value == "auto":
+        raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{where} must be a number, got {value!r}")
+    if not (low < value if open_low else low <= value) or not (value < high if open_high else value <= high):
+        left, right = "(" if open_low else "[", ")" if open_high or high == math.inf else "]"
+        raise ConfigError(f"{where} must be in {left}{low:g}, {high:g}{right}, got {value}")
+    return float(value)
+
+
+def _whole_number(where: str, value: object, *, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{where} must be a whole number of at least {low}, got {value!r}")
+    return value
+
+
+def _flag(where: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} must be true or false, got {value!r}")
+    return value
+
+
+def _choice(where: str, value: object, literal: Any) -> Any:
+    choices = get_args(literal)
+    if value not in choices:
+        raise ConfigError(f"{where} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def _betas(where: str, value: object) -> tuple[float, float]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise ConfigError(f"{where} must be two numbers, got {value!r}")
+    first, second = (_number(f"{where}[{i}]", b, low=0, high=1, open_high=True) for i, b in enumerate(value))
+    return first, second
+
+
+def check_hyper(where: str, key: str, value: object) -> Any:
+    """Check one hyper-parameter that a parameter group may carry, and return it normalised.
+
+    Raises:
+        ConfigError: the value is out of its bounds; ``where`` is the name it is reported under.
+    """
+    if key == "betas":
+        return _betas(where, value)
+    if key == "momentum":
+        return _number(where, value, low=0, high=1, open_high=True)
+    if key == "eps":
+        return _number(where, value, low=0)
+    return _number(where, value, low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """``optimizer.params``: names, meanings and defaults of stock DeepSpeed's Muon, and more.
+
+    Raises:
+        ConfigError: on construction through :meth:`from_section`, naming the key, its value and its bound.
+    """
+
+    lr: float = DEFAULT_ADAM_LR
+    """What schedulers move: ``param_groups[i]["lr"]``. The two below follow it in a fixed ratio."""
+    muon_lr: float = DEFAULT_MUON_LR
+    """Learning rate of the matrix optimizer while ``lr`` stands at its configured value."""
+    adam_lr: float = DEFAULT_ADAM_LR
+    """Learning rate of the scalar optimizer while ``lr`` stands at its configured value."""
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-10
+    matrix_optimizer: MatrixOptimizer = "muon"
+    scalar_optimizer: ScalarOptimizer = "adamw"
+    nesterov: bool = True
+    ns_method: NsMethod = "gram"
+    ns_steps: int = 5
+    ns_coefficients: str | tuple[tuple[float, float, float], ...] = "simple"
+    ns_dtype: NsDtype = "auto"
+    scale_mode: ScaleMode = "original"
+    extra_scale_factor: float = 1.0
+    per_head_muon: bool = False
+    """Orthogonalise every attention head of the query, key and value projections on its own."""
+
+    @property
+    def matrix_lr_ratio(self) -> float:
+        """What the matrix optimizer multiplies a group's ``lr`` with."""
+        return self.muon_lr / self.lr
+
+    @property
+    def scalar_lr_ratio(self) -> float:
+        """What the scalar optimizer multiplies a group's ``lr`` with."""
+        return self.adam_lr / self.lr
+
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any]) -> OptimizerConfig:
+        """Parse DeepSpeed's ``optimizer`` section, ``{"type": ..., "params": {...}}``."""
+        params = dict(section.get("params") or {})
+        if section.get("legacy_fusion"):
+            raise ConfigError("optimizer.legacy_fusion is not supported by this backend; remove it")
+        if "max_grad_norm" in params:
+            raise ConfigError("optimizer.params.max_grad_norm is not supported; set gradient_clipping at the top level")
+        general = str(section.get("type")).lower() == "layerwise"
+        known = {f.name for f in fields(cls)} | set(_ALWAYS_TRUE) | {"adam_w_mode"}
+        if not general:
+            known.remove("matrix_optimizer")
+        for key in params:
+            if key not in known:
+                raise unknown_key("optimizer.params", key, known)
+        for key in _ALWAYS_TRUE:
+            if params.pop(key, True) is not True:
+                raise ConfigError(f"optimizer.params.{key} must be true, got false: {_ALWAYS_TRUE[key]}; remove it")
+        if not _flag("optimizer.params.adam_w_mode", params.pop("adam_w_mode", True)):
+            if params.setdefault("scalar_optimizer", "adam") != "adam":
+                raise ConfigError("optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', got "
+                                  f"{params['scalar_optimizer']!r}; remove one of the two")
+        return cls(**_checked_params(params))
+
+
+#: Switches of stock DeepSpeed's auxiliary Adam that describe what this backend does anyway.
+_ALWAYS_TRUE = {
+    "torch_adam": "the scalar optimizer runs on torch's own AdamW",
+    "foreach": "all updates run on lists of tensors",
+    "fp32_optimizer_states": "masters and states are float32",
+}
+
+
+def _checked_params(params: dict[str, Any]) -> dict[str, Any]:
+    where = "optimizer.params"
+    checked: dict[str, Any] = {}
+    for key, value in params.items():
+        if key in ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "betas", "eps"):
+            checked[key] = check_hyper(f"{where}.{key}", key, value)
+        elif key in ("nesterov", "per_head_muon"):
+            checked[key] = _flag(f"{where}.{key}", value)
+        elif key == "ns_steps":
+            checked[key] = _whole_number(f"{where}.{key}", value, low=1)
+        elif key == "extra_scale_factor":
+            checked[key] = _number(f"{where}.{key}", value, low=0, open_low=True)
+        elif key == "ns_coefficients":
+            checked[key] = _coefficients(f"{where}.{key}", value)
+        else:
+            checked[key] = _choice(f"{where}.{key}", value, _CHOICES[key])
+    lr = checked.get("lr")
+    if lr == 0:
+        raise ConfigError(f"{where}.lr must be greater than 0: muon_lr and adam_lr are kept in ratio to it, got 0; "
+                          "let a scheduler start at 0 instead")
+    checked.setdefault("muon_lr", DEFAULT_MUON_LR if lr is None else lr)
+    checked.setdefault("adam_lr", DEFAULT_ADAM_LR if lr is None else lr)
+    checked.setdefault("lr", checked["adam_lr"] or DEFAULT_ADAM_LR)
+    return checked
+
+
+_CHOICES = {
+    "matrix_optimizer": MatrixOptimizer,
+    "scalar_optimizer": ScalarOptimizer,
+    "ns_method": NsMethod,
+    "ns_dtype": NsDtype,
+    "scale_mode": ScaleMode,
+}
+
+
+def _coefficients(where: str, value: object) -> str | tuple[tuple[float, float, float], ...]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence) or not value:
+        raise ConfigError(f"{where} must be a name or a list of [a, b, c], got {value!r}")
+    rows = []
+    for i, row in enumerate(value):
+        if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != 3:
+            raise ConfigError(f"{where}[{i}] must be three numbers [a, b, c], got {row!r}")
+        rows.append(tuple(_number(f"{where}[{i}][{j}]", x, low=-math.inf) for j, x in enumerate(row)))
+    return cast("tuple[tuple[float, float, float], ...]", tuple(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One entry of ``layerwise.overrides``: what differs for the parameters whose name matches."""
+
+    name: str
+    """A glob over full parameter names; ``*`` crosses dots."""
+    optimizer: Placement | None = None
+    weight_decay: float | None = None
+    lr_scale: float | None = None
+    """Multiplies the learning rate of whichever optimizer the parameter has."""
+    num_heads: int | None = None
+    """Orthogonalise this many equal blocks of rows on their own."""
+
+    @classmethod
+    def from_entry(cls, where: str, entry: object) -> Override:
+        """Parse one entry; ``where`` is the name that errors report it under."""
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{where} must be an object like {{\"name\": \"*.bias\", ...}}, got {entry!r}")
+        known = [f.name for f in fields(cls)]
+        for key in entry:
+            if key not in known:
+                raise unknown_key(where, key, known)
+        if not isinstance(entry.get("name"), str) or not entry["name"]:
+            raise ConfigError(f"{where}.name must be a glob over parameter names, got {entry.get('name')!r}")
+        if len(entry) == 1:
+            raise ConfigError(f"{where} ({entry['name']!r}) overrides nothing; add one of {', '.join(known[1:])}")
+        values = dict(entry)
+        if "optimizer" in values:
+            _choice(f"{where}.optimizer", values["optimizer"], Placement)
+        for key in ("weight_decay", "lr_scale"):
+            if key in values:
+                values[key] = _number(f"{where}.{key}", values[key], low=0)
+        if "num_heads" in values:
+            _whole_number(f"{where}.num_heads", values["num_heads"], low=1)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerwiseConfig:
+    """The ``layerwise`` section: how the work is laid out. Every key is optional."""
+
+    layout: LayoutPolicy = "balanced"
+    """Who owns which matrix; see :mod:`ds_layerwise.planner`."""
+    alignment: int = 64
+    """Every parameter starts at a multiple of this many elements."""
+    overlap_param_gather: bool = False
+    """Wait for updated parameters in the forward pass of the module that needs them, not in ``step``."""
+    batch_matrices: bool = True
+    """Orthogonalise matrices of equal shape together."""
+    overrides: tuple[Override, ...] = field(default=())
+
+    @classmethod
+    def from_section(cls, section: object) -> LayerwiseConfig:
+        """Parse the top-level ``layerwise`` section of a DeepSpeed config."""
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"layerwise must be an object, got {section!r}")
+        known = [f.name for f in fields(cls)]
+        values: dict[str, Any] = {}
+        for key, value in section.items():
+            if key == "layout":
+                values[key] = _choice("layerwise.layout", value, LayoutPolicy)
+            elif key == "alignment":
+                values[key] = _whole_number("layerwise.alignment", value, low=1)
+            elif key in ("overlap_param_gather", "batch_matrices"):
+                values[key] = _flag(f"layerwise.{key}", value)
+            elif key == "overrides":
+                if isinstance(value, str) or not isinstance(value, Sequence):
+                    raise ConfigError(f"layerwise.overrides must be a list, got {value!r}")
+                values[key] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", e) for i, e in enumerate(value))
+            else:
+                raise unknown_key("layerwise", key, known)
+        return cls(**values)
+
+
+#: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
+_MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "zero_optimization.stage": ((1,), "this backend takes the place of ZeRO stage 1; set it to 1"),
+    "zero_optimization.reduce_scatter": ((True,), "gradients are always reduced to their owners; remove it"),
+    "zero_optimization.round_robin_gradients": ((False,), "the layout is layerwise.layout's; remove it"),
+    "zero_optimization.parameter_alignment": ((False,), "set layerwise.alignment instead"),
+    "zero_optimization.elastic_checkpoint": ((False,), "remove it"),
+    "zero_optimization.offload_optimizer.device": (("none",), "masters and states stay on the device; remove it"),
+    "zero_optimization.offload_param.device": (("none",), "parameters stay on the device; remove it"),
+    "zero_optimization.cpu_offload": ((False,), "masters and states stay on the device; remove it"),
+    "zero_optimization.zenflow": ((None,), "remove it"),
+    "zero_optimization.zero_hpz_partition_size": ((1,), "it belongs to ZeRO stage 3; remove it"),
+    "zero_optimization.zero_quantized_weights": ((False,), "it belongs to ZeRO stage 3; remove it"),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "it belongs to ZeRO stage 3; remove it"),
+    "zero_optimization.zero_quantized_gradients": ((False,), "it belongs to ZeRO stage 3; remove it"),
+    "zero_optimization.mics_shard_size": ((-1,), "it belongs to ZeRO stage 3; remove it"),
+    "prescale_gradients": ((False,), "sums are taken in float32, where scaling first gains nothing; remove it"),
+    "gradient_predivide_factor": ((1, 1.0), "sums are taken in float32, where dividing first gains nothing; remove it"),
+    "sparse_gradients": ((False,), "sparse gradients cannot be cut into shards; remove it"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
+    "bf16.bf16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
+    "bf16.bf16_optimizer_states": ((False,), "states are float32; remove it"),
+    "torch_autocast.enabled": ((False,), "use the bf16 or fp16 section instead"),
+    "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
+    "hybrid_engine.enabled": ((False,), "remove it"),
+    "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),
+    "sequence_parallel_size": ((1,), "remove it"),
+    "expert_parallel.enabled": ((False,), "experts of other ranks have no owner here; remove it"),
+    "checkpoint.load_universal": ((False,), "universal checkpoints cannot be loaded; resume from a regular one"),
+}
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
+    """Check everything outside our two sections that this backend could not honour.
+
+    Raises:
+        ConfigError: names the key, its value, what it may say and the way out.
+    """
+    for path, (allowed, way_out) in _MUST_BE.items():
+        value: Any = ds_config
+        for key in path.split("."):
+            value = value.get(key, allowed[0]) if isinstance(value, Mapping) else allowed[0]
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{path} must be {allowed[0]!r} with this optimizer, got {value!r}: {way_out}")
+    zero = ds_config.get("zero_optimization") or {}
+    if not isinstance(zero, Mapping) or "stage" not in zero:
+        raise ConfigError("zero_optimization.stage must be 1 with this optimizer, but is not set")
+    if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
+        raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
+                          "gradient_clipping to 0")

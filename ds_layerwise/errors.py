@@ -1,0 +1,34 @@
+"""What can go wrong because of what a user wrote or ran: one small tree, so that callers can catch all of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LayerwiseError(Exception):
+    """The base of every error that this package raises on purpose."""
+
+
+class ConfigError(LayerwiseError, ValueError):
+    """A key or a value of the configuration cannot be honoured."""
+
+
+class RoutingError(LayerwiseError, ValueError):
+    """A parameter has no optimizer that can train it, or two rules disagree about it."""
+
+
+class LayoutError(LayerwiseError, ValueError):
+    """A placement of parameters that breaks an invariant, or that differs between ranks."""
+
+
+class StepError(LayerwiseError, RuntimeError):
+    """The engine or the user asked for something that the current point of a step does not allow."""
+
+
+def unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that nobody reads, with the nearest known key as a suggestion."""
+    known = sorted(known)
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
+    return ConfigError(f"{where}.{key} is not an option; {hint}")

@@ -1,0 +1,121 @@
+"""The two sections: defaults of stock Muon, bounds, suggestions, and keys elsewhere that cannot be honoured."""
+
+import pytest
+
+from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, Override, is_ours, refuse_unsupported
+from ds_layerwise.errors import ConfigError
+
+
+def optimizer(params=None, kind="LayerWiseMuon"):
+    return OptimizerConfig.from_section({"type": kind, "params": params or {}})
+
+
+def test_defaults_are_those_of_stock_muon():
+    c = optimizer()
+    assert (c.momentum, c.weight_decay, c.betas, c.eps) == (0.95, 0.0, (0.9, 0.95), 1e-10)
+    assert (c.ns_method, c.ns_steps, c.ns_coefficients, c.scale_mode, c.nesterov) == ("gram", 5, "simple", "original",
+                                                                                      True)
+    assert (c.muon_lr, c.adam_lr) == (0.02, 3e-4)
+
+
+@pytest.mark.parametrize("params, muon_lr, adam_lr", [
+    ({"lr": 0.1}, 0.1, 0.1),
+    ({"lr": 0.1, "muon_lr": 0.5}, 0.5, 0.1),
+    ({"lr": 0.1, "adam_lr": 0.01}, 0.1, 0.01),
+    ({"muon_lr": 0.5}, 0.5, 3e-4),
+    ({"adam_lr": 0.01}, 0.02, 0.01),
+    ({"muon_lr": 0.5, "adam_lr": 0.0}, 0.5, 0.0),
+])
+def test_both_learning_rates_are_ratios_to_lr(params, muon_lr, adam_lr):
+    c = optimizer(params)
+    assert (c.muon_lr, c.adam_lr) == (muon_lr, adam_lr)
+    assert c.lr * c.matrix_lr_ratio == pytest.approx(muon_lr)
+    assert c.lr * c.scalar_lr_ratio == pytest.approx(adam_lr)
+
+
+def test_stock_switches_of_the_auxiliary_adam():
+    assert optimizer({"torch_adam": True}).scalar_optimizer == "adamw"
+    assert optimizer({"adam_w_mode": False}).scalar_optimizer == "adam"
+    with pytest.raises(ConfigError, match="torch_adam must be true"):
+        optimizer({"torch_adam": False})
+    with pytest.raises(ConfigError, match="adam_w_mode is false.*'lion'"):
+        optimizer({"adam_w_mode": False, "scalar_optimizer": "lion"})
+
+
+@pytest.mark.parametrize("params, message", [
+    ({"momentun": 0.9}, "optimizer.params.momentun is not an option; did you mean 'momentum'"),
+    ({"flux": 1}, "optimizer.params.flux is not an option; known: .*ns_method"),
+    ({"matrix_optimizer": "muon"}, "matrix_optimizer is not an option"),
+    ({"momentum": 1.0}, r"optimizer.params.momentum must be in \[0, 1\), got 1.0"),
+    ({"momentum": "auto"}, "'auto', and nothing filled it in"),
+    ({"lr": -1}, r"lr must be in \[0, inf\), got -1"),
+    ({"lr": float("nan")}, "lr must be in"),
+    ({"lr": 0}, "lr must be greater than 0"),
+    ({"lr": True}, "lr must be a number, got True"),
+    ({"betas": [0.9]}, "betas must be two numbers"),
+    ({"betas": [0.9, 1.0]}, r"betas\[1\] must be in \[0, 1\)"),
+    ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
+    ({"ns_steps": 2.5}, "ns_steps must be a whole number"),
+    ({"ns_method": "grem"}, "ns_method must be one of 'gram', 'standard', got 'grem'"),
+    ({"ns_coefficients": [[1, 2]]}, r"ns_coefficients\[0\] must be three numbers"),
+    ({"scale_mode": "none"}, "scale_mode must be one of"),
+    ({"extra_scale_factor": 0}, r"extra_scale_factor must be in \(0, inf\)"),
+    ({"nesterov": 1}, "nesterov must be true or false, got 1"),
+    ({"max_grad_norm": 1.0}, "set gradient_clipping"),
+])
+def test_a_bad_optimizer_section_names_the_key_and_the_bound(params, message):
+    with pytest.raises(ConfigError, match=message):
+        optimizer(params)
+
+
+def test_the_general_type_names_its_matrix_optimizer():
+    assert optimizer({"matrix_optimizer": "muon", "scalar_optimizer": "sgd"}, "LayerWise").scalar_optimizer == "sgd"
+    with pytest.raises(ConfigError, match="matrix_optimizer must be one of 'muon', got 'moun'"):
+        optimizer({"matrix_optimizer": "moun"}, "LayerWise")
+
+
+def test_only_our_types_are_ours():
+    assert is_ours("LayerWiseMuon") and is_ours("layerwise")
+    assert not is_ours("Muon") and not is_ours(None)
+
+
+def test_layerwise_section():
+    c = LayerwiseConfig.from_section({"layout": "lpt", "overrides": [{"name": "*.bias", "weight_decay": 0.0}]})
+    assert c.layout == "lpt" and c.overrides == (Override(name="*.bias", weight_decay=0.0), )
+
+
+@pytest.mark.parametrize("section, message", [
+    ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
+    ({"layout": "best"}, "layerwise.layout must be one of"),
+    ({"alignment": 0}, "layerwise.alignment must be a whole number of at least 1"),
+    ({"overlap_param_gather": "yes"}, "overlap_param_gather must be true or false"),
+    ({"overrides": {}}, "overrides must be a list"),
+    ({"overrides": [{"weight_decay": 0.0}]}, r"overrides\[0\].name must be a glob"),
+    ({"overrides": [{"name": "*"}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
+    ({"overrides": [{"name": "*", "wieght_decay": 0.0}]}, "did you mean 'weight_decay'"),
+    ({"overrides": [{"name": "*", "optimizer": "adam"}]}, "optimizer must be one of 'matrix', 'scalar'"),
+    ("balanced", "layerwise must be an object"),
+])
+def test_a_bad_layerwise_section_names_the_key(section, message):
+    with pytest.raises(ConfigError, match=message):
+        LayerwiseConfig.from_section(section)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage must be 1 .* got 3"),
+    ({"zero_optimization": {}}, "stage must be 1 .* not set"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device must be"),
+    ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, "reduce_scatter must be True"),
+    ({"prescale_gradients": True}, "prescale_gradients must be False"),
+    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor must be 1"),
+    ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
+])
+def test_what_cannot_be_honoured_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        refuse_unsupported({"zero_optimization": {"stage": 1}, **change})
+
+
+def test_neutral_values_are_accepted():
+    refuse_unsupported({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"},
+                                              "reduce_scatter": True, "compute_grad_norm": False},
+                        "gradient_clipping": 0.0, "prescale_gradients": False})
