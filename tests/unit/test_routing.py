@@ -1,0 +1,171 @@
+"""Which parameter goes where, and why."""
+
+import pytest
+import torch
+from torch import nn
+
+from ds_layerwise.config import Override
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.routing import route_parameters
+
+
+class Model(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.proj = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.out = nn.Linear(8, 4, bias=False)
+        self.last = nn.Linear(4, 10, bias=False)
+        if tied:
+            self.last.weight = self.embed.weight
+
+
+def route(model, groups=None, **kwargs):
+    return route_parameters(model, groups or [{"params": list(model.parameters())}], **kwargs)
+
+
+def kinds(routes):
+    return {name: r.optimizer for name, r in routes.items()}
+
+
+def test_matrices_go_to_the_matrix_optimizer_and_tables_heads_and_vectors_do_not():
+    routes = route(Model())
+    assert kinds(routes) == {"embed.weight": "scalar", "proj.weight": "matrix", "proj.bias": "scalar",
+                             "norm.weight": "scalar", "norm.bias": "scalar", "out.weight": "matrix",
+                             "last.weight": "scalar"}
+    assert routes["embed.weight"].reason == "embedding"
+    assert routes["last.weight"].reason.startswith("output head")
+    assert routes["proj.weight"].matrix_shape == (8, 4)
+
+
+def test_a_tied_weight_is_routed_once():
+    routes = route(Model(tied=True))
+    assert "last.weight" not in routes
+    assert routes["embed.weight"].reason == "embedding, tied"
+
+
+def test_a_square_layer_in_front_is_no_head_even_where_the_vocabulary_is_as_wide_as_the_model():
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    assert kinds(route(model)) == {"0.weight": "scalar", "1.weight": "matrix", "2.weight": "scalar"}
+
+
+def test_heads_by_name_and_by_interface():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.lm_head, self.rest = nn.Linear(4, 8), nn.Linear(8, 100), nn.Linear(3, 5)
+
+    class Interface(Named):
+        def get_output_embeddings(self):
+            return self.rest
+
+    assert kinds(route(Named())) == {"body.weight": "matrix", "body.bias": "scalar", "lm_head.weight": "scalar",
+                                     "lm_head.bias": "scalar", "rest.weight": "matrix", "rest.bias": "scalar"}
+    assert route(Interface())["rest.weight"].reason == "output head (get_output_embeddings)"
+
+
+@pytest.mark.parametrize("module, shape, reason", [
+    (nn.Conv2d(6, 8, 3, bias=False), (8, 54), "convolution"),
+    (nn.Conv3d(2, 8, 3, bias=False), (8, 54), "convolution"),
+    (nn.Conv2d(6, 8, 3, groups=2, bias=False), (2, 4, 27), "grouped convolution"),
+    (nn.ConvTranspose2d(6, 8, 3, bias=False), (6, 72), "convolution"),
+    (nn.Conv2d(6, 6, 3, groups=6, bias=False), None, "depthwise convolution"),
+    (nn.Conv1d(6, 8, 3, bias=False), None, "convolution over one axis"),
+])
+def test_convolution_kernels(module, shape, reason):
+    routes = route(nn.Sequential(module, nn.Linear(2, 2, bias=False)))
+    assert (routes["0.weight"].matrix_shape, routes["0.weight"].reason) == (shape, reason)
+
+
+@pytest.mark.parametrize("shape, matrix_shape", [
+    ((4, 6, 8), (4, 6, 8)), ((1, 6, 8), None), ((4, 1, 8), None), ((6, 1), None), ((2, 2, 2, 2), None), ((), None),
+])
+def test_bare_parameters(shape, matrix_shape):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model.bare = nn.Parameter(torch.zeros(shape))
+    assert route(model)["bare"].matrix_shape == matrix_shape
+
+
+def test_the_users_own_mark_wins_over_every_rule_but_an_override():
+    model = Model()
+    model.embed.weight.use_muon = True
+    model.proj.weight.use_muon = False
+    routes = route(model)
+    assert routes["embed.weight"].optimizer == "matrix" and routes["proj.weight"].optimizer == "scalar"
+    assert routes["proj.weight"].reason == "param.use_muon = False"
+    routes = route(model, overrides=[Override(name="proj.*ht", optimizer="matrix")])
+    assert routes["proj.weight"].optimizer == "matrix"
+
+
+def test_marking_a_vector_as_a_matrix_is_an_error():
+    model = Model()
+    model.norm.weight.use_muon = True
+    with pytest.raises(RoutingError, match=r"norm.weight \(8,\) was sent to the matrix optimizer"):
+        route(model)
+
+
+def test_overrides_are_merged_and_must_agree():
+    routes = route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0), Override(name="proj.*", lr_scale=2.0)])
+    assert (routes["proj.bias"].weight_decay, routes["proj.bias"].lr_scale) == (0.0, 2.0)
+    assert (routes["norm.bias"].weight_decay, routes["norm.bias"].lr_scale) == (0.0, 1.0)
+    with pytest.raises(RoutingError, match=r"proj.bias: layerwise.overrides\[0\] sets weight_decay to 0.0 and "
+                                           r"layerwise.overrides\[1\] to 0.1"):
+        route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0), Override(name="proj.*", weight_decay=0.1)])
+    with pytest.raises(RoutingError, match=r"'prj\.\*'\) matches no trainable parameter"):
+        route(Model(), overrides=[Override(name="prj.*", weight_decay=0.0)])
+
+
+def test_heads_are_batches_of_matrices():
+    routes = route(Model(), overrides=[Override(name="proj.weight", num_heads=2)])
+    assert routes["proj.weight"].matrix_shape == (2, 4, 4)
+    with pytest.raises(RoutingError, match="num_heads 3 needs a matrix whose rows it divides"):
+        route(Model(), overrides=[Override(name="proj.weight", num_heads=3)])
+
+
+def test_per_head_reads_the_models_config():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.o_proj = (nn.Linear(8, n, bias=False) for n in (8, 4, 8))
+
+    model = Attention()
+    with pytest.raises(RoutingError, match="needs model.config.num_attention_heads"):
+        route(model, per_head=True)
+    model.config = type("Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2})
+    shapes = {name: r.matrix_shape for name, r in route(model, per_head=True).items()}
+    assert shapes == {"q_proj.weight": (4, 2, 8), "k_proj.weight": (2, 2, 8), "o_proj.weight": (8, 8)}
+    with pytest.raises(RoutingError, match="found no query, key or value projection"):
+        plain = Model()
+        plain.config = model.config
+        route(plain, per_head=True)
+
+
+def test_frozen_empty_and_absent_parameters_get_no_route():
+    model = Model()
+    model.out.weight.requires_grad = False
+    model.empty = nn.Parameter(torch.zeros(0, 4))
+    rest = [p for n, p in model.named_parameters() if n != "last.weight"]
+    assert set(route(model, [{"params": rest}])) == {"embed.weight", "proj.weight", "proj.bias", "norm.weight",
+                                                     "norm.bias"}
+
+
+def test_groups_are_remembered():
+    model = Model()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    routes = route(model, [{"params": rest}, {"params": decay}])
+    assert {name: r.group for name, r in routes.items()} == {
+        "embed.weight": 1, "proj.weight": 1, "proj.bias": 0, "norm.weight": 0, "norm.bias": 0, "out.weight": 1,
+        "last.weight": 1}
+
+
+def test_errors_of_the_model():
+    with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer, of 2 trainable ones: 2 x fewer"):
+        route(nn.LayerNorm(4))
+    with pytest.raises(RoutingError, match=r"holds a parameter of shape \(3,\) that the model does not have"):
+        route(Model(), [{"params": [nn.Parameter(torch.zeros(3))]}])
+    model = Model()
+    model.phase = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    with pytest.raises(RoutingError, match="phase is torch.complex64, which cannot be trained here"):
+        route(model)
