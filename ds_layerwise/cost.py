@@ -1,0 +1,211 @@
+"""What a layout costs: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
+
+The one model behind the planner, the start-up table and the command line. Elements unless a name says bytes or FLOPs.
+
+Note: what travels, and who counts it
+    A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank that rank's shard:
+    the bucket without its own shard. To gather the bucket it sends its own shard to each of the others. Summed over R
+    ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards every
+    rank is the mean rank. A rank receives in the one what it sends in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from ds_layerwise.config import NsMethod
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.layout import Layout, ParamSpec
+
+#: Bytes of one element, by the names that a Layout uses for dtypes.
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
+    """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n counted as 2mnk.
+
+    ``gram`` iterates on the small square and restarts once, after two steps, so not at all in up to two; square
+    matrices run as ``standard``, as in DeepSpeed.
+
+    Raises:
+        LayoutError: an argument is out of range or ``method`` is unknown.
+    """
+    if min(rows, cols, steps, batch) < 1:
+        raise LayoutError(f"rows, cols, steps and batch must be at least 1, got {rows}, {cols}, {steps}, {batch}")
+    if method not in get_args(NsMethod):
+        raise LayoutError(f"method must be one of {', '.join(get_args(NsMethod))}, got {method!r}")
+    m, n = sorted((rows, cols))
+    if method == "standard" or m == n:
+        return batch * steps * (4 * m * m * n + 2 * m**3)
+    restarts = 1 if steps > 2 else 0
+    rectangular, square = 2 * (restarts + 1), 4 * steps - 3 * restarts - 3
+    return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
+
+
+def max_over_mean(loads: Sequence[int]) -> float:
+    """How much longer the busiest rank takes than the mean one; 1 where nobody has a load."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Elements that each rank sends in one step, by rank; see the note on what travels."""
+
+    reduce: tuple[int, ...]
+    gather: tuple[int, ...]
+
+
+def wire_elements(layout: Layout, dtype: str | None = None) -> Wire:
+    """What each rank sends for the buckets of ``dtype``, or for all of them."""
+    shards = _shard_numels(layout, dtype)
+    total = sum(shards)
+    return Wire(reduce=tuple(total - own for own in shards),
+                gather=tuple((layout.world_size - 1) * own for own in shards))
+
+
+def _shard_numels(layout: Layout, dtype: str | None = None) -> list[int]:
+    """Elements in the shards of each rank, padding included."""
+    numels = [0] * layout.world_size
+    for bucket in layout.buckets:
+        if dtype in (None, bucket.dtype):
+            for rank, numel in bucket.non_empty_shards():
+                numels[rank] += numel
+    return numels
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds between two steps."""
+
+    params: int
+    grads: int
+    """The buffer that micro-batches accumulate in, and the reduced float32 shards where they are a copy."""
+    masters: int
+    """Float32 copies of the rank's shards; 0 where the parameters are float32 themselves."""
+    states: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.params + self.grads + self.masters + self.states
+
+
+def memory_bytes(layout: Layout, *, grads_stored_as: Mapping[str, str] | None = None, whole_state_bytes: int = 4,
+                 split_state_bytes: int = 8) -> tuple[RankMemory, ...]:
+    """What each rank holds.
+
+    Args:
+        grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
+        whole_state_bytes: optimizer state of one element of a whole parameter: 4 is one float32 momentum.
+        split_state_bytes: the same for the parameters that are cut: 8 is Adam's two float32 moments.
+
+    Raises:
+        LayoutError: a dtype whose size is not known.
+    """
+    stored_as = grads_stored_as or {}
+    params = grads = 0
+    masters, states = [0] * layout.world_size, [0] * layout.world_size
+    for dtype in layout.dtypes:
+        params += _itemsize(dtype) * layout.buffer_numel(dtype)
+        grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype)
+    reduced = [0] * layout.world_size
+    for bucket in layout.buckets:
+        master_bytes = 0 if bucket.dtype == "float32" else 4
+        reduced_bytes = 0 if stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
+        for rank, numel in bucket.non_empty_shards():
+            masters[rank] += master_bytes * numel
+            reduced[rank] += reduced_bytes * numel
+    for rank, (whole, split) in enumerate(zip(*_owned_numels(layout), strict=True)):
+        states[rank] = whole_state_bytes * whole + split_state_bytes * split
+    return tuple(RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True))
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def _owned_numels(layout: Layout) -> tuple[list[int], list[int]]:
+    """Elements of whole and of split parameters that each rank holds, without padding."""
+    whole, split = [0] * layout.world_size, [0] * layout.world_size
+    for bucket in layout.buckets:
+        if bucket.whole:
+            for slot in bucket.slots:
+                whole[bucket.owner(slot)] += slot.numel
+        else:
+            for rank, _ in bucket.non_empty_shards():
+                split[rank] += sum(piece.numel for piece in bucket.pieces(rank))
+    return whole, split
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """What there is to say about a layout before anything runs. Tuples are by rank."""
+
+    num_buckets: int
+    numel: int
+    """Elements of all parameters."""
+    padding: int
+    """Elements of the buffers that belong to no parameter."""
+    work: tuple[int, ...]
+    """Newton-Schulz FLOPs."""
+    whole_numel: tuple[int, ...]
+    """Elements of whole parameters, which is what ownership can unbalance."""
+    owned_numel: tuple[int, ...]
+    """Elements of whole parameters and of pieces of the others, without padding."""
+    wire: Wire
+
+    @classmethod
+    def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
+        """The report on ``layout``, a plan of exactly these ``specs``.
+
+        Raises:
+            LayoutError: a parameter is in one of the two only.
+        """
+        work_of = {spec.name: spec.work for spec in specs}
+        placed = {slot.name for bucket in layout.buckets for slot in bucket.slots}
+        if only_one := placed.symmetric_difference(work_of):
+            raise LayoutError(f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the specs "
+                              f"({len(work_of)})")
+        work = [0] * layout.world_size
+        for bucket in layout.buckets:
+            if bucket.whole:
+                for slot in bucket.slots:
+                    work[bucket.owner(slot)] += work_of[slot.name]
+        whole, split = _owned_numels(layout)
+        numel = sum(whole) + sum(split)
+        return cls(
+            num_buckets=len(layout.buckets), numel=numel,
+            padding=sum(layout.buffer_numel(dtype) for dtype in layout.dtypes) - numel,
+            work=tuple(work), whole_numel=tuple(whole),
+            owned_numel=tuple(w + s for w, s in zip(whole, split, strict=True)), wire=wire_elements(layout),
+        )
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding over the elements of all parameters."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    @property
+    def work_max_over_mean(self) -> float:
+        """Newton-Schulz work of the busiest rank over the mean."""
+        return max_over_mean(self.work)
+
+    @property
+    def whole_max_over_mean(self) -> float:
+        """Elements of whole parameters on the fullest rank over the mean."""
+        return max_over_mean(self.whole_numel)
+
+    @property
+    def owned_max_over_mean(self) -> float:
+        """Elements of all parameters on the fullest rank over the mean."""
+        return max_over_mean(self.owned_numel)
+
+    @property
+    def wire_per_rank(self) -> int:
+        """Elements that the mean rank sends in one step, reduce and gather together, rounded up."""
+        return -(-(sum(self.wire.reduce) + sum(self.wire.gather)) // len(self.work))

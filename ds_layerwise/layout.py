@@ -1,0 +1,353 @@
+"""Where parameters live: the result of a plan, checked once, then only read.
+
+Per dtype there is one flat buffer. Buckets tile it; inside a bucket lie the shards of rank 0, 1, ...; every parameter
+has one contiguous home, its slot. Offsets and sizes are in elements, never bytes, and offsets count from the start of
+the buffer of the bucket's dtype. No value here can be built wrong: what holds one need not check it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, chain, compress, repeat
+from typing import Any
+
+from ds_layerwise.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What a planner knows of one parameter.
+
+    ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the Newton-Schulz
+    FLOPs of one step, 0 for what is cut.
+
+    Raises:
+        LayoutError: no name, no elements, or work that nobody would do.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    whole: bool
+    work: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.dtype:
+            raise LayoutError(f"a parameter needs a name and a dtype, got name {self.name!r}, dtype {self.dtype!r}")
+        if any(size < 1 for size in self.shape):
+            raise LayoutError(f"{self.name}: every axis needs at least 1 element, got shape {self.shape}")
+        if self.work < 0 or (self.work and not self.whole):
+            raise LayoutError(f"{self.name}: work must be at least 0, and 0 where whole is false, got {self.work} "
+                              f"with whole {self.whole}")
+
+    @property
+    def numel(self) -> int:
+        """The number of elements; 1 for a 0-d parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The home of one whole parameter: ``[start, stop)`` of its buffer."""
+
+    name: str
+    start: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.numel < 1:
+            raise LayoutError(f"{self.name}: a slot needs start >= 0 and numel >= 1, got start {self.start}, "
+                              f"numel {self.numel}")
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a slot that lies in one rank's shard.
+
+    ``start`` is an offset in the buffer, ``param_start`` the offset of the same element in the flattened parameter.
+    """
+
+    name: str
+    start: int
+    numel: int
+    param_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0, of rank 1, ...
+
+    Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole`` bucket no slot
+    crosses a border between shards.
+
+    Raises:
+        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross.
+    """
+
+    index: int
+    dtype: str
+    whole: bool
+    start: int
+    shard_numels: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    # Ranks whose shard is not empty, and where these shards start. At 1024 ranks most shards of most buckets are
+    # empty, or all are equal and these are ranges: that keeps layouts of 10,000 buckets cheap.
+    _ranks: Sequence[int] = field(init=False, repr=False, compare=False)
+    _starts: Sequence[int] = field(init=False, repr=False, compare=False)
+    _numel: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots:
+            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, and there must be shards and "
+                              f"slots, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} slots")
+        ranks: Sequence[int]
+        starts: Sequence[int]
+        if self.is_even:
+            world_size, lowest = self.world_size, self.shard_numels[0]
+            numel = world_size * lowest
+            ranks = range(world_size) if lowest else ()
+            starts = range(self.start, self.start + numel, lowest) if lowest else ()
+        else:
+            numels = tuple(compress(self.shard_numels, self.shard_numels))
+            numel, lowest = sum(numels), min(numels)
+            ranks = tuple(compress(_count_to(self.world_size), self.shard_numels))
+            starts = tuple(accumulate(numels[:-1], initial=self.start))
+        if lowest < 0:
+            raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
+                              f"{self.shard_numels.index(lowest)} has {lowest}")
+        object.__setattr__(self, "_ranks", ranks)
+        object.__setattr__(self, "_starts", starts)
+        object.__setattr__(self, "_numel", numel)
+        self._check_slots()
+
+    def _check_slots(self) -> None:
+        end_of_previous = self.start
+        for slot in self.slots:
+            if not (self.start <= slot.start and slot.stop <= self.stop):
+                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) leaves bucket {self.index}, "
+                                  f"[{self.start}, {self.stop})")
+            if slot.start < end_of_previous:
+                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) starts before the end {end_of_previous} "
+                                  f"of the slot before it in bucket {self.index}")
+            end_of_previous = slot.stop
+        if self.whole:
+            self._check_owners()
+
+    def _check_owners(self) -> None:
+        for slot in self.slots:
+            owner = self.owner(slot)
+            start, stop = self.shard(owner)
+            if slot.stop > stop:
+                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{start}, {stop}) of "
+                                  f"rank {owner} in bucket {self.index}")
+
+    @property
+    def numel(self) -> int:
+        """All shards together, padding included."""
+        return self._numel
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self._numel
+
+    @property
+    def world_size(self) -> int:
+        """The number of shards, empty ones included."""
+        return len(self.shard_numels)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same length."""
+        return self.shard_numels.count(self.shard_numels[0]) == len(self.shard_numels)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is empty.
+
+        Raises:
+            LayoutError: ``rank`` is not one of the shards.
+        """
+        if not 0 <= rank < len(self.shard_numels):
+            raise LayoutError(f"rank must be in [0, {len(self.shard_numels)}), got {rank}")
+        i = bisect_left(self._ranks, rank)
+        start = self._starts[i] if i < len(self._starts) else self.stop
+        return start, start + self.shard_numels[rank]
+
+    def non_empty_shards(self) -> Iterator[tuple[int, int]]:
+        """``(rank, numel)`` of every shard that has elements, in rank order."""
+        return ((rank, self.shard_numels[rank]) for rank in self._ranks)
+
+    def owner(self, slot: Slot) -> int:
+        """The rank that holds ``slot`` as a whole.
+
+        Raises:
+            LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
+        """
+        if not self.whole or not self.start <= slot.start < self.stop:
+            raise LayoutError(f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
+                              f"[{self.start}, {self.stop}), whole {self.whole}")
+        return self._ranks[bisect_right(self._starts, slot.start) - 1]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What lies in the shard of ``rank``, in memory order, without padding."""
+        start, stop = self.shard(rank)
+        if start == stop:
+            return ()
+        first = bisect_right(self.slots, start, key=lambda slot: slot.stop)
+        last = bisect_left(self.slots, stop, key=lambda slot: slot.start)
+        return tuple(_cut(slot, start, stop) for slot in self.slots[first:last])
+
+
+def _cut(slot: Slot, start: int, stop: int) -> Piece:
+    begin = max(slot.start, start)
+    return Piece(slot.name, begin, min(slot.stop, stop) - begin, begin - slot.start)
+
+
+@lru_cache(maxsize=4)
+def _count_to(world_size: int) -> tuple[int, ...]:
+    return tuple(range(world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A complete placement of parameters over ``world_size`` ranks.
+
+    ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order, without gap or overlap.
+    Slots and shards start at multiples of ``alignment``.
+
+    Raises:
+        LayoutError: any of this does not hold, or a parameter has two slots.
+    """
+
+    policy: str
+    world_size: int
+    alignment: int
+    buckets: tuple[Bucket, ...]
+    _buffers: dict[str, int] = field(init=False, repr=False, compare=False)
+    _homes: dict[str, tuple[Bucket, Slot]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.policy or self.world_size < 1 or self.alignment < 1:
+            raise LayoutError(f"a layout needs a policy, world_size >= 1 and alignment >= 1, got {self.policy!r}, "
+                              f"{self.world_size}, {self.alignment}")
+        buffers: dict[str, int] = {}
+        homes: dict[str, tuple[Bucket, Slot]] = {}
+        for index, bucket in enumerate(self.buckets):
+            self._check_bucket(bucket, index, expected_start=buffers.get(bucket.dtype, 0))
+            buffers[bucket.dtype] = bucket.stop
+            for slot in bucket.slots:
+                if slot.name in homes:
+                    raise LayoutError(f"{slot.name} is in bucket {homes[slot.name][0].index} and in bucket {index}")
+                homes[slot.name] = bucket, slot
+        object.__setattr__(self, "_buffers", buffers)
+        object.__setattr__(self, "_homes", homes)
+
+    def _check_bucket(self, bucket: Bucket, index: int, expected_start: int) -> None:
+        if bucket.index != index:
+            raise LayoutError(f"bucket {bucket.index} is at place {index} of the launch order")
+        if bucket.world_size != self.world_size:
+            raise LayoutError(f"bucket {index} has {bucket.world_size} shards, the layout {self.world_size} ranks")
+        if bucket.start != expected_start:
+            raise LayoutError(f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one before "
+                              f"it stops at {expected_start}")
+        for rank, numel in [(0, bucket.shard_numels[0])] if bucket.is_even else bucket.non_empty_shards():
+            if numel % self.alignment:
+                raise LayoutError(f"bucket {index}: the shard of rank {rank} has {numel} elements, not a multiple of "
+                                  f"{self.alignment}")
+        for slot in bucket.slots:
+            if slot.start % self.alignment:
+                raise LayoutError(f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}")
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Every dtype that has a buffer, in launch order of its first bucket."""
+        return tuple(self._buffers)
+
+    def buffer_numel(self, dtype: str) -> int:
+        """The length of the buffer of ``dtype``, padding included."""
+        if dtype not in self._buffers:
+            raise LayoutError(f"no parameter of this layout is {dtype}; it has {', '.join(self._buffers) or 'none'}")
+        return self._buffers[dtype]
+
+    def bucket_of(self, name: str) -> Bucket:
+        """The bucket that holds the parameter ``name``."""
+        return self._home(name)[0]
+
+    def slot(self, name: str) -> Slot:
+        """The home of the parameter ``name``."""
+        return self._home(name)[1]
+
+    def _home(self, name: str) -> tuple[Bucket, Slot]:
+        if name not in self._homes:
+            raise LayoutError(f"{name} is not in this layout of {len(self._homes)} parameters")
+        return self._homes[name]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds, bucket by bucket, in memory order. Offsets are in the buffer of the bucket's dtype."""
+        return tuple(piece for bucket in self.buckets for piece in bucket.pieces(rank))
+
+    def to_json(self) -> str:
+        """All of it as one line. Shard lengths are run-length coded: ``[[how many ranks, numel], ...]``."""
+        return json.dumps({
+            "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
+            "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start, "shards": _run_lengths(b),
+                         "slots": [[s.name, s.start, s.numel] for s in b.slots]} for b in self.buckets],
+        }, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout that :meth:`to_json` wrote.
+
+        Raises:
+            LayoutError: ``text`` is something else, or breaks an invariant.
+        """
+        try:
+            values = json.loads(text)
+            return cls(values["policy"], values["world_size"], values["alignment"],
+                       tuple(_bucket_from_json(index, b) for index, b in enumerate(values["buckets"])))
+        except LayoutError:
+            raise
+        except (ValueError, KeyError, TypeError) as e:
+            raise LayoutError(f"not a layout: {type(e).__name__}: {e}; the text starts with {text[:60]!r}") from e
+
+    def digest(self) -> str:
+        """A short hash: equal on two ranks if and only if their layouts are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+
+def _run_lengths(bucket: Bucket) -> list[list[int]]:
+    """Runs of equal shard lengths, every run as long as it can be, so that equal layouts have equal texts."""
+    if bucket.is_even:
+        return [[bucket.world_size, bucket.shard_numels[0]]]
+    runs: list[list[int]] = []
+
+    def add(count: int, numel: int) -> None:
+        if count and runs and runs[-1][1] == numel:
+            runs[-1][0] += count
+        elif count:
+            runs.append([count, numel])
+
+    done = 0
+    for rank, numel in bucket.non_empty_shards():
+        add(rank - done, 0)
+        add(1, numel)
+        done = rank + 1
+    add(bucket.world_size - done, 0)
+    return runs
+
+
+def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
+    shards = tuple(chain.from_iterable(repeat(numel, count) for count, numel in values["shards"]))
+    return Bucket(index, values["dtype"], values["whole"], values["start"], shards,
+                  tuple(Slot(*slot) for slot in values["slots"]))
