@@ -1,0 +1,71 @@
+"""Muon: momentum, orthogonalised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.config import NsDtype, NsMethod, ScaleMode
+from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.orthogonalize.batching import batches, stack, unstack
+from ds_layerwise.orthogonalize.newton_schulz import Coefficients, compute_dtype, newton_schulz
+
+
+def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
+    """What an orthogonalised ``(rows, cols)`` update is multiplied with.
+
+    ``original`` is Keller Jordan's and DeepSpeed's; ``spectral`` gives every shape an update of RMS 1,
+    ``match_rms_adamw`` of about AdamW's 0.2 (arXiv 2502.16982); ``unit_rms_norm`` maps RMS 1 to RMS 1.
+    """
+    if mode == "original":
+        return math.sqrt(max(1, rows / cols))
+    if mode == "unit_rms_norm":
+        return math.sqrt(rows / cols)
+    return (0.2 if mode == "match_rms_adamw" else 1.0) * math.sqrt(max(rows, cols))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon:
+    """MomentUm Orthogonalized by Newton-schulz, for whole matrices.
+
+    State: ``momentum_buffer``, like the parameter, an exponential moving average of the gradient. Weight decay is
+    decoupled. The leading axis of a ``(batch, rows, cols)`` parameter counts matrices.
+    Reference: https://kellerjordan.github.io/posts/muon/
+    """
+
+    ns_coefficients: Coefficients
+    ns_method: NsMethod = "gram"
+    ns_dtype: NsDtype = "auto"
+    nesterov: bool = True
+    scale_mode: ScaleMode = "original"
+    extra_scale_factor: float = 1.0
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """See :class:`~ds_layerwise.optimizers.rule.UpdateRule`."""
+        return ("momentum_buffer",)
+
+    def init_state(self, param: Tensor) -> State:
+        """A momentum of zeros."""
+        return {"momentum_buffer": torch.zeros_like(param)}
+
+    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
+                hyper: Hyper) -> None:
+        """Update momenta, then the parameters, batch by batch of equal shape."""
+        momenta = [state["momentum_buffer"] for state in states]
+        torch._foreach_lerp_(momenta, list(grads), 1 - hyper.momentum)
+        if hyper.weight_decay:
+            torch._foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
+        dtype = compute_dtype(self.ns_dtype, self.ns_method, params[0].device)
+        for indices in batches([p.shape for p in params]):
+            direction = stack([momenta[i] for i in indices])
+            if self.nesterov:
+                direction = stack([grads[i] for i in indices]).lerp_(direction, hyper.momentum)
+            orthogonal = newton_schulz(direction, self.ns_coefficients, method=self.ns_method, dtype=dtype)
+            batch = [params[i] for i in indices]
+            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *orthogonal.shape[-2:])
+            torch._foreach_add_(batch, unstack(orthogonal, batch), alpha=-hyper.lr * scale)

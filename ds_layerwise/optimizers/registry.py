@@ -1,0 +1,27 @@
+"""The names that a config may use for optimizers, and the rules behind them. Configs are checked before."""
+
+from __future__ import annotations
+
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
+from ds_layerwise.optimizers.muon import Muon
+from ds_layerwise.optimizers.rule import UpdateRule
+from ds_layerwise.orthogonalize.newton_schulz import coefficients
+
+_SCALAR: dict[str, UpdateRule] = {"adamw": Adam(), "adam": Adam(decoupled=False), "lion": Lion(), "sgd": Sgd()}
+
+
+def matrix_rule(config: OptimizerConfig) -> UpdateRule:
+    """The rule that ``matrix_optimizer`` names.
+
+    Raises:
+        ConfigError: ``ns_coefficients`` is not a known name.
+    """
+    return Muon(ns_coefficients=coefficients(config.ns_coefficients, config.ns_steps), ns_method=config.ns_method,
+                ns_dtype=config.ns_dtype, nesterov=config.nesterov, scale_mode=config.scale_mode,
+                extra_scale_factor=config.extra_scale_factor)
+
+
+def scalar_rule(config: OptimizerConfig) -> UpdateRule:
+    """The rule that ``scalar_optimizer`` names."""
+    return _SCALAR[config.scalar_optimizer]

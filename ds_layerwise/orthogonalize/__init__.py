@@ -1,0 +1,1 @@
+"""Orthogonalisation of whole matrices: iterations, coefficient tables, batches of equal shape."""

@@ -1,0 +1,144 @@
+"""Newton-Schulz against the same polynomial applied to singular values in float64."""
+
+import pytest
+import torch
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.orthogonalize.batching import batches, stack, unstack
+from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
+
+#: (method, dtype) -> relative error and largest singular value allowed on a condition number of 100. The exact
+#: result's largest is about 1.2; an iteration that has lost its precision overshoots.
+BOUNDS = {
+    ("standard", torch.float32): (1e-4, 1.21),
+    ("gram", torch.float32): (1e-4, 1.21),
+    ("standard", torch.bfloat16): (0.06, 1.23),
+    ("gram", torch.bfloat16): (0.06, 1.24),
+    ("standard", torch.float16): (0.03, 1.23),
+    ("gram", torch.float16): (0.03, 1.24),
+}
+
+SIMPLE5 = coefficients("simple", 5)
+
+
+def exact(matrix, rows):
+    """The polynomial of every step on singular values, which start on the sphere of Frobenius norm 1."""
+    u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.norm(dim=-1, keepdim=True)
+    for a, b, c in rows:
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag_embed(s) @ vt
+
+
+def conditioned(rows, cols, condition=100.0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    k = min(rows, cols)
+    u, _ = torch.linalg.qr(torch.randn(rows, k, generator=g))
+    v, _ = torch.linalg.qr(torch.randn(cols, k, generator=g))
+    return (u * torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), k)) @ v.T
+
+
+def error(value, wanted):
+    return float((value.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 160), (160, 64), (96, 120)])
+@pytest.mark.parametrize("method, dtype", BOUNDS, ids=str)
+def test_it_is_the_polynomial_of_the_singular_values(method, dtype, shape):
+    matrix = conditioned(*shape)
+    value = newton_schulz(matrix, SIMPLE5, method=method, dtype=dtype)
+    bound, largest = BOUNDS[method, dtype]
+    assert error(value, exact(matrix, SIMPLE5)) < bound
+    assert torch.linalg.matrix_norm(value, 2) < largest
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])
+def test_every_table_and_number_of_steps(table, method, steps):
+    rows = coefficients(table, steps)
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
+    assert error(newton_schulz(matrix, rows, method=method, dtype=torch.float32), exact(matrix, rows)) < 1e-3
+
+
+@pytest.mark.parametrize("table, steps, expected", [
+    ("simple", 3, [3.4445] * 3),
+    ("quintic", 6, [4.0848, 3.9505, 3.7418, 2.8769, 2.8366, 4.0848]),
+    ("polar_express", 10, [8.2051, 4.0664, 3.9096, 3.2856, 2.2779, 1.8726, 1.8564, 1.8750, 1.8750, 1.8750]),
+    ("cans", 6, [8.4703, 4.1828, 3.9619, 3.2866, 2.2737, 2.2737]),
+    ("deepseekv4", 10, [3.4445] * 8 + [2.0] * 2),
+    ([[1.5, -0.5, 0]], 2, [1.5, 1.5]),
+])
+def test_a_table_fills_exactly_the_steps(table, steps, expected):
+    assert [a for a, _, _ in coefficients(table, steps)] == expected
+
+
+@pytest.mark.parametrize("table, smallest, largest", [
+    ("simple", 0.68, 1.14), ("quintic", 0.97, 1.04), ("polar_express", 0.87, 1.13), ("cans", 0.88, 1.13)])
+def test_five_steps_bring_singular_values_of_a_hundredth_to_about_one(table, smallest, largest):
+    # The published ranges; a wrong digit in a table leaves them.
+    s = torch.logspace(-2, 0, 400, dtype=torch.float64)
+    for a, b, c in coefficients(table, 5):
+        s = a * s + b * s**3 + c * s**5
+    assert smallest < s.min() and s.max() < largest
+
+
+def test_unknown_tables_are_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match="did you mean 'quintic'"):
+        coefficients("quintc", 5)
+    with pytest.raises(ConfigError, match="known: simple"):
+        coefficients("x", 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("scale", [1e-21, 1.0, 1e25])
+def test_the_scale_of_a_gradient_does_not_matter(method, dtype, scale):
+    matrix = torch.randn(12, 20, generator=torch.Generator().manual_seed(2))
+    value = newton_schulz(matrix * scale, SIMPLE5, method=method, dtype=dtype)
+    wanted = exact(matrix, SIMPLE5)
+    assert value.isfinite().all() and error(value, wanted) < 0.06
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_a_zero_matrix_stays_zero_and_disturbs_no_other(method):
+    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(3))
+    matrices[1] = 0
+    value = newton_schulz(matrices, SIMPLE5, method=method, dtype=torch.float32)
+    assert torch.equal(value[1], torch.zeros(8, 12))
+    assert torch.equal(value[0], newton_schulz(matrices[0], SIMPLE5, method=method, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(5, 48, 64), (3, 64, 16), (4, 32, 32), (2, 7, 13)])
+def test_a_batch_gives_the_bits_of_each_matrix_alone(shape, method, dtype):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    together = newton_schulz(matrices, SIMPLE5, method=method, dtype=dtype)
+    for i, matrix in enumerate(matrices):
+        assert torch.equal(together[i], newton_schulz(matrix, SIMPLE5, method=method, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(8, 8), (8, 12), (12, 8)])
+def test_the_input_is_left_alone(shape, dtype):
+    matrix = torch.randn(shape).to(dtype)
+    before = matrix.clone()
+    value = newton_schulz(matrix, SIMPLE5, method="gram", dtype=dtype)
+    assert torch.equal(matrix, before) and value.dtype == dtype and value.shape == matrix.shape
+    assert value.data_ptr() != matrix.data_ptr()
+
+
+def test_batches_are_of_equal_shape_and_bounded():
+    shapes = [(2, 3), (3, 2), (2, 3), (4, 2, 3), (2, 3), (3, 2)]
+    assert batches(shapes) == [[0, 2, 3, 4], [1, 5]]
+    assert batches(shapes, max_numel=12) == [[0, 2], [3], [4], [1, 5]]
+    assert batches([]) == []
+
+
+def test_unstack_undoes_stack():
+    matrices = [torch.randn(2, 3), torch.randn(4, 2, 3), torch.randn(2, 3)]
+    stacked = stack(matrices)
+    assert stacked.shape == (6, 2, 3)
+    for part, matrix in zip(unstack(stacked, matrices), matrices, strict=True):
+        assert torch.equal(part, matrix)

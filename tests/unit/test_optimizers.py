@@ -1,0 +1,193 @@
+"""The update rules against torch's optimizers and against formulas written out."""
+
+import math
+
+import pytest
+import torch
+
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
+from ds_layerwise.optimizers.muon import Muon, scale_factor
+from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+
+HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
+SIMPLE5 = coefficients("simple", 5)
+
+
+def muon(**kwargs):
+    return Muon(**{"ns_coefficients": SIMPLE5, "ns_method": "standard", "ns_dtype": "fp32", **kwargs})
+
+
+def run(rule, shapes, steps=3, hyper=HYPER, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    params = [torch.randn(shape, generator=g) for shape in shapes]
+    states = [rule.init_state(p) for p in params]
+    for _ in range(steps):
+        grads = [torch.randn(shape, generator=g) for shape in shapes]
+        before = [grad.clone() for grad in grads]
+        rule.update_(params, grads, states, hyper)
+        for grad, old in zip(grads, before, strict=True):
+            assert torch.equal(grad, old)
+    return params, states
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_written_out(nesterov):
+    g = torch.Generator().manual_seed(0)
+    expected = torch.randn(6, 4, generator=g)
+    buffer = torch.zeros(6, 4)
+    for _ in range(3):
+        grad = torch.randn(6, 4, generator=g)
+        buffer = 0.9 * buffer + 0.1 * grad
+        direction = 0.1 * grad + 0.9 * buffer if nesterov else buffer
+        update = newton_schulz(direction, SIMPLE5, method="standard", dtype=torch.float32) * math.sqrt(6 / 4)
+        expected = expected * (1 - 0.1 * 0.2) - 0.1 * update
+    (param,), (state,) = run(muon(nesterov=nesterov), [(6, 4)])
+    torch.testing.assert_close(param, expected)
+    torch.testing.assert_close(state["momentum_buffer"], buffer)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_torchs_own_muon_agrees(shape):
+    # torch runs the products in bfloat16, so only to bfloat16's precision.
+    g = torch.Generator().manual_seed(0)
+    theirs = torch.nn.Parameter(torch.randn(shape, generator=g))
+    optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.9, nesterov=True,
+                                 adjust_lr_fn="original")
+    for _ in range(3):
+        theirs.grad = torch.randn(shape, generator=g)
+        optimizer.step()
+    (ours,), _ = run(muon(), [shape])
+    assert (ours - theirs).norm() / theirs.norm() < 0.01
+
+
+@pytest.mark.parametrize("mode, expected", [
+    ("original", math.sqrt(8 / 2)), ("spectral", math.sqrt(8)), ("unit_rms_norm", math.sqrt(8 / 2)),
+    ("match_rms_adamw", 0.2 * math.sqrt(8))])
+def test_scale_modes(mode, expected):
+    assert scale_factor(mode, 8, 2) == pytest.approx(expected)
+    wide = {"original": 1.0, "spectral": math.sqrt(8), "unit_rms_norm": 0.5, "match_rms_adamw": 0.2 * math.sqrt(8)}
+    assert scale_factor(mode, 2, 8) == pytest.approx(wide[mode])
+
+
+@pytest.mark.parametrize("mode, rms", [("spectral", 1.0), ("match_rms_adamw", 0.2)])
+def test_the_rms_of_an_update_does_not_depend_on_the_shape(mode, rms):
+    hyper = Hyper(lr=1.0, weight_decay=0.0, momentum=0.9, betas=(0, 0), eps=0)
+    for shape in ((64, 64), (32, 128), (128, 32)):
+        rule = muon(scale_mode=mode, ns_coefficients=coefficients("polar_express", 8))
+        param, grad = torch.zeros(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        rule.update_([param], [grad], [rule.init_state(param)], hyper)
+        assert param.square().mean().sqrt() == pytest.approx(rms, rel=0.03)
+
+
+def test_the_extra_factor_multiplies_the_update_but_not_the_decay():
+    (plain,), _ = run(muon(), [(6, 4)], steps=1)
+    (double,), _ = run(muon(extra_scale_factor=2.0), [(6, 4)], steps=1)
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)) * (1 - 0.1 * 0.2)
+    torch.testing.assert_close(double - start, 2 * (plain - start))
+
+
+@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
+def test_muon_together_gives_the_bits_of_each_alone(ns_dtype):
+    shapes = [(6, 4), (4, 6), (6, 4), (3, 6, 4), (5, 5)]
+    rule = muon(ns_dtype=ns_dtype)
+    g = torch.Generator().manual_seed(1)
+    params, grads = [[torch.randn(s, generator=g) for s in shapes] for _ in range(2)]
+    alone = [p.clone() for p in params]
+    rule.update_(params, grads, [rule.init_state(p) for p in params], HYPER)
+    for p, grad, together in zip(alone, grads, params, strict=True):
+        rule.update_([p], [grad], [rule.init_state(p)], HYPER)
+        assert torch.equal(p, together)
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    (Adam(), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
+    (Adam(decoupled=False), lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
+    (Sgd(), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2, momentum=0.9)),
+], ids=["adamw", "adam", "sgd"])
+def test_elementwise_rules_are_torchs(ours, theirs):
+    g = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in [(7,), (33,)]]
+    optimizer = theirs(params)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+    for p, value in zip(params, run(ours, [(7,), (33,)])[0], strict=True):
+        torch.testing.assert_close(value, p.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_lion_written_out():
+    g = torch.Generator().manual_seed(0)
+    expected, average = torch.randn(9, generator=g), torch.zeros(9)
+    for _ in range(3):
+        grad = torch.randn(9, generator=g)
+        direction = (0.8 * average + 0.2 * grad).sign()
+        expected = expected * (1 - 0.1 * 0.2) - 0.1 * direction
+        average = 0.95 * average + 0.05 * grad
+    (param,), (state,) = run(Lion(), [(9,)])
+    torch.testing.assert_close(param, expected)
+    torch.testing.assert_close(state["exp_avg"], average)
+
+
+@pytest.mark.parametrize("rule", [Adam(), Adam(decoupled=False), Lion(), Sgd()], ids=lambda r: str(r))
+def test_an_elementwise_rule_does_not_see_where_a_parameter_is_cut(rule):
+    cuts = [0, 1, 8, 21, 64, 100, 163, 200]
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randn(200, generator=g)
+    pieces = [whole[a:b].clone() for a, b in zip(cuts, cuts[1:])]
+    state, states = rule.init_state(whole), [rule.init_state(p) for p in pieces]
+    for _ in range(5):
+        grad = torch.randn(200, generator=g)
+        rule.update_([whole], [grad], [state], HYPER)
+        rule.update_(pieces, [grad[a:b] for a, b in zip(cuts, cuts[1:])], states, HYPER)
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_the_registry_builds_what_the_config_says():
+    config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
+        "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral", "nesterov": False}})
+    rule = matrix_rule(config)
+    assert rule == Muon(ns_coefficients=coefficients("cans", 6), scale_mode="spectral", nesterov=False)
+    assert scalar_rule(config) == Lion()
+    with pytest.raises(ConfigError, match="ns_coefficients 'canz' is not known; did you mean 'cans'"):
+        matrix_rule(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}))
+
+
+def params(n):
+    return [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(n)]
+
+
+class TestParamGroups:
+    config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {"lr": 0.01, "muon_lr": 0.04}})
+
+    def test_loose_parameters_are_one_group(self):
+        group, = LayerwiseOptimizer(params(2), self.config).param_groups
+        assert (group["lr"], group["matrix_lr_ratio"], group["scalar_lr_ratio"]) == (0.01, 4.0, 1.0)
+
+    def test_a_groups_own_rates(self):
+        p = params(3)
+        groups = LayerwiseOptimizer([{"params": [p[0]], "weight_decay": 0.3}, {"params": [p[1]], "lr": 0.2},
+                                     {"params": [p[2]], "lr": 0.2, "muon_lr": 0.1}], self.config).param_groups
+        assert [g["lr"] for g in groups] == [0.01, 0.2, 0.2]
+        assert [g["matrix_lr_ratio"] for g in groups] == [4.0, 1.0, 0.5]
+        assert [g["weight_decay"] for g in groups] == [0.3, 0.0, 0.0]
+
+    def test_mistakes_in_a_group(self):
+        with pytest.raises(ConfigError, match=r"param_groups\[0\].weight_decy is not an option; did you mean"):
+            LayerwiseOptimizer([{"params": params(1), "weight_decy": 0.1}], self.config)
+        with pytest.raises(ConfigError, match=r"param_groups\[0\].momentum must be in \[0, 1\), got 2"):
+            LayerwiseOptimizer([{"params": params(1), "momentum": 2}], self.config)
+        with pytest.raises(ConfigError, match="lr must be greater than 0"):
+            LayerwiseOptimizer([{"params": params(1), "lr": 0}], self.config)
+
+    def test_it_steps_only_for_the_backend(self):
+        optimizer = LayerwiseOptimizer(params(1), self.config)
+        optimizer.mark_step()
+        with pytest.raises(StepError, match="call engine.step"):
+            optimizer.step()
