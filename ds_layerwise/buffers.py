@@ -1,0 +1,87 @@
+"""The memory of a Layout and the views into it. Offsets and sizes are in elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.layout import Bucket, Layout, Piece
+
+#: The names that a Layout uses for dtypes, and what they mean to torch.
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of ``dtype`` in a Layout: ``str(torch.float32)`` without its prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+class FlatBuffer:
+    """One 1-D tensor per dtype of a Layout, holding every bucket, and views into it.
+
+    Args:
+        stored_as: the dtype to allocate for each dtype of the layout; the layout's own where missing. A buffer of
+            gradients follows the layout of the parameters, often in another dtype.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device,
+                 stored_as: Mapping[str, torch.dtype] | None = None) -> None:
+        self.layout = layout
+        self._tensors = {
+            name: torch.zeros(layout.buffer_numel(name), device=device, dtype=(stored_as or {}).get(name, DTYPES[name]))
+            for name in layout.dtypes
+        }
+        slots = {slot.name: (bucket, slot) for bucket in layout.buckets for slot in bucket.slots}
+        self._params = {name: self._tensors[bucket.dtype][slot.start:slot.stop] for name, (bucket, slot) in slots.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What this buffer stores the layout's dtype ``name`` as."""
+        return self._tensors[name].dtype
+
+    def param(self, name: str) -> Tensor:
+        """The whole parameter ``name``, 1-D, a view."""
+        return self._params[name]
+
+    def bucket(self, bucket: Bucket) -> Tensor:
+        """All shards of ``bucket``, rank after rank, 1-D, a view; padding included."""
+        return self._tensors[bucket.dtype][bucket.start:bucket.stop]
+
+    def shard(self, bucket: Bucket, rank: int) -> Tensor:
+        """The shard of ``rank`` in ``bucket``, 1-D, a view; padding included."""
+        start, stop = bucket.shard(rank)
+        return self._tensors[bucket.dtype][start:stop]
+
+
+class ShardBuffer:
+    """What one rank holds of each bucket: one 1-D tensor a bucket, as long as the rank's shard.
+
+    Args:
+        shards: the memory, one tensor a bucket in index order. May be views into a :class:`FlatBuffer`.
+    """
+
+    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor]) -> None:
+        self._shards = tuple(shards)
+        self.pieces: tuple[tuple[Piece, ...], ...] = tuple(bucket.pieces(rank) for bucket in layout.buckets)
+        self._views: dict[str, Tensor] = {}
+        for bucket, pieces, shard in zip(layout.buckets, self.pieces, self._shards, strict=True):
+            origin = bucket.shard(rank)[0]
+            for piece in pieces:
+                self._views[piece.name] = shard[piece.start - origin:piece.start - origin + piece.numel]
+
+    def bucket(self, index: int) -> Tensor:
+        """This rank's shard of bucket ``index``, padding included."""
+        return self._shards[index]
+
+    def piece(self, name: str) -> Tensor:
+        """What this rank holds of parameter ``name``, 1-D, a view.
+
+        Raises:
+            KeyError: this rank holds nothing of it.
+        """
+        return self._views[name]
+
+    def views(self, index: int) -> list[Tensor]:
+        """The pieces of bucket ``index`` that this rank holds, without padding, in memory order."""
+        return [self._views[piece.name] for piece in self.pieces[index]]

@@ -1,0 +1,162 @@
+"""Every collective of the package, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees it.
+
+Note: why gradients travel by all-to-all
+    Every rank sends each owner that owner's shard and sums what it receives itself. That moves (R-1)/R of a bucket
+    a rank, the lower bound, takes shards of any length, adds in float32 whatever travels, and adds in rank order, so
+    the sum depends neither on the size of the bucket nor on the backend. gloo's ``reduce_scatter_tensor`` moves as
+    much as its all-reduce, twice that.
+
+Sizes are in elements. ``rank`` is within the group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import LayerwiseError, LayoutError
+
+#: What a process group is to this package: torch's, or None for the whole world.
+Group = Any
+
+
+class Pending:
+    """A collective under way. ``wait`` must be called exactly once before its result is read."""
+
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        """Wait for the transfer, then do what is left to do locally."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+def rank_of(group: Group) -> int:
+    """This process's rank within ``group``."""
+    return int(dist.get_rank(group=group))
+
+
+def size_of(group: Group) -> int:
+    """The number of ranks of ``group``."""
+    return int(dist.get_world_size(group=group))
+
+
+def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *, group: Group,
+                     divide_by: float, wire_dtype: torch.dtype) -> Pending:
+    """Send every rank its shard of ``bucket`` and average what arrives into ``out``.
+
+    Args:
+        bucket: 1-D, all shards back to back in rank order; read until the result has been waited for.
+        out: float32, as long as this rank's shard; may be this rank's shard of ``bucket``.
+        divide_by: the sum over ranks is divided by this, in float32.
+        wire_dtype: what the elements travel in. They are added in float32, in rank order.
+    """
+    size, rank = size_of(group), rank_of(group)
+    own = shard_numels[rank]
+    if size == 1:
+        return Pending(finish=lambda: _average(bucket.view(1, own), out, divide_by))
+    sent = bucket if bucket.dtype == wire_dtype else bucket.to(wire_dtype)
+    received = torch.empty(size * own, dtype=wire_dtype, device=bucket.device)
+    work = dist.all_to_all_single(received, sent, output_split_sizes=[own] * size,
+                                  input_split_sizes=list(shard_numels), group=group, async_op=True)
+    # The closure keeps `sent` alive until the transfer is over.
+    return Pending([work], lambda: (sent, _average(received.view(size, own), out, divide_by)) and None)
+
+
+def _average(rows: Tensor, out: Tensor, divide_by: float) -> None:
+    if rows.data_ptr() != out.data_ptr() or rows.dtype != out.dtype:
+        out.copy_(rows[0])
+    for row in rows[1:]:
+        out.add_(row)
+    if divide_by != 1:
+        out.div_(divide_by)
+
+
+def gather_from_owners(bucket: Tensor, shard_numels: Sequence[int], *, group: Group) -> Pending:
+    """Fill every rank's ``bucket`` in place with the shards of all ranks; each rank gives its own.
+
+    Equal shards take one all-gather, shards of different length one broadcast from each owner: gloo has no
+    all-gather for those.
+    """
+    size, rank = size_of(group), rank_of(group)
+    if size == 1:
+        return Pending()
+    starts = [sum(shard_numels[:r]) for r in range(size)]
+    shards = [bucket[start:start + numel] for start, numel in zip(starts, shard_numels, strict=True)]
+    if len(set(shard_numels)) == 1:
+        return Pending([dist.all_gather_into_tensor(bucket, shards[rank], group=group, async_op=True)])
+    return Pending([dist.broadcast(shard, global_rank(group, owner), group=group, async_op=True)
+                    for owner, shard in enumerate(shards) if shard.numel()])
+
+
+def global_rank(group: Group, rank: int) -> int:
+    """The rank in the whole world of ``rank`` in ``group``."""
+    return rank if group is None else int(dist.get_global_rank(group, rank))
+
+
+def sum_scalar(value: Tensor, *, group: Group) -> Tensor:
+    """The sum of a 0-d tensor over ``group``, the same on every rank. ``value`` is overwritten."""
+    if size_of(group) > 1:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+def raise_alike(error: Exception | None, *, group: Group) -> None:
+    """Raise on every rank if any rank has an error: its own where it has one, else one that names that rank.
+
+    Every rank must call this at the same point. Without it the other ranks would wait in the next collective.
+
+    Raises:
+        LayerwiseError: another rank failed.
+    """
+    messages: list[str | None] = [None] * size_of(group)
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise LayerwiseError(f"rank {rank} failed: {message}")
+
+
+def digest_of(items: Sequence[str]) -> str:
+    """A short hash of ``items``, the same in every process."""
+    return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]
+
+
+def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -> None:
+    """Raise on every rank unless ``digest`` is the same everywhere.
+
+    Args:
+        what: named in the error, such as "the model".
+        items: what ``digest`` was made from; the error shows the first one that differs.
+
+    Raises:
+        LayoutError: the digests differ.
+    """
+    digests: list[str] = [""] * size_of(group)
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    everyone: list[Sequence[str]] = [()] * size_of(group)
+    dist.all_gather_object(everyone, list(items), group=group)
+    other = next(r for r, d in enumerate(digests) if d != digests[0])
+    raise LayoutError(f"{what} differs between ranks: {_first_difference(everyone[0], everyone[other], other)}; "
+                      f"digests by rank: {', '.join(digests)}")
+
+
+def _first_difference(first: Sequence[str], second: Sequence[str], other: int) -> str:
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            return f"rank 0 has {a}, rank {other} has {b}"
+    longer, rank, index = (first, 0, len(second)) if len(first) > len(second) else (second, other, len(first))
+    return f"only rank {rank} has {longer[index]}" if index < len(longer) else "same entries, different placement"
