@@ -1,0 +1,127 @@
+"""What DeepSpeed's engine and its users ask of any ZeRO optimizer, apart from the path of a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import nn
+
+from ds_layerwise.errors import StepError
+
+
+class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
+    """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and schedulers look for.
+
+    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups.
+    """
+
+    optimizer: torch.optim.Optimizer
+    bit16_groups: list[list[nn.Parameter]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overflow = False
+        self._global_grad_norm: float | None = None
+        self._coalesce_grad_reduction = False
+
+    def _init_loss_scaling(self, dtype: torch.dtype, *, static_scale: float, dynamic: bool,
+                           args: dict[str, Any] | None) -> None:
+        """Build DeepSpeed's scaler: dynamic or static for fp16, 1 for every other dtype."""
+        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
+        self.loss_scaler = CreateLossScaler(dtype=dtype, static_loss_scale=static_scale, dynamic_scaling=dynamic,
+                                            dynamic_loss_args=args)
+        # The engine's own flag is true for every dtype by default; with it, a plain loss.backward() would be refused.
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+
+    # --- what users and schedulers look at --------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's groups; the same objects for the whole run."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """By parameter, the states of what this rank owns of it."""
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with; 1 except in fp16."""
+        return float(self.loss_scaler.loss_scale)
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under the name that the engine's monitor reads."""
+        return self.loss_scale
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; both optimizers follow in their ratio to it."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    # --- the engine's backward protocol ------------------------------------------------------------------------------
+
+    def exit_backward(self) -> None:
+        """Leave a backward pass, and let the next one queue its own callback.
+
+        The base class only does so in ``engine.forward``, so a second backward pass after one forward pass would
+        never be finished.
+        """
+        super().exit_backward()
+        state = self._backward_hook_state
+        if state.backward_active_depth == 0:
+            state.post_backward_callback_queued = False
+            state.post_backward_callback_graph_task_id = None
+
+    def clear_backward_seen_flag(self) -> None:
+        """Start a forward pass; a backward pass that an exception ended is over."""
+        super().clear_backward_seen_flag()
+        if torch._C._current_graph_task_id() == -1:
+            self._backward_hook_state.backward_active_depth = 0
+
+    def setup_buckets(self) -> None:
+        """Part of the engine's flush after ``coalesce_grad_reduction``; the epilogue that follows does it all."""
+
+    def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
+        """Part of the same flush: the gradient that was left on ``param``."""
+        return param.grad
+
+    def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
+        """Part of the same flush; the epilogue that follows does it all."""
+
+    # --- what is not there -------------------------------------------------------------------------------------------
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Not supported.
+
+        Raises:
+            StepError: always.
+        """
+        raise StepError("engine.offload_states() is not supported by ds_layerwise; its masters and states stay where "
+                        "the model is")
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Nothing is ever offloaded, so there is nothing to reload."""
+
+
+@contextmanager
+def timed(timers: Any, name: str) -> Iterator[None]:
+    """Run a phase under one of DeepSpeed's named timers."""
+    timers(name).start()
+    yield
+    timers(name).stop()
+
+
+def by_offset(buckets: Sequence[Any], params: dict[str, nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each bucket in memory order, which is the order that DeepSpeed's checkpoint tools cut by."""
+    return [[params[slot.name] for slot in sorted(bucket.slots, key=lambda s: s.start)] for bucket in buckets]

@@ -1,0 +1,411 @@
+"""The optimizer that DeepSpeed's engine talks to, in place of its own for ZeRO stages 1 and 2."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
+from deepspeed.git_version_info import version as deepspeed_version
+from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.utils.torch import register_grad_hook
+from torch import Tensor, nn
+
+from ds_layerwise import comm, cost
+from ds_layerwise.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.errors import LayerwiseError, LayoutError, StepError
+from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.rule import Hyper, UpdateRule
+from ds_layerwise.planner import plan_layout
+from ds_layerwise.routing import Route, route_parameters
+from ds_layerwise.sync import GradSync, ParamSync
+from ds_layerwise.table import start_up_table
+from ds_layerwise.zero_base import EngineOptimizer, by_offset, timed
+
+#: What parallel groups add to a norm's denominator so that clipping to the norm itself changes nothing.
+_CLIP_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the engine's configuration says that concerns this optimizer."""
+
+    stage: int
+    group: comm.Group
+    """The process group over which gradients are averaged and ownership is dealt out."""
+    model_dtype: torch.dtype
+    accumulation_dtype: torch.dtype | None
+    """What micro-batches are added up in; None for each parameter's own dtype."""
+    wire_dtype: torch.dtype | None
+    """What gradients travel in; None for the dtype that they are accumulated in."""
+    divide_by: float
+    bucket_numel: int
+    overlap_comm: bool
+    clip_grad: float
+    check_overflow: bool
+    compute_grad_norm: bool
+    dynamic_loss_scale: bool
+    static_loss_scale: float
+    loss_scale_args: dict[str, Any] | None
+    timers: Any
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSet:
+    """Parameters of one bucket that one rule updates with the same hyper-parameters."""
+
+    rule: UpdateRule
+    names: tuple[str, ...]
+    group: int
+    is_matrix: bool
+    weight_decay: float | None
+    lr_scale: float
+
+
+class LayerWiseZeroOptimizer(EngineOptimizer):
+    """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
+
+    Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as it exists and
+    is None afterwards. See :mod:`ds_layerwise.sync` for the life of a step.
+
+    Raises:
+        RoutingError, ConfigError, LayoutError: on every rank alike.
+    """
+
+    def __init__(self, optimizer: LayerwiseOptimizer, model: nn.Module, config: LayerwiseConfig, settings: Settings,
+                 engine: Any) -> None:
+        super().__init__()
+        self.optimizer, self.config, self.settings = optimizer, config, settings
+        self._engine = weakref.ref(engine)
+        self.dp_process_group = settings.group
+        self.rank, self.world_size = comm.rank_of(settings.group), comm.size_of(settings.group)
+        self.partition_gradients = settings.stage == 2
+        self.clip_grad = settings.clip_grad
+        self._init_loss_scaling(settings.model_dtype, static_scale=settings.static_loss_scale,
+                                dynamic=settings.dynamic_loss_scale, args=settings.loss_scale_args)
+        self.routes, self.specs, self.layout = self._plan(model)
+        self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
+        self._init_buffers(next(iter(self._params.values())).device)
+        self._init_updates()
+        self._init_hooks(model)
+        self.step_count = 0
+        self.bit16_groups = self.round_robin_bit16_groups = by_offset(self.layout.buckets, self._params)
+
+    # --- construction ----------------------------------------------------------------------------------------------
+
+    def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
+        """Route and place every parameter; ranks compare the outcome before anything else."""
+        rules = self.optimizer.config
+        error: LayerwiseError | None = None
+        try:
+            routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
+                                      per_head=rules.per_head_muon)
+            specs = [
+                ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
+                          whole=routes[name].optimizer == "matrix",
+                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method))
+                for name, param in model.named_parameters() if name in routes
+            ]
+            layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
+                                 policy=self.config.layout, alignment=self.config.alignment)
+        except LayerwiseError as e:
+            error = e
+        comm.raise_alike(error, group=self.dp_process_group)
+        described = [f"{spec.name} {spec.shape} {spec.dtype} by the {routes[spec.name].optimizer} optimizer"
+                     for spec in specs]
+        comm.check_alike("the layout", layout.digest(), described, group=self.dp_process_group)
+        return routes, specs, layout
+
+    def _init_buffers(self, device: torch.device) -> None:
+        s, layout = self.settings, self.layout
+        self._values = FlatBuffer(layout, device)
+        for name, param in self._params.items():
+            view = self._values.param(name).view(param.shape)
+            view.copy_(param.data)
+            param.data = view
+        stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
+        self._grads = FlatBuffer(layout, device, stored_as=stored_as)
+        self._masters = ShardBuffer(layout, self.rank, [
+            self._float32(self._values.shard(bucket, self.rank)) for bucket in layout.buckets])
+        self._reduced = ShardBuffer(layout, self.rank, [
+            self._float32(self._grads.shard(bucket, self.rank)) for bucket in layout.buckets])
+
+    @staticmethod
+    def _float32(shard: Tensor) -> Tensor:
+        """A float32 copy of ``shard``, or the shard itself where it is float32 already: then memory is shared."""
+        return shard.detach().float()
+
+    def _init_updates(self) -> None:
+        wanted = self.optimizer.config
+        self._rules: dict[str, UpdateRule] = {
+            "matrix": matrix_rule(wanted),
+            "scalar": scalar_rule(wanted),
+        }
+        self._updates: list[list[UpdateSet]] = []
+        self._states: dict[str, dict[str, Tensor]] = {}
+        for pieces in self._masters.pieces:
+            sets: dict[tuple[Any, ...], list[str]] = {}
+            for piece in pieces:
+                route = self.routes[piece.name]
+                self._states[piece.name] = self._rules[route.optimizer].init_state(self._shaped(self._masters, piece.name))
+                self.optimizer.state[self._params[piece.name]] = self._states[piece.name]
+                key = (route.optimizer, route.group, route.weight_decay, route.lr_scale)
+                alone = route.optimizer == "matrix" and not self.config.batch_matrices
+                sets.setdefault((*key, piece.name if alone else None), []).append(piece.name)
+            self._updates.append([
+                UpdateSet(self._rules[optimizer], tuple(names), group, optimizer == "matrix", weight_decay, lr_scale)
+                for (optimizer, group, weight_decay, lr_scale, _), names in sets.items()])
+
+    def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
+        """This rank's piece of ``name`` as its optimizer sees it: a matrix, or 1-D."""
+        shape = self.routes[name].matrix_shape
+        return shards.piece(name) if shape is None else shards.piece(name).view(shape)
+
+    def _init_hooks(self, model: nn.Module) -> None:
+        s = self.settings
+        self._grad_sync = GradSync(
+            self.layout, self._params, self._grads, self._reduced, group=s.group, divide_by=s.divide_by,
+            wire_dtype=lambda dtype: s.wire_dtype or self._grads.dtype(dtype))
+        self._param_sync = ParamSync(self.layout, self._values, group=s.group)
+        if self.config.overlap_param_gather:
+            self._param_sync.overlap_with_forward(model)
+        every = list(self._params.values())
+        self._hooks = [register_grad_hook(param, self._make_hook(name, every)) for name, param in self._params.items()]
+
+    def _make_hook(self, name: str, every: Sequence[nn.Parameter]) -> Any:
+        def gradient_is_ready(*_: Any) -> None:
+            # Re-entering changes the depth that the question depends on.
+            refresh = self.should_refresh_expected_hook_count()
+            self.reenter_backward_if_needed()
+            if not self._coalesce_grad_reduction:
+                self._grad_sync.accumulate(name, launch=self._may_launch())
+            expected = count_used_parameters_in_backward(every) if refresh else self._max_expected_hooks_seen
+            self.update_hook_state_and_maybe_run_epilogue(expected)
+        return gradient_is_ready
+
+    def _may_launch(self) -> bool:
+        """Whether buckets may be reduced from inside this backward pass.
+
+        Asks the engine rather than the flags that it mirrors: those are not set for every form of backward, and not
+        at all inside ``no_sync``.
+        """
+        engine = self._engine()
+        return bool(self.settings.overlap_comm and self._backward_active_depth > 0 and engine is not None
+                    and engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
+                    and engine.is_gradient_accumulation_boundary())
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Finish the reduction of this step. The engine calls it at the boundary, after backward."""
+        if not self._grad_sync.finished:
+            self._grad_sync.finish()
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """The engine's other name for the same, after ``coalesce_grad_reduction``."""
+        self.reduce_gradients()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
+
+        Raises:
+            StepError: gradients have not been reduced, because no backward pass reached the boundary.
+        """
+        if not self._grad_sync.finished:
+            raise StepError("step() before the gradients were reduced: no backward pass reached the boundary of "
+                            "gradient accumulation; call engine.backward(loss) first")
+        timers = self.settings.timers
+        with timed(timers, "optimizer_gradients"):
+            factor = self._clip_factor()
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            return
+        self.step_count += 1
+        with timed(timers, "optimizer_step"):
+            # The forward pass needs the parameters of the last bucket first.
+            for index in reversed(range(len(self.layout.buckets))):
+                self._update(index, factor)
+                self._param_sync.launch(index)
+            self.optimizer.mark_step()
+        with timed(timers, "optimizer_allgather"):
+            if not self._param_sync.overlapping:
+                self._param_sync.finish()
+        timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
+
+    def _clip_factor(self) -> float:
+        """Decide whether to skip, set the norm, and return what gradients must be multiplied with.
+
+        The norm is that of the raw averaged gradient, over all ranks, in float64: no finite float32 gradient
+        overflows, and no way of cutting parameters shows in the float32 result.
+        """
+        s, scale = self.settings, float(self.loss_scaler.loss_scale)
+        self.overflow = False
+        if not (s.compute_grad_norm or s.check_overflow):
+            return 1 / scale
+        views = [view for index in range(len(self.layout.buckets)) for view in self._reduced.views(index)]
+        squares = torch.zeros((), dtype=torch.float64, device=self._reduced.bucket(0).device)
+        if views:
+            squares += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()
+        norm = float(comm.sum_scalar(squares, group=self.dp_process_group).sqrt()) / scale
+        self.overflow = s.check_overflow and not math.isfinite(norm)
+        self._global_grad_norm = None if not s.compute_grad_norm else math.inf if self.overflow else norm
+        clip = (norm + _CLIP_EPS) / self.clip_grad if self.clip_grad > 0 else 1.0
+        return 1 / (scale * (clip if clip > 1 else 1.0))
+
+    def _update(self, index: int, factor: float) -> None:
+        """Update what this rank holds of bucket ``index``, and its shard of the parameter buffer."""
+        gradients = self._reduced.views(index)
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        for update in self._updates[index]:
+            group = self.optimizer.param_groups[update.group]
+            ratio = group["matrix_lr_ratio"] if update.is_matrix else group["scalar_lr_ratio"]
+            hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
+                          weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
+                          momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
+            update.rule.update_([self._shaped(self._masters, n) for n in update.names],
+                                [self._shaped(self._reduced, n) for n in update.names],
+                                [self._states[n] for n in update.names], hyper)
+        self._masters_to_values(index)
+
+    def _masters_to_values(self, index: int) -> None:
+        shard, master = self._values.shard(self.layout.buckets[index], self.rank), self._masters.bucket(index)
+        if shard.data_ptr() != master.data_ptr():
+            shard.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step, reduced or not."""
+        self._grad_sync.reset()
+        for param in self._params.values():
+            param.grad = None
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def record(self) -> ShardRecord:
+        """What this rank owns, as views into live memory."""
+        pieces = tuple(
+            PieceRecord(piece.name, bucket, piece.param_start, self._masters.piece(piece.name),
+                        {key: value if value.dim() == 0 else value.view(-1)
+                         for key, value in self._states[piece.name].items()})
+            for bucket, pieces in enumerate(self._masters.pieces) for piece in pieces)
+        return ShardRecord(self.rank, self.world_size, self.layout.to_json(), self.layout.digest(), pieces)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see :mod:`.checkpoint.regular`."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {
+            LOSS_SCALER: self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            CLIP_GRAD: self.clip_grad,
+            ZERO_STAGE: self.settings.stage,
+            DS_VERSION: deepspeed_version,
+            **regular.to_state_dict(self.record(), num_buckets=len(self.layout.buckets), param_groups=groups,
+                                    step=self.step_count),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict_list: Sequence[Any], load_optimizer_states: bool = True,
+                        load_from_fp32_weights: bool = False, checkpoint_folder: str | None = None,
+                        load_serial: Any = None, param_shapes: Any = None) -> None:
+        """Take over what :meth:`state_dict` of this rank said. The engine has loaded the model before.
+
+        Raises:
+            LayerwiseError: the checkpoint is universal, of another optimizer or of another layout.
+        """
+        error: LayerwiseError | None = None
+        try:
+            saved = state_dict_list[self.rank] if checkpoint_folder is None else {}
+            record = regular.from_state_dict(saved)
+            if record.layout_digest != self.layout.digest() or record.rank != self.rank:
+                raise LayoutError(f"the checkpoint was saved by rank {record.rank} of {record.world_size} (layout "
+                                  f"{record.layout_digest}), this is rank {self.rank} of {self.world_size} (layout "
+                                  f"{self.layout.digest()}); resume with as many ranks, the same layerwise.layout and "
+                                  "the same zero_optimization.reduce_bucket_size")
+        except LayerwiseError as e:
+            error = e
+        comm.raise_alike(error, group=self.dp_process_group)
+        ours = saved[regular.KEY]
+        self.loss_scaler, self.overflow = saved[LOSS_SCALER], saved["overflow"]
+        self.step_count = ours["step"]
+        for group, values in zip(self.param_groups, ours["param_groups"], strict=True):
+            group.update(values)
+        for piece in record.pieces:
+            if load_from_fp32_weights:
+                self._masters.piece(piece.name).copy_(piece.master)
+            if load_optimizer_states:
+                for key, value in piece.state.items():
+                    state = self._states[piece.name][key]
+                    state.copy_(value.view(state.shape))
+        if not load_from_fp32_weights:
+            self._restore_from_bit16_weights()
+
+    @torch.no_grad()
+    def _restore_from_bit16_weights(self) -> None:
+        """Masters from the model's weights, after only those were loaded."""
+        for bucket in self.layout.buckets:
+            shard, master = self._values.shard(bucket, self.rank), self._masters.bucket(bucket.index)
+            if shard.data_ptr() != master.data_ptr():
+                master.copy_(shard)
+
+    refresh_fp32_params = _restore_from_bit16_weights
+
+    @torch.no_grad()
+    def update_lp_params(self) -> None:
+        """The model's weights from the masters, on every rank."""
+        for index in range(len(self.layout.buckets)):
+            self._masters_to_values(index)
+            self._param_sync.launch(index)
+        self._param_sync.finish()
+
+    def wait_for_params(self) -> None:
+        """Wait until every parameter has its new value.
+
+        Only needed with ``layerwise.overlap_param_gather``, before code outside a forward pass reads parameters;
+        ``state_dict()`` and checkpoints wait by themselves.
+        """
+        self._param_sync.finish()
+
+    def checkpoint_event_prologue(self) -> None:
+        """Before a save or a load: no parameter may be under way."""
+        self.wait_for_params()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """After a save or a load: nothing is left to do."""
+
+    # --- reports and the end -----------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """The start-up table: who trains what and why, and what it costs each rank."""
+        wanted, dtypes = self.optimizer.config, self.layout.dtypes
+        stored_as = {dtype: self._grads.dtype(dtype) for dtype in dtypes}
+        return start_up_table(
+            self.routes, self.specs, self.layout,
+            rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
+            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
+            wire_as={dtype: dtype_name(self.settings.wire_dtype or stored_as[dtype]) for dtype in dtypes},
+            state_bytes=tuple(4 * len(self._rules[half].state_keys) for half in ("matrix", "scalar")))
+
+    def destroy(self) -> None:
+        """Remove every hook. May be called twice, and after the process group is gone."""
+        for hook in self.__dict__.pop("_hooks", []):
+            hook.remove()
+        if "_param_sync" in self.__dict__:
+            self._param_sync.remove_hooks()
+
+
+def _work(matrix_shape: tuple[int, ...] | None, steps: int, method: str) -> int:
+    if matrix_shape is None:
+        return 0
+    *batch, rows, cols = matrix_shape
+    return cost.newton_schulz_flops(rows, cols, steps=steps, method=method, batch=math.prod(batch))
