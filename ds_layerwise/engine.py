@@ -1,0 +1,187 @@
+"""The hook: how DeepSpeed's engine comes to build this backend, and how to undo it.
+
+Note: what is wrapped, and why there
+    ``_do_sanity_check`` is the first thing that an engine does with its config, so a mistake is found before memory
+    is spent. ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out
+    before it. ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check``
+    would pick another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the
+    wrapper. Every wrap asks first whether the engine at hand uses this backend, and else calls the original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime import config as ds_config_module
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils import logger
+from deepspeed.utils.timer import NoopTimer
+
+from ds_layerwise import comm
+from ds_layerwise.buffers import DTYPES
+from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def register() -> None:
+    """Make ``"type": "LayerWiseMuon"`` and ``"LayerWise"`` known to DeepSpeed. A second call does nothing.
+
+    Call it in every process before ``deepspeed.initialize``. :func:`unregister` undoes it.
+    """
+    if _originals:
+        return
+    ds_config_module.DEEPSPEED_OPTIMIZERS.extend(OPTIMIZER_TYPES)
+    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(LayerwiseOptimizer)
+    for name, wrap in _WRAPS.items():
+        original = getattr(DeepSpeedEngine, name)
+        _originals[name] = original
+        setattr(DeepSpeedEngine, name, _wrapped(original, wrap))
+
+
+def unregister() -> None:
+    """Leave DeepSpeed as it was before :func:`register`. Engines that exist already keep working.
+
+    Raises:
+        ConfigError: somebody else has wrapped the engine since; undo that first.
+    """
+    if not _originals:
+        return
+    for name in _originals:
+        if not hasattr(getattr(DeepSpeedEngine, name), "_ds_layerwise"):
+            raise ConfigError(f"DeepSpeedEngine.{name} was replaced after ds_layerwise.register(); undo that first")
+    for name, original in _originals.items():
+        setattr(DeepSpeedEngine, name, original)
+    _originals.clear()
+    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(LayerwiseOptimizer)
+    for optimizer_type in OPTIMIZER_TYPES:
+        ds_config_module.DEEPSPEED_OPTIMIZERS.remove(optimizer_type)
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize``, same arguments and results, after :func:`register`."""
+    register()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def _wrapped(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        return wrap(functools.partial(original, engine), engine, *args, **kwargs)
+
+    method._ds_layerwise = True  # type: ignore[attr-defined]
+    return method
+
+
+def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerwiseConfig]:
+    given = engine._config._param_dict
+    return (OptimizerConfig.from_section(given["optimizer"]), LayerwiseConfig.from_section(given.get("layerwise", {})))
+
+
+def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    given = engine._config._param_dict
+    if not is_ours(engine.optimizer_name()):
+        if "layerwise" in given:
+            raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
+                              f"{engine.optimizer_name()!r}; change it, or remove the section")
+        return original()
+    _sections(engine)
+    refuse_unsupported(given)
+    if engine.client_optimizer is not None:
+        raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
+                          f"{given['optimizer']['type']!r} in the config; remove one")
+    if engine.pipeline_parallelism:
+        raise ConfigError("PipelineModule is not supported by this optimizer")
+    if engine.mpu is not None:
+        raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
+                          "orthogonalised as a whole")
+    return original()
+
+
+def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    if is_ours(engine.optimizer_name()):
+        if any(isinstance(module, MoE) for module in engine.module.modules()):
+            raise ConfigError("deepspeed.moe layers are not supported by this optimizer: their experts are not the "
+                              "same on every rank")
+        _check_model(engine.module)
+    return original()
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Compare names, shapes and dtypes over the ranks, and make parameters contiguous, which broadcasting needs."""
+    described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+                 for name, param in model.named_parameters()]
+    if dist.is_initialized():
+        comm.check_alike("the model", comm.digest_of(described), described, group=None)
+    for param in model.parameters():
+        if not param.data.is_contiguous():
+            param.data = param.data.contiguous()
+
+
+def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:
+    if not is_ours(engine.optimizer_name()):
+        return original(model_parameters)
+    return LayerwiseOptimizer(model_parameters, _sections(engine)[0])
+
+
+def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
+    if isinstance(basic_optimizer, LayerwiseOptimizer):
+        return "zero_optimization"
+    return original(basic_optimizer)
+
+
+def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    if not isinstance(optimizer, LayerwiseOptimizer):
+        return original(optimizer)
+    built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
+    if dist.get_rank() == 0:
+        logger.info("ds_layerwise\n%s", built.describe())
+    return built
+
+
+_WRAPS = {
+    "_do_sanity_check": _do_sanity_check,
+    "_broadcast_model": _broadcast_model,
+    "_configure_basic_optimizer": _configure_basic_optimizer,
+    "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
+    "_configure_zero_optimizer": _configure_zero_optimizer,
+}
+
+
+def _settings(engine: DeepSpeedEngine) -> Settings:
+    config = engine._config
+    model_dtype, accumulation = engine.get_data_types()
+    for key, dtype in (("communication_data_type", config.communication_data_type),
+                       ("data_types.grad_accum_dtype", accumulation)):
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
+    check_overflow = engine.fp16_enabled() or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
+    group = engine.seq_data_parallel_group
+    return Settings(
+        stage=engine.zero_optimization_stage(),
+        group=group,
+        model_dtype=model_dtype,
+        accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
+        wire_dtype=config.communication_data_type,
+        divide_by=float(comm.size_of(group)) if engine.gradient_average else 1.0,
+        bucket_numel=engine.zero_reduce_bucket_size(),
+        overlap_comm=bool(engine.zero_overlap_comm()),
+        clip_grad=engine.gradient_clipping(),
+        check_overflow=check_overflow,
+        # 0.18.9 has no such key and always computes the norm.
+        compute_grad_norm=getattr(config.zero_config, "compute_grad_norm", True),
+        dynamic_loss_scale=engine.dynamic_loss_scale(),
+        static_loss_scale=engine.loss_scale(),
+        loss_scale_args=engine.dynamic_loss_scale_args(),
+        timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
+    )

@@ -1,0 +1,43 @@
+"""``python -m ds_layerwise.run script.py [args]``: run a DeepSpeed script unchanged, with this backend registered.
+
+Under the launcher: ``deepspeed --module ds_layerwise.run script.py [args]``. A module instead of a file:
+``ds_layerwise.run -m package.module [args]``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+_USAGE = "usage: python -m ds_layerwise.run [-m] SCRIPT_OR_MODULE [args ...]"
+
+
+def main(argv: list[str]) -> None:
+    """Run what ``argv`` names as ``__main__``, with the rest of ``argv`` as its arguments.
+
+    DeepSpeed's launcher puts ``--local_rank=N`` before everything else; the script gets it as if it had been
+    launched itself.
+    """
+    launcher_args = []
+    while argv and argv[0].startswith("--local_rank"):
+        launcher_args.append(argv.pop(0))
+    as_module = argv[:1] == ["-m"]
+    if as_module:
+        argv.pop(0)
+    if not argv or argv[0].startswith("-"):
+        raise SystemExit(_USAGE)
+    from ds_layerwise.engine import register
+    register()
+    target, *args = argv
+    sys.argv = [target, *launcher_args, *args]
+    if as_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        # As `python script.py` does: the script's own folder comes first.
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+        runpy.run_path(target, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
