@@ -106,14 +106,17 @@ class Bucket:
     _ranks: Sequence[int] = field(init=False, repr=False, compare=False)
     _starts: Sequence[int] = field(init=False, repr=False, compare=False)
     _numel: int = field(init=False, repr=False, compare=False)
+    is_even: bool = field(init=False, repr=False, compare=False)
+    """Whether all shards have the same length."""
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots:
-            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, and there must be shards and "
-                              f"slots, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} slots")
+            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards and slots at least 1, "
+                              f"got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} slots")
         ranks: Sequence[int]
         starts: Sequence[int]
-        if self.is_even:
+        is_even = self.shard_numels.count(self.shard_numels[0]) == len(self.shard_numels)
+        if is_even:
             world_size, lowest = self.world_size, self.shard_numels[0]
             numel = world_size * lowest
             ranks = range(world_size) if lowest else ()
@@ -126,6 +129,7 @@ class Bucket:
         if lowest < 0:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
                               f"{self.shard_numels.index(lowest)} has {lowest}")
+        object.__setattr__(self, "is_even", is_even)
         object.__setattr__(self, "_ranks", ranks)
         object.__setattr__(self, "_starts", starts)
         object.__setattr__(self, "_numel", numel)
@@ -166,11 +170,6 @@ class Bucket:
     def world_size(self) -> int:
         """The number of shards, empty ones included."""
         return len(self.shard_numels)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all shards have the same length."""
-        return self.shard_numels.count(self.shard_numels[0]) == len(self.shard_numels)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is empty.

@@ -70,14 +70,15 @@ def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[
             raise ConfigError(f"{here}.optimizer must be one of {', '.join(get_args(Placement))}, "
                               f"got {entry['optimizer']!r}")
         for inner in _repeated(f"{here}.repeat", entry.get("repeat", {})):
-            yield _named(here, entry["name"], {**values, **inner}), tuple(entry["shape"]), entry["optimizer"] == "matrix"
+            name = _named(f"{here}.name", entry["name"], {**values, **inner})
+            yield name, tuple(entry["shape"]), entry["optimizer"] == "matrix"
 
 
 def _named(where: str, template: str, values: Mapping[str, int]) -> str:
     try:
         return template.format_map(values)
     except KeyError as e:
-        raise ConfigError(f"{where}.name {template!r} needs {e}, but only {', '.join(values) or 'nothing'} is "
+        raise ConfigError(f"{where} {template!r} needs {e}, but only {', '.join(values) or 'nothing'} is "
                           "repeated here") from e
 
 

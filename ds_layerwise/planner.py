@@ -232,7 +232,10 @@ def _match_sizes(items: list[_Item], world_size: int, bucket_numel: int) -> list
 
 def _balance(buckets: list[list[_Item]], world_size: int) -> list[_Draft]:
     items = [item for bucket in buckets for item in bucket]
-    owners = _spread(buckets, _choose_owners(items, world_size), world_size)
+    if world_size == 1:
+        owners = {item.position: 0 for item in items}
+    else:
+        owners = _spread(buckets, _choose_owners(items, world_size), world_size)
     return [_draft_owned(bucket, [owners[item.position] for item in bucket], world_size) for bucket in buckets]
 
 
@@ -307,12 +310,14 @@ def _longest_first_by_both(items: Iterable[_Item], world_size: int, total_work: 
     return owners
 
 
-def _spread(buckets: Iterable[list[_Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
+def _spread(buckets: Sequence[list[_Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
     """Let equal parameters change owners so that the shards of each bucket become even, and no rank's total changes."""
     quotas: dict[tuple[int, int], NDArray[np.int64]] = defaultdict(lambda: np.zeros(world_size, np.int64))
+    left: NDArray[np.int64] = np.zeros(world_size, np.int64)
     for bucket in buckets:
         for item in bucket:
             quotas[item.numel, item.work][owners[item.position]] += 1
+            left[owners[item.position]] += item.numel
     spread: dict[int, int] = {}
     for bucket in buckets:
         by_size: dict[tuple[int, int], deque[_Item]] = defaultdict(deque)
@@ -328,8 +333,20 @@ def _spread(buckets: Iterable[list[_Item]], owners: dict[int, int], world_size: 
                 loads = held[open_to]
                 ranks = open_to[loads == loads.min()]
                 if len(ranks) > len(equal):
-                    ranks = ranks[np.argsort(-quota[ranks], kind="stable")[:len(equal)]]
+                    ranks = ranks[np.lexsort((-left[ranks], -quota[ranks]))[:len(equal)]]
                 quota[ranks] -= 1
+                left[ranks] -= size[0]
                 held[ranks] += equal[0].span
                 spread.update((equal.popleft().position, rank) for rank in ranks.tolist())
-    return spread
+    return min(owners, spread, key=lambda candidate: _longest_shards(buckets, candidate))
+
+
+def _longest_shards(buckets: Iterable[list[_Item]], owners: dict[int, int]) -> int:
+    """The lengths of the longest shard of each bucket, added up: what the collectives take."""
+    total = 0
+    for bucket in buckets:
+        held: dict[int, int] = defaultdict(int)
+        for item in bucket:
+            held[owners[item.position]] += item.span
+        total += max(held.values())
+    return total

@@ -1,0 +1,155 @@
+"""How well the planner balances real models, what it pads, and how long it takes; beside plain longest-first.
+
+    python examples/benchmarks/planner.py > examples/benchmarks/results/YYYY-MM_<hardware>_planner.md
+
+Needs no network, no accelerator and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_layerwise.cost import LayoutReport, max_over_mean
+from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.model_shapes import load_model_specs
+from ds_layerwise.planner import plan_layout
+
+MODELS = Path(__file__).resolve().parents[2] / "ds_configs" / "models"
+NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024)
+SHOWN_RANKS = (8, 64, 96, 1024)
+BUCKET_NUMELS = (500_000_000, 50_000_000)
+#: Generous: the aim is 2 s on an idle machine, and a loaded one also makes CPU time longer.
+MAX_CPU_S = 5
+
+
+def plain_lpt(specs: Sequence[ParamSpec], world_size: int) -> tuple[dict[str, int], list[int], list[int]]:
+    """Longest-first by work over the whole model: owners, then work and elements of each rank."""
+    heap = [(0, 0, rank) for rank in range(world_size)]
+    owners: dict[str, int] = {}
+    for spec in sorted((s for s in specs if s.whole), key=lambda s: -s.work):
+        work, numel, rank = heapq.heappop(heap)
+        owners[spec.name] = rank
+        heapq.heappush(heap, (work + spec.work, numel + spec.numel, rank))
+    return owners, [work for work, _, _ in heap], [numel for _, numel, _ in heap]
+
+
+def longest_shards(layout: Layout, owners: dict[str, int] | None = None) -> int:
+    """The longest shard of each bucket of matrices, added up; under other ``owners`` if given."""
+    total = 0
+    for bucket in layout.buckets:
+        if bucket.whole and owners is None:
+            total += max(bucket.shard_numels)
+        elif bucket.whole and owners is not None:
+            held: dict[int, int] = {}
+            for slot in bucket.slots:
+                owner = owners[slot.name]
+                held[owner] = held.get(owner, 0) + slot.numel
+            total += max(held.values())
+    return total
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan and what it is compared with."""
+
+    model: str
+    ranks: int
+    bucket_numel: int
+    num_matrices: int
+    report: LayoutReport
+    plain_work: float
+    plain_memory: float
+    longest: int
+    plain_longest: int
+    best_longest: int
+    wall_s: float
+    cpu_s: float
+
+    def cells(self) -> list[str]:
+        """As the table shows it."""
+        return [self.model, str(self.ranks), f"{self.bucket_numel / 1e6:.0f} M", str(self.report.num_buckets),
+                f"{self.report.padding_fraction:.4%}",
+                f"{self.report.work_max_over_mean:.3f}", f"{self.plain_work:.3f}",
+                f"{self.report.whole_max_over_mean:.3f}", f"{self.plain_memory:.3f}",
+                f"{self.longest / self.best_longest:.2f}", f"{self.plain_longest / self.best_longest:.2f}",
+                f"{1e3 * self.cpu_s:.0f} ms"]
+
+
+HEADER = ("model", "ranks", "bucket", "buckets", "padding", "work", "work, LPT", "memory", "memory, LPT", "evenness",
+          "evenness, LPT", "plan")
+
+
+def measure(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Row]:
+    """One row for each model, world size and bucket size."""
+    for model in models:
+        specs = load_model_specs(MODELS / f"{model}.yaml")
+        for world_size in ranks:
+            owners, work, numel = plain_lpt(specs, world_size)
+            for bucket_numel in BUCKET_NUMELS:
+                wall, cpu = time.perf_counter(), time.process_time()
+                layout = plan_layout(specs, world_size, bucket_numel=bucket_numel)
+                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+                # The same buckets, each on its own filled as evenly as longest-first can, whatever the totals.
+                even = plan_layout(specs, world_size, bucket_numel=bucket_numel, policy="lpt")
+                yield Row(model, world_size, bucket_numel, len(owners), LayoutReport.of(layout, specs),
+                          max_over_mean(work), max_over_mean(numel), longest_shards(layout),
+                          longest_shards(layout, owners), longest_shards(even), wall, cpu)
+
+
+def conditions() -> str:
+    """The machine, the interpreter and the commit."""
+    described = subprocess.run(["git", "-C", str(MODELS), "rev-parse", "--short", "HEAD"], capture_output=True,
+                               text=True, check=False)
+    commit = described.stdout.strip() if described.returncode == 0 else "none yet"
+    return (f"{os.cpu_count()} vCPU, load {os.getloadavg()[0]:.1f} at the end, Python {platform.python_version()}, "
+            f"no torch loaded; commit {commit}; alignment 64.")
+
+
+def main() -> None:
+    """Print the table, and the worst case of every column over all plans."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--all", action="store_true", help="show every plan, not only those of some world sizes")
+    args = parser.parse_args()
+    rows = list(measure(args.models, args.ranks))
+    print("Planner on real models: balance, padding and time. python examples/benchmarks/planner.py")
+    print(conditions())
+    print("""work, memory: Newton-Schulz FLOPs (gram, 5 steps) and elements of matrices, busiest rank over the mean.
+LPT: plain longest-first by work over the whole model. padding: over all parameters, alignment only.
+evenness: the longest shards of all buckets of matrices, added up, over what longest-first inside each bucket reaches.
+plan: plan_layout with all checks, CPU time of one thread, which other jobs on the machine stretch less than wall time.
+""")
+    print("| " + " | ".join(HEADER) + " |")
+    print("|---|" + "---:|" * (len(HEADER) - 1))
+    for row in rows:
+        if args.all or row.ranks in SHOWN_RANKS:
+            print("| " + " | ".join(row.cells()) + " |")
+    bound = [row for row in rows if row.ranks < row.num_matrices]
+    slowest, longest = max(rows, key=lambda row: row.cpu_s), max(rows, key=lambda row: row.wall_s)
+    print(f"\nOver all {len(rows)} plans (ranks {', '.join(map(str, args.ranks))}):\n"
+          f"slowest {slowest.cpu_s:.2f} s CPU ({slowest.model}, {slowest.ranks} ranks), {longest.wall_s:.2f} s wall "
+          f"({longest.model}, {longest.ranks} ranks, {longest.cpu_s:.2f} s CPU);\n"
+          f"padding at most {max(row.report.padding_fraction for row in rows):.4%}. "
+          f"Over the {len(bound)} with fewer ranks than matrices, ours over plain LPT:")
+    if bound:
+        print(f"work at most {max(r.report.work_max_over_mean / r.plain_work for r in bound):.4f}, memory at most "
+              f"{max(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f} and at least "
+              f"{min(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f}, longest shards at most "
+              f"{max(r.longest / r.plain_longest for r in bound):.4f}.")
+    if slowest.cpu_s > MAX_CPU_S:
+        sys.exit(f"{slowest.model} at {slowest.ranks} ranks took {slowest.cpu_s:.1f} s, more than {MAX_CPU_S} s")
+
+
+if __name__ == "__main__":
+    main()

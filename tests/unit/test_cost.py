@@ -1,0 +1,129 @@
+"""The cost model, against counts by hand and against a loop that multiplies matrices of known size."""
+
+import pytest
+
+from ds_layerwise.cost import LayoutReport, RankMemory, max_over_mean, memory_bytes, newton_schulz_flops, wire_elements
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.layout import Bucket, Layout, ParamSpec, Slot
+
+
+def counted(rows, cols, steps, method):
+    """Walk the iteration as DeepSpeed runs it and count 2mnk a product."""
+    m, n = min(rows, cols), max(rows, cols)
+    rectangular, square = 2 * m * m * n, 2 * m**3
+    if method == "standard" or m == n:
+        return sum(rectangular + square + rectangular for _ in range(steps))  # X X', A A, B X
+    flops = rectangular  # R = X X'
+    has_q = False
+    for step in range(steps):
+        if step == 2:
+            flops += 2 * rectangular  # X = Q X, R = X X'
+            has_q = False
+        flops += square  # R R
+        flops += square if has_q else 0  # Z Q
+        has_q = True
+        if step < steps - 1 and step + 1 != 2:
+            flops += 2 * square  # Z R, Z RZ
+    return flops + rectangular  # Q X
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (4, 4), (1, 7)])
+def test_flops_are_those_of_the_products_that_run(shape, steps, method):
+    assert newton_schulz_flops(*shape, steps=steps, method=method) == counted(*shape, steps, method)
+
+
+def test_flops_of_five_steps_in_units_of_the_cubed_short_side():
+    m = 10
+    assert newton_schulz_flops(m, m, method="standard") == 30 * m**3
+    assert newton_schulz_flops(m, m) == 30 * m**3  # a square runs as standard
+    assert newton_schulz_flops(4 * m, m, method="standard") == 90 * m**3
+    assert newton_schulz_flops(m, 4 * m) == 60 * m**3
+    assert newton_schulz_flops(m, 4 * m, batch=3) == 180 * m**3
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"rows": 0}, "at least 1, got 0, 3, 5, 1"),
+    ({"steps": 0}, "at least 1, got 2, 3, 0, 1"),
+    ({"batch": -1}, "at least 1, got 2, 3, 5, -1"),
+    ({"method": "grm"}, "method must be one of gram, standard, got 'grm'"),
+])
+def test_flops_of_something_that_cannot_run_are_refused(arguments, message):
+    with pytest.raises(LayoutError, match=message):
+        newton_schulz_flops(**{"rows": 2, "cols": 3, **arguments})
+
+
+def test_max_over_mean_of_nothing_is_one():
+    assert max_over_mean([0, 0]) == 1.0
+    assert max_over_mean([3, 1]) == 1.5
+
+
+SPECS = [ParamSpec("a", (6, 10), "bfloat16", True, 700), ParamSpec("b", (64,), "bfloat16", True, 100),
+         ParamSpec("c", (10,), "bfloat16", True, 7), ParamSpec("d", (70,), "float32", False)]
+
+
+def layout():
+    return Layout("balanced", 3, 64, (
+        Bucket(0, "bfloat16", True, 0, (128, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64), Slot("c", 128, 10))),
+        Bucket(1, "float32", False, 0, (64, 64, 64), (Slot("d", 0, 70),)),
+    ))
+
+
+def test_each_rank_sends_what_it_does_not_keep_and_its_shard_to_everyone():
+    wire = wire_elements(layout())
+    # the bucket without the own shard: 192 - (128, 0, 64), and 192 - 64
+    assert wire.reduce == (64 + 128, 192 + 128, 128 + 128)
+    assert wire.gather == (2 * (128 + 64), 2 * 64, 2 * (64 + 64))
+    assert sum(wire.reduce) == sum(wire.gather) == 2 * (192 + 192)
+    assert wire_elements(layout(), "float32").reduce == (128, 128, 128)
+    assert wire_elements(Layout("lpt", 1, 64, ())).reduce == (0,)
+
+
+def test_memory_by_rank_in_bytes():
+    # bfloat16 buffer 192 elements, float32 buffer 192: parameters 2 * 192 + 4 * 192. Reduced shards and masters are
+    # float32 copies of the bfloat16 shards only.
+    params = 2 * 192 + 4 * 192
+    assert memory_bytes(layout()) == (
+        RankMemory(params, params + 4 * 128, 4 * 128, 4 * 124 + 8 * 64),
+        RankMemory(params, params, 0, 8 * 6),
+        RankMemory(params, params + 4 * 64, 4 * 64, 4 * 10),
+    )
+    assert memory_bytes(layout())[2].total == 2 * params + 4 * 64 + 4 * 64 + 4 * 10
+
+
+def test_gradients_that_accumulate_in_float32_need_no_copy_of_the_reduced_shard():
+    rank0 = memory_bytes(layout(), grads_stored_as={"bfloat16": "float32"}, whole_state_bytes=2, split_state_bytes=4)[0]
+    assert rank0 == RankMemory(2 * 192 + 4 * 192, 4 * 192 + 4 * 192, 4 * 128, 2 * 124 + 4 * 64)
+
+
+def test_memory_of_a_dtype_without_a_known_size_is_refused():
+    with pytest.raises(LayoutError, match="the size of 'int3' is not known; known: float64"):
+        memory_bytes(layout(), grads_stored_as={"bfloat16": "int3"})
+
+
+def test_the_report_counts_what_the_layout_says():
+    report = LayoutReport.of(layout(), SPECS)
+    assert report.num_buckets == 2
+    assert report.numel == 60 + 64 + 10 + 70
+    assert report.padding == 2 * 192 - 204
+    assert report.padding_fraction == 180 / 204
+    assert report.work == (800, 0, 7)
+    assert report.whole_numel == (124, 0, 10)
+    assert report.owned_numel == (124 + 64, 6, 10)
+    assert report.work_max_over_mean == 800 * 3 / 807
+    assert report.whole_max_over_mean == 124 * 3 / 134
+    assert report.owned_max_over_mean == 188 * 3 / 204
+    assert report.wire == wire_elements(layout())
+    assert report.wire_per_rank == 512  # 2/3 of 384, twice
+
+
+@pytest.mark.parametrize("specs, name", [(SPECS[1:], "a"), ([*SPECS, ParamSpec("x", (3,), "float32", False)], "x")])
+def test_a_report_on_another_model_is_refused(specs, name):
+    with pytest.raises(LayoutError, match=rf"{name} is in only one of the layout \(4 parameters\)"):
+        LayoutReport.of(layout(), specs)
+
+
+def test_nothing_to_lay_out_costs_nothing():
+    report = LayoutReport.of(Layout("balanced", 2, 64, ()), [])
+    assert (report.padding_fraction, report.work_max_over_mean, report.wire_per_rank) == (0.0, 1.0, 0)

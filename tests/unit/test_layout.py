@@ -1,0 +1,187 @@
+"""A Layout that breaks an invariant cannot be built; one that can be built answers for every element."""
+
+import pytest
+
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.layout import Bucket, Layout, ParamSpec, Piece, Slot
+
+
+def whole(index=0, start=0, shards=(128, 0, 64), slots=(("a", 0, 60), ("b", 64, 64), ("c", 128, 10)), dtype="bfloat16"):
+    return Bucket(index, dtype, True, start, shards, tuple(Slot(*slot) for slot in slots))
+
+
+def split(index=0, start=0, shards=(64, 64), slots=(("d", 0, 100), ("e", 128, 0)), dtype="bfloat16"):
+    return Bucket(index, dtype, False, start, shards, tuple(Slot(*slot) for slot in slots if slot[2]))
+
+
+def layout(*buckets, world_size=3, alignment=64, policy="balanced"):
+    return Layout(policy, world_size, alignment, buckets)
+
+
+# --- what cannot be built --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("values, message", [
+    (("", (2, 3), "float32", True), "needs a name and a dtype, got name ''"),
+    (("w", (2, 3), "", True), "needs a name and a dtype, got name 'w', dtype ''"),
+    (("w", (2, 0), "float32", True), r"w: every axis needs at least 1 element, got shape \(2, 0\)"),
+    (("w", (2, -3), "float32", True), r"w: every axis .* got shape \(2, -3\)"),
+    (("w", (2, 3), "float32", True, -1), "w: work must be at least 0.* got -1 with whole True"),
+    (("w", (2, 3), "float32", False, 5), "w: work must be .*0 where whole is false, got 5 with whole False"),
+])
+def test_a_spec_that_no_parameter_can_have_is_refused(values, message):
+    with pytest.raises(LayoutError, match=message):
+        ParamSpec(*values)
+
+
+@pytest.mark.parametrize("values", [("w", -1, 4), ("w", 0, 0)])
+def test_a_slot_without_elements_or_before_the_buffer_is_refused(values):
+    with pytest.raises(LayoutError, match="w: a slot needs start >= 0 and numel >= 1"):
+        Slot(*values)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: whole(index=-1), "bucket -1: index and start must be at least 0"),
+    (lambda: whole(start=-64), "index and start must be at least 0.*got start -64"),
+    (lambda: whole(shards=()), "got start 0, 0 shards, 3 slots"),
+    (lambda: whole(slots=()), "got start 0, 3 shards, 0 slots"),
+    (lambda: whole(shards=(256, -64, 0)), "at least 0 elements, that of rank 1 has -64"),
+    (lambda: whole(shards=(-64, -64, -64)), "at least 0 elements, that of rank 0 has -64"),
+    (lambda: whole(shards=(0, 0, 0)), r"a: \[0, 60\) leaves bucket 0, \[0, 0\)"),
+    (lambda: whole(slots=(("a", 0, 60), ("c", 128, 65))), r"c: \[128, 193\) leaves bucket 0, \[0, 192\)"),
+    (lambda: whole(start=64, slots=(("a", 0, 60),)), r"a: \[0, 60\) leaves bucket 0, \[64, 256\)"),
+    (lambda: whole(slots=(("a", 0, 65), ("b", 64, 64))), r"b: \[64, 128\) starts before the end 65"),
+    (lambda: whole(slots=(("b", 64, 64), ("a", 0, 60))), r"a: \[0, 60\) starts before the end 128"),
+    (lambda: whole(slots=(("a", 64, 65),)), r"a: \[64, 129\) leaves the shard \[0, 128\) of rank 0 in bucket 0"),
+])
+def test_a_bucket_that_breaks_an_invariant_is_refused(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: layout(whole(), policy=""), "needs a policy"),
+    (lambda: layout(world_size=0), "world_size >= 1"),
+    (lambda: layout(whole(), alignment=0), "alignment >= 1"),
+    (lambda: layout(whole(index=1)), "bucket 1 is at place 0 of the launch order"),
+    (lambda: layout(whole(), world_size=2), "bucket 0 has 3 shards, the layout 2 ranks"),
+    (lambda: layout(whole(start=64, slots=(("a", 64, 60),))), "starts at 64 of the bfloat16 buffer, .* stops at 0"),
+    (lambda: layout(whole(), whole(1, 128, slots=(("x", 128, 4),))), "bucket 1 starts at 128 .* stops at 192"),
+    (lambda: layout(whole(shards=(128, 0, 65))), "the shard of rank 2 has 65 elements, not a multiple of 64"),
+    (lambda: layout(whole(shards=(65, 65, 65), slots=(("a", 0, 60),))), "shard of rank 0 has 65 elements"),
+    (lambda: layout(whole(slots=(("a", 32, 60),))), "a starts at 32, not a multiple of 64"),
+    (lambda: layout(whole(), whole(1, 192, slots=(("b", 192, 4),))), "b is in bucket 0 and in bucket 1"),
+    (lambda: layout(whole(), whole(1, dtype="float32")), "a is in bucket 0 and in bucket 1"),
+])
+def test_a_layout_that_breaks_an_invariant_is_refused(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make()
+
+
+# --- what one can ask ------------------------------------------------------------------------------------------------
+
+def test_shards_of_a_ragged_bucket_follow_each_other_and_may_be_empty():
+    bucket = whole(start=64, slots=(("a", 64, 60), ("b", 128, 64), ("c", 192, 10)))
+    assert [bucket.shard(rank) for rank in range(3)] == [(64, 192), (192, 192), (192, 256)]
+    assert (bucket.numel, bucket.stop, bucket.world_size, bucket.is_even) == (192, 256, 3, False)
+    assert list(bucket.non_empty_shards()) == [(0, 128), (2, 64)]
+    assert [bucket.owner(slot) for slot in bucket.slots] == [0, 0, 2]
+    assert [[p.name for p in bucket.pieces(rank)] for rank in range(3)] == [["a", "b"], [], ["c"]]
+    assert bucket.pieces(2) == (Piece("c", 192, 10, 0),)
+
+
+def test_trailing_empty_shards_lie_at_the_end():
+    bucket = whole(shards=(64, 0, 0), slots=(("a", 0, 60),))
+    assert [bucket.shard(rank) for rank in range(3)] == [(0, 64), (64, 64), (64, 64)]
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_outside_the_bucket_has_no_shard(rank):
+    with pytest.raises(LayoutError, match=rf"rank must be in \[0, 3\), got {rank}"):
+        whole().shard(rank)
+
+
+def test_a_split_parameter_has_a_piece_in_every_shard_it_touches_and_no_owner():
+    bucket = split(shards=(64, 64), slots=(("d", 0, 100),))
+    assert bucket.pieces(0) == (Piece("d", 0, 64, 0),)
+    assert bucket.pieces(1) == (Piece("d", 64, 36, 64),)
+    assert bucket.is_even
+    with pytest.raises(LayoutError, match="d: no rank owns"):
+        bucket.owner(bucket.slots[0])
+
+
+def test_pieces_cover_every_element_once_whatever_the_borders():
+    slots = (("a", 0, 1), ("b", 64, 300), ("c", 384, 64), ("d", 448, 7))
+    for shards in [(512,), (256, 256), (128, 64, 320), (64, 0, 448), (192, 192, 192), (64,) * 8]:
+        bucket = split(shards=shards, slots=slots)
+        pieces = [piece for rank in range(len(shards)) for piece in bucket.pieces(rank)]
+        covered = [(p.name, p.param_start + i, p.start + i) for p in pieces for i in range(p.numel)]
+        assert covered == [(name, i, start + i) for name, start, numel in slots for i in range(numel)]
+
+
+def test_no_rank_owns_a_slot_of_another_bucket():
+    with pytest.raises(LayoutError, match=r"x: no rank owns \[192, 196\) in bucket 0"):
+        whole().owner(Slot("x", 192, 4))
+
+
+def three_buckets():
+    return layout(whole(), whole(1, shards=(64, 64, 64), slots=(("f", 64, 8),), dtype="float32"),
+                  split(2, 192, (64, 64, 64), (("d", 192, 130),)))
+
+
+def test_each_dtype_has_a_buffer_of_its_own():
+    result = three_buckets()
+    assert result.dtypes == ("bfloat16", "float32")
+    assert (result.buffer_numel("bfloat16"), result.buffer_numel("float32")) == (384, 192)
+    with pytest.raises(LayoutError, match="float16; it has bfloat16, float32"):
+        result.buffer_numel("float16")
+
+
+def test_a_parameter_is_found_by_name():
+    result = three_buckets()
+    assert result.slot("d") == Slot("d", 192, 130)
+    assert result.bucket_of("f") is result.buckets[1]
+    with pytest.raises(LayoutError, match="nobody is not in this layout of 5 parameters"):
+        result.slot("nobody")
+    with pytest.raises(LayoutError, match="nobody"):
+        result.bucket_of("nobody")
+
+
+def test_pieces_of_a_rank_come_bucket_by_bucket():
+    assert [p.name for p in three_buckets().pieces(0)] == ["a", "b", "d"]
+    assert three_buckets().pieces(1) == (Piece("f", 64, 8, 0), Piece("d", 256, 64, 64))
+
+
+def test_json_gives_back_the_same_layout_and_runs_of_shards_are_short():
+    result = three_buckets()
+    again = Layout.from_json(result.to_json())
+    assert again == result and again.digest() == result.digest() and hash(again) == hash(result)
+    sparse = layout(whole(shards=(0,) * 500 + (64,) + (0,) * 523, slots=(("a", 0, 60),)), world_size=1024)
+    assert '"shards":[[500,0],[1,64],[523,0]]' in sparse.to_json()
+    assert Layout.from_json(sparse.to_json()) == sparse
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"policy":"lpt","world_size":"2","alignment":64,"buckets":[]}',
+                                  '{"policy":"lpt","world_size":2,"alignment":64,"buckets":[{"dtype":"float32"}]}'])
+def test_text_that_is_no_layout_is_refused_by_name(text):
+    with pytest.raises(LayoutError, match="not a layout: "):
+        Layout.from_json(text)
+
+
+def test_json_of_a_broken_layout_is_refused_like_the_layout():
+    with pytest.raises(LayoutError, match="a starts at 1, not a multiple of 64"):
+        Layout.from_json(three_buckets().to_json().replace('["a",0,60]', '["a",1,60]'))
+
+
+@pytest.mark.parametrize("other", [
+    lambda: layout(*three_buckets().buckets, policy="lpt"),
+    lambda: layout(*three_buckets().buckets, alignment=32),
+    lambda: layout(*three_buckets().buckets[:2]),
+    lambda: layout(whole(shards=(128, 64, 0)), *three_buckets().buckets[1:]),
+    lambda: layout(whole(slots=(("a", 0, 61), ("b", 64, 64), ("c", 128, 10))), *three_buckets().buckets[1:]),
+    lambda: layout(whole(slots=(("A", 0, 60), ("b", 64, 64), ("c", 128, 10))), *three_buckets().buckets[1:]),
+    lambda: layout(*three_buckets().buckets[:2], whole(2, 192, (64, 64, 64), (("d", 192, 64),))),
+    lambda: layout(*three_buckets().buckets[:2], split(2, 192, (64, 64, 64), (("d", 192, 64),))),
+])
+def test_layouts_that_differ_anywhere_have_different_digests(other):
+    assert other() != three_buckets()
+    assert other().digest() != three_buckets().digest()

@@ -1,0 +1,391 @@
+"""Plans by hand, plans of real models against the bars, and random plans; a Layout checks itself when it is built."""
+
+import heapq
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from ds_layerwise.cost import LayoutReport, max_over_mean
+from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.layout import ParamSpec
+from ds_layerwise.model_shapes import load_model_specs
+from ds_layerwise.planner import plan_layout
+
+MODELS = Path(__file__).resolve().parents[2] / "ds_configs" / "models"
+POLICIES = ("balanced", "lpt", "size_matching")
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024)
+
+
+def matrix(name, numel, work=None, dtype="bfloat16"):
+    return ParamSpec(name, (numel,), dtype, True, numel if work is None else work)
+
+
+def vector(name, numel, dtype="bfloat16"):
+    return ParamSpec(name, (numel,), dtype, False)
+
+
+def owners(layout):
+    return {slot.name: bucket.owner(slot) for bucket in layout.buckets if bucket.whole for slot in bucket.slots}
+
+
+def names(layout):
+    return [[slot.name for slot in bucket.slots] for bucket in layout.buckets]
+
+
+def plain_lpt(specs, world_size):
+    """(work, numel) of each rank under longest-first over the whole model, written apart from the planner."""
+    heap = [(0, 0, rank) for rank in range(world_size)]
+    for spec in sorted((s for s in specs if s.whole), key=lambda s: -s.work):
+        work, numel, rank = heapq.heappop(heap)
+        heapq.heappush(heap, (work + spec.work, numel + spec.numel, rank))
+    return [h[0] for h in heap], [h[1] for h in heap]
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"world_size": 0}, "world_size must be at least 1, got 0"),
+    ({"bucket_numel": 0}, "bucket_numel must be at least 1, got 0"),
+    ({"alignment": -64}, "alignment must be at least 1, got -64"),
+    ({"policy": "Balanced"}, "policy must be one of balanced, lpt, size_matching, got 'Balanced'"),
+    ({"specs": [matrix("w", 1), vector("w", 2)]}, "w is there twice among 2 parameters"),
+])
+def test_an_argument_out_of_range_is_refused_with_its_bound(arguments, message):
+    with pytest.raises(LayoutError, match=message):
+        plan_layout(**{"specs": [matrix("w", 1)], "world_size": 2, "bucket_numel": 10, **arguments})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_parameters_give_no_buckets(policy):
+    assert plan_layout([], 4, bucket_numel=10, policy=policy).buckets == ()
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+def test_buckets_walk_the_model_backwards_and_close_once_full():
+    specs = [matrix(f"w{i}", 64) for i in range(5)]
+    assert names(plan_layout(specs, 1, bucket_numel=128)) == [["w4", "w3"], ["w2", "w1"], ["w0"]]
+    assert names(plan_layout(specs, 1, bucket_numel=129)) == [["w4", "w3", "w2"], ["w1", "w0"]]
+    assert names(plan_layout(specs, 1, bucket_numel=1)) == [["w4"], ["w3"], ["w2"], ["w1"], ["w0"]]
+
+
+def test_each_dtype_and_kind_fills_buckets_of_its_own_and_they_launch_when_complete():
+    specs = [vector("norm1", 64), matrix("w1", 64), vector("fp32", 64, "float32"), vector("norm2", 64),
+             matrix("w2", 64)]
+    layout = plan_layout(specs, 1, bucket_numel=128)
+    # backwards: w2 norm2 fp32 w1 norm1, so the bucket of fp32 is complete first, then that of the matrices
+    assert names(layout) == [["fp32"], ["w2", "w1"], ["norm2", "norm1"]]
+    assert [(b.dtype, b.whole, b.start) for b in layout.buckets] == [
+        ("float32", False, 0), ("bfloat16", True, 0), ("bfloat16", False, 128)]
+
+
+def test_split_parameters_lie_back_to_back_in_even_shards():
+    layout = plan_layout([vector("b", 300), vector("a", 10)], 3, bucket_numel=10**9)
+    (bucket,) = layout.buckets
+    assert [(s.name, s.start, s.numel) for s in bucket.slots] == [("a", 0, 10), ("b", 64, 300)]
+    # 64 + 320 elements in three shards of exactly 128
+    assert bucket.shard_numels == (128, 128, 128)
+    assert plan_layout([vector("b", 301)], 3, bucket_numel=1).buckets[0].shard_numels == (128, 128, 128)
+    assert plan_layout([vector("b", 385)], 3, bucket_numel=1).buckets[0].shard_numels == (192, 192, 192)
+
+
+# --- balanced --------------------------------------------------------------------------------------------------------
+
+def test_balance_follows_work_not_size():
+    specs = [matrix("heavy", 64, work=300)] + [matrix(f"light{i}", 64, work=100) for i in range(3)]
+    owner = owners(plan_layout(specs, 2, bucket_numel=10**9))
+    assert {owner[f"light{i}"] for i in range(3)} == {1 - owner["heavy"]}
+
+
+def test_equal_work_goes_to_the_rank_with_less_memory():
+    specs = [matrix("big1", 640, work=4), matrix("small1", 64, work=4), matrix("big2", 640, work=2),
+             matrix("small2", 64, work=2)]
+    # after the first two both ranks have work 4
+    owner = owners(plan_layout(specs, 2, bucket_numel=10**9))
+    assert owner["big2"] == owner["small1"] != owner["big1"] == owner["small2"]
+
+
+@pytest.mark.parametrize("works, numels", [
+    # by work alone: 101 + 98 | 100 + 99, so 20 | 2 units of memory; 101 + 99 | 98 + 100 costs 0.5 % and gives 11 | 11
+    ((101, 100, 99, 98), [11 * 64, 11 * 64]),
+    # here 110 + 95 | 80 + 100 would cost 5 %, so memory stays as it is
+    ((110, 100, 95, 80), [2 * 64, 20 * 64]),
+])
+def test_memory_is_balanced_too_for_at_most_two_percent_of_work(works, numels):
+    specs = [matrix(f"w{i}", 64 * size, work) for i, (work, size) in enumerate(zip(works, (10, 1, 1, 10)))]
+    report = LayoutReport.of(plan_layout(specs, 2, bucket_numel=10**9), specs)
+    assert sorted(report.whole_numel) == numels
+
+
+def test_without_any_work_elements_are_balanced():
+    specs = [matrix(f"w{i}", 64 * n, work=0) for i, n in enumerate([5, 4, 3, 2, 1, 1])]
+    assert LayoutReport.of(plan_layout(specs, 2, bucket_numel=10**9), specs).whole_numel == (512, 512)
+
+
+def test_parameters_without_work_do_not_pile_up_on_the_rank_with_least_work():
+    specs = [matrix("heavy", 64, work=100), matrix("light", 64, work=1)] + [matrix(f"w{i}", 64, 0) for i in range(10)]
+    assert LayoutReport.of(plan_layout(specs, 2, bucket_numel=10**9), specs).whole_numel == (384, 384)
+
+
+def test_shards_are_as_long_as_what_they_hold():
+    specs = [matrix("c", 100), matrix("b", 64), matrix("a", 200)]
+    (bucket,) = plan_layout(specs, 4, bucket_numel=10**9).buckets
+    assert sorted(bucket.shard_numels) == [0, 64, 128, 256]
+
+
+def test_equal_matrices_are_dealt_so_that_every_bucket_is_even():
+    # Longest first gives all heavy ones of the last layers to some ranks in a row; each bucket holds one layer.
+    specs = [matrix(f"{kind}{layer}", 64, work) for layer in range(8) for kind, work in
+             (("a", 4), ("b", 3), ("c", 2), ("d", 1))]
+    layout = plan_layout(specs, 4, bucket_numel=4 * 64)
+    assert [bucket.shard_numels for bucket in layout.buckets] == [(64,) * 4] * 8
+    assert LayoutReport.of(layout, specs).work == (20, 20, 20, 20)
+
+
+def test_the_last_bucket_is_not_left_with_the_ranks_that_others_passed_over():
+    specs = [matrix(f"{kind}{i}", 64 * size, size) for i in range(24) for kind, size in (("a", 3), ("b", 2), ("c", 2))]
+    layout = plan_layout(specs, 16, bucket_numel=8 * 64)
+    for bucket in layout.buckets:
+        assert max(bucket.shard_numels) <= 3 * 64, bucket.index
+
+
+# --- equal shards ----------------------------------------------------------------------------------------------------
+
+def test_lpt_makes_equal_shards_as_long_as_the_fullest():
+    specs = [matrix(name, 64 * n) for name, n in (("e", 2), ("d", 3), ("c", 3), ("b", 4), ("a", 5))]
+    (bucket,) = plan_layout(specs, 2, bucket_numel=10**9, policy="lpt").buckets
+    # 5 | 4, 5 | 4 3, 5 3 | 4 3, then 2 to the lower of (8, 7)
+    assert bucket.shard_numels == (9 * 64, 9 * 64)
+    assert sorted(s.name for s in bucket.slots if bucket.owner(s) == 0) == ["a", "d"]
+
+
+def test_size_matching_fills_a_row_with_peers_from_anywhere_then_with_smaller_ones():
+    specs = [matrix("small1", 100), matrix("peer", 256), matrix("small2", 60), matrix("other", 192),
+             matrix("seed", 256)]
+    layout = plan_layout(specs, 3, bucket_numel=1, policy="size_matching")
+    # row 1: seed | peer, from the other end of the model | other and small2 fill 192 + 64; row 2: small1
+    assert names(layout) == [["seed", "peer", "other", "small2"], ["small1"]]
+    assert [b.shard_numels for b in layout.buckets] == [(256,) * 3, (128,) * 3]
+    assert owners(layout) == {"seed": 0, "peer": 1, "other": 2, "small2": 2, "small1": 0}
+
+
+def test_size_matching_gathers_rows_until_the_bucket_is_full():
+    specs = [matrix(f"w{i}", 64) for i in range(6)]
+    assert [len(n) for n in names(plan_layout(specs, 2, bucket_numel=200, policy="size_matching"))] == [4, 2]
+
+
+def test_a_size_matching_bucket_launches_after_its_last_gradient():
+    specs = [matrix("peer", 128), vector("late", 64), matrix("seed", 128)]
+    # seed comes first, but its row waits for peer, behind the vector
+    assert names(plan_layout(specs, 2, bucket_numel=1, policy="size_matching")) == [["late"], ["seed", "peer"]]
+
+
+# --- any model -------------------------------------------------------------------------------------------------------
+
+def random_model(seed):
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 5000) for _ in range(rng.randint(1, 6))]
+    specs = []
+    for i in range(rng.randint(1, 80)):
+        dtype = rng.choice(["bfloat16", "bfloat16", "float32"])
+        if rng.random() < 0.6:
+            specs.append(matrix(f"w{i}", rng.choice(sizes), rng.choice([None, 0, rng.randint(1, 10**12)]), dtype))
+        else:
+            specs.append(vector(f"v{i}", rng.randint(1, 300), dtype))
+    return specs, rng.choice([1, 2, 3, 5, 8, 16, 100]), rng.choice([1, 1000, 20000, 10**9]), rng.choice([1, 8, 64])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(50))
+def test_any_plan_is_a_valid_layout(seed, policy):
+    specs, world_size, bucket_numel, alignment = random_model(seed)
+    layout = plan_layout(specs, world_size, bucket_numel=bucket_numel, policy=policy, alignment=alignment)
+    assert {s.name: s.numel for b in layout.buckets for s in b.slots} == {s.name: s.numel for s in specs}
+    whole_of, dtype_of = {s.name: s.whole for s in specs}, {s.name: s.dtype for s in specs}
+    position = {spec.name: i for i, spec in enumerate(reversed(specs))}
+    ends = [max(position[s.name] for s in bucket.slots) for bucket in layout.buckets]
+    assert ends == sorted(ends)
+    for bucket in layout.buckets:
+        assert {whole_of[s.name] for s in bucket.slots} == {bucket.whole}
+        assert {dtype_of[s.name] for s in bucket.slots} == {bucket.dtype}
+        assert bucket.is_even or (bucket.whole and policy == "balanced")
+        needed = sum(s.numel + -s.numel % alignment for s in bucket.slots)
+        if not bucket.whole:
+            assert bucket.numel - needed < alignment * world_size
+        elif policy == "balanced":
+            assert bucket.numel == needed
+        if policy != "size_matching" or not bucket.whole:
+            held = sorted((position[s.name], s.numel) for s in bucket.slots)
+            assert sum(numel for _, numel in held[:-1]) < bucket_numel  # it closed as soon as it was full
+    for bucket in layout.buckets:
+        later = [b for b in layout.buckets[bucket.index + 1:] if (b.dtype, b.whole) == (bucket.dtype, bucket.whole)]
+        # a size-matching bucket that waits for a late gradient may come after the last, unfilled one
+        assert policy == "size_matching" or not later or sum(s.numel for s in bucket.slots) >= bucket_numel
+    again = plan_layout(list(specs), world_size, bucket_numel=bucket_numel, policy=policy, alignment=alignment)
+    assert again == layout and again.digest() == layout.digest()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_bucket_size_moves_matrices_but_no_total(seed):
+    specs, world_size, *_ = random_model(seed)
+    specs = [spec for spec in specs if spec.dtype == "bfloat16"]
+    reports = [LayoutReport.of(plan_layout(specs, world_size, bucket_numel=n), specs) for n in (10**9, 3000)]
+    assert reports[0].work == reports[1].work
+    assert reports[0].whole_numel == reports[1].whole_numel
+
+
+def naive_totals(specs, world_size):
+    """(work, numel) of each rank as ``balanced`` should have them: one parameter at a time, no heap, no rounds."""
+    total_work, total_numel = sum(s.work for s in specs), sum(s.numel for s in specs)
+
+    def share(spec):
+        return spec.work * 2**40 // total_work, spec.numel * 2**40 // total_numel
+
+    by_work = [(0, 0)] * world_size
+    for spec in sorted(specs, key=lambda s: -s.work):
+        rank = min(range(world_size), key=lambda r: by_work[r])
+        by_work[rank] = by_work[rank][0] + spec.work, by_work[rank][1] + spec.numel
+    by_both, shares = [(0, 0)] * world_size, [(0, 0)] * world_size
+    for spec in sorted(specs, key=lambda s: (max(share(s)), share(s)), reverse=True):
+        w, n = share(spec)
+        rank = min(range(world_size), key=lambda r: max(shares[r][0] + w, shares[r][1] + n))
+        shares[rank] = shares[rank][0] + w, shares[rank][1] + n
+        by_both[rank] = by_both[rank][0] + spec.work, by_both[rank][1] + spec.numel
+
+    def ratios(loads):
+        return (Fraction(max(work for work, _ in loads), total_work),
+                Fraction(max(numel for _, numel in loads), total_numel))
+
+    plain, other = ratios(by_work), ratios(by_both)
+    allowed = all(o <= p * Fraction(102, 100) for o, p in zip(other, plain))
+    return by_both if allowed and max(other) < max(plain) else by_work
+
+
+def test_memory_is_not_given_up_for_work_either():
+    # Both criteria together would reach 23 of work instead of 24, but 12 units of memory instead of 11.
+    kinds = [(9, 5), (9, 4), (8, 6), (8, 4), (7, 2)]
+    specs = [matrix(f"w{i}", 64 * size, work) for i, (work, size) in enumerate(kinds)]
+    report = LayoutReport.of(plan_layout(specs, 2, bucket_numel=10**9), specs)
+    assert (max(report.work), max(report.whole_numel)) == (24, 11 * 64)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_owners_follow_the_rule_as_written_naively(seed):
+    rng = random.Random(1000 + seed)
+    for _ in range(20):
+        kinds = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(1, 5))]
+        specs = [matrix(f"w{i}", 64 * size, work) for i, (size, work) in
+                 enumerate(rng.choices(kinds, k=rng.randint(1, 16)))]
+        world_size = rng.randint(1, 5)
+        report = LayoutReport.of(plan_layout(specs, world_size, bucket_numel=rng.choice([64, 500, 10**9])), specs)
+        assert list(zip(report.work, report.whole_numel)) == naive_totals(specs, world_size)
+
+
+def test_spreading_never_makes_the_longest_shards_longer():
+    rng = random.Random(7)
+    for _ in range(300):
+        sizes = [rng.randint(1, 9) for _ in range(3)]
+        specs = [matrix(f"w{i}", 64 * size, size) for i, size in enumerate(rng.choices(sizes, k=rng.randint(4, 24)))]
+        world_size = rng.randint(2, 6)
+        layout = plan_layout(specs, world_size, bucket_numel=64 * rng.randint(1, 40))
+        # Work and memory are the same here, so without spreading the owners would be these.
+        heap = [(0, rank) for rank in range(world_size)]
+        owner = {}
+        for spec in sorted(specs, key=lambda s: -s.work):
+            work, owner[spec.name] = heapq.heappop(heap)
+            heapq.heappush(heap, (work + spec.work, owner[spec.name]))
+        plain = sum(max(sum(s.numel for s in bucket.slots if owner[s.name] == rank) for rank in range(world_size))
+                    for bucket in layout.buckets)
+        assert sum(max(bucket.shard_numels) for bucket in layout.buckets) <= plain
+
+
+# --- real models -----------------------------------------------------------------------------------------------------
+
+NUMELS = {"gpt2-124m": 124_439_808, "qwen3-0.6b": 596_049_920, "llama-2-7b": 6_738_415_616,
+          "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3-405b": 405_853_388_800,
+          "deepseek-v3": 671_026_404_352}
+MATRICES = {"gpt2-124m": 48, "qwen3-0.6b": 196, "llama-2-7b": 224, "llama-3-8b": 224, "llama-3-70b": 560,
+            "llama-3-405b": 882, "deepseek-v3": 45_090}
+
+
+@pytest.fixture(scope="module", params=sorted(NUMELS))
+def model(request):
+    return request.param, load_model_specs(MODELS / f"{request.param}.yaml")
+
+
+def test_every_model_file_is_known_here():
+    assert sorted(path.stem for path in MODELS.glob("*.yaml")) == sorted(NUMELS)
+
+
+def test_models_have_their_published_size(model):
+    name, specs = model
+    assert sum(spec.numel for spec in specs) == NUMELS[name]
+    assert sum(spec.whole for spec in specs) == MATRICES[name]
+    assert all(bool(spec.work) == spec.whole for spec in specs)
+
+
+def test_balanced_keeps_the_bars(model):
+    name, specs = model
+    for world_size in RANKS if name != "deepseek-v3" else (8, 1024):
+        work, numel = plain_lpt(specs, world_size)
+        for bucket_numel in (500_000_000, 50_000_000) if name != "deepseek-v3" else (500_000_000,):
+            layout = plan_layout(specs, world_size, bucket_numel=bucket_numel)
+            report = LayoutReport.of(layout, specs)
+            aligned = sum(-spec.numel % 64 for spec in specs)
+            num_split = sum(not bucket.whole for bucket in layout.buckets)
+            assert report.padding < aligned + 64 * world_size * num_split
+            for bucket in layout.buckets:
+                assert not bucket.whole or bucket.numel == sum(s.numel + -s.numel % 64 for s in bucket.slots)
+            if world_size < MATRICES[name]:
+                assert report.work_max_over_mean <= 1.02 * max_over_mean(work), (world_size, bucket_numel)
+                assert report.whole_max_over_mean <= 1.02 * max_over_mean(numel), (world_size, bucket_numel)
+
+
+def test_experts_of_one_layer_keep_model_order():
+    names_in_order = [spec.name for spec in load_model_specs(MODELS / "deepseek-v3.yaml")]
+    first = names_in_order.index("model.layers.3.mlp.experts.0.gate_proj.weight")
+    assert names_in_order[first:first + 4] == [
+        "model.layers.3.mlp.experts.0.gate_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight",
+        "model.layers.3.mlp.experts.0.down_proj.weight", "model.layers.3.mlp.experts.1.gate_proj.weight"]
+
+
+def test_a_model_file_expands_in_order(tmp_path):
+    file = tmp_path / "m.yaml"
+    file.write_text("""
+model: m
+numel: 46
+params:
+  - {name: first, shape: [4], optimizer: scalar}
+  - block: {layer: [0, 2]}
+    params:
+      - {name: "{layer}.{expert}", shape: [2, 5], optimizer: matrix, repeat: {expert: [1, 3]}}
+      - {name: "{layer}.norm", shape: [1], optimizer: scalar}
+""")
+    specs = load_model_specs(file, dtype="float32", method="standard", steps=1)
+    assert [spec.name for spec in specs] == ["first", "0.1", "0.2", "0.norm", "1.1", "1.2", "1.norm"]
+    assert specs[1] == ParamSpec("0.1", (2, 5), "float32", True, 4 * 2 * 2 * 5 + 2 * 8)
+    assert specs[3] == ParamSpec("0.norm", (1,), "float32", False)
+
+
+@pytest.mark.parametrize("params, message", [
+    ("[{name: w, shape: [2], optimizer: scalar}]", "m.yaml: the parameters have 2 elements, numel says 3"),
+    ("[{name: w, shape: [3], optimizer: adam}]", "optimizer must be one of matrix, scalar, got 'adam'"),
+    ("[{name: w, shape: [3], optimizer: matrix}]", r"w is a matrix of shape \(3,\)"),
+    ("[{name: w, shape: [3], optimiser: scalar}]", "optimiser is not an option; did you mean 'optimizer'"),
+    ("[{name: w, optimizer: scalar}]", r"params\[0\].shape is missing"),
+    ("[{name: '{layer}', shape: [3], optimizer: scalar}]", r"params\[0\].name '\{layer\}' needs 'layer', but only "
+                                                           "nothing is repeated"),
+    ("[{name: w, shape: [3], optimizer: scalar, repeat: {layer: 3}}]", "repeat.layer must be .*got 3"),
+    ("[{name: w, shape: [3], optimizer: scalar, repeat: [layer]}]", "repeat must be like .*got "),
+    ("[{block: {layer: [2, 2]}, params: []}]", r"block.layer must be .*got \[2, 2\]"),
+    ("[{block: {layer: [0, 2]}}]", r"params\[0\].params is missing"),
+    ("7", "m.yaml.params must be a list, got 7"),
+    ("[7]", r"params\[0\] must be a mapping with name, shape"),
+])
+def test_a_wrong_model_file_is_refused_with_the_place(tmp_path, params, message):
+    file = tmp_path / "m.yaml"
+    file.write_text(f"model: m\nnumel: 3\nparams: {params}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_model_specs(file)
