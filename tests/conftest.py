@@ -1,0 +1,59 @@
+"""Hooks that start the ranks of distributed tests, and the guard against distributed tests that never ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import OwnDistributedTest, get_accelerator, num_ranks_of
+
+SKIPPED = pytest.StashKey[list[str]]()
+
+
+def _is_distributed(item: Any) -> bool:
+    return bool(getattr(getattr(item, "cls", None), "is_dist_test", False))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SKIPPED] = []
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.cls is not None and issubclass(metafunc.cls, OwnDistributedTest):
+        sizes = num_ranks_of(metafunc.cls, metafunc.function)
+        metafunc.parametrize("_num_ranks", sizes, indirect=True, ids=[f"{n}rank{'s' * (n > 1)}" for n in sizes])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if get_accelerator().device_name() != "cpu":
+        # Forks are sound only before a unit test has used the device; see the note in harness.py.
+        items.sort(key=lambda item: not _is_distributed(item))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: Any) -> None:
+    if _is_distributed(item):
+        # A new object, as pytest's own holds what its fixtures put there, and so it is with DeepSpeed's hook.
+        item.runtest = lambda: item.cls()(item._request)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    report = yield
+    expected = hasattr(report, "wasxfail") or item.get_closest_marker("may_skip")
+    if report.skipped and _is_distributed(item) and not expected:
+        item.config.stash[SKIPPED].append(item.nodeid)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.stash[SKIPPED] and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.stash[SKIPPED]:
+        terminalreporter.section("distributed tests were skipped, so this session fails", red=True)
+        for nodeid in config.stash[SKIPPED]:
+            terminalreporter.line(f"{nodeid}: mark it may_skip(reason) if that is meant")

@@ -1,0 +1,305 @@
+"""Tests that run on several ranks: DeepSpeed's ``DistributedTest``, without its start-up cost and its silent skips.
+
+    class TestX(DistributedTest):
+        world_size = [1, 2]                       # or an int; one test each
+
+        @pytest.mark.parametrize("gas", [1, 4])
+        def test_y(self, gas, class_tmpdir): ...  # runs on every rank
+
+        @pytest.mark.world_size(4)
+        def test_z(self): ...
+
+Fixtures and parameters are evaluated once, in the pytest process, and handed to every rank. ``class_tmpdir`` is one
+directory for all ranks and all tests of a class. The hooks that make pytest start ranks are in ``conftest.py``.
+
+With ``DEEPSPEED_CHECKOUT`` in the environment, ``DistributedTest`` is that checkout's own
+(``tests/unit/common.py``), so that the same tests run under the harness they imitate.
+
+Note: ranks are forks of the pytest process. A fork finds torch, deepspeed and the test module imported and starts
+in milliseconds, where a spawned rank imports for seconds. A fork is only sound while this process has no threads that a
+rank needs, which is why everything here keeps torch at one thread, and why on an accelerator ``conftest.py`` runs
+distributed tests first, before a unit test can have started autograd's device threads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Callable, ClassVar
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Ask for devices through NVML: the CUDA runtime's own count would leave a driver behind that forks cannot use.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    # Autograd starts a thread a visible device, and refuses to work in forks of a process that has one.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import deepspeed  # noqa: E402
+import deepspeed.comm as dist  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
+
+torch.set_num_threads(1)
+
+#: After the first rank has failed, the others get this long to report what they saw, then they are killed.
+GRACE_SECONDS = 3.0
+
+
+def device() -> torch.device:
+    """Where this rank's tensors belong."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+class OwnDistributedTest:
+    """Runs every test method on ``world_size`` ranks, each in a process of its own.
+
+    A test passes when all ranks return. It fails with the traceback of the rank that failed first, or, after
+    ``exec_timeout`` seconds, with the place where each rank hangs. Nothing is skipped for want of devices.
+    """
+
+    is_dist_test: ClassVar[bool] = True
+
+    world_size: int | list[int] = 2
+    backend: str | None = None
+    """Of torch.distributed; None is the accelerator's own: gloo on a CPU, nccl on CUDA."""
+    init_distributed: bool = True
+    set_dist_env: bool = True
+    exec_timeout: float = 180
+    """Seconds until all ranks are killed and the test fails."""
+    collective_timeout: float = 60
+    """Seconds a collective may wait for a rank before it raises."""
+    reuse_dist_env: bool = False
+    """Part of DeepSpeed's interface, without effect: a fork costs too little to be kept."""
+    requires_cuda_env: bool = True
+    """Part of DeepSpeed's interface, without effect: nothing is skipped for want of an accelerator."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def class_tmpdir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """One directory shared by all ranks and all tests of the class."""
+        return tmp_path_factory.mktemp(cls.__name__)
+
+    @pytest.fixture(autouse=True)
+    def _num_ranks(self, request: pytest.FixtureRequest) -> int:
+        return request.param
+
+    def __call__(self, request: pytest.FixtureRequest) -> None:
+        method = getattr(self, request.node.originalname)
+        self.world_size = num_ranks = request.getfixturevalue("_num_ranks")
+        if self.backend is None:
+            self.backend = get_accelerator().communication_backend_name()
+        if get_accelerator().device_name() != "cpu" and get_accelerator().device_count() < num_ranks:
+            pytest.fail(
+                f"{num_ranks} ranks need as many devices, this machine has {get_accelerator().device_count()}; "
+                "export DS_ACCELERATOR=cpu to run them on the CPU", pytrace=False
+            )
+        wanted = inspect.signature(method).parameters
+        kwargs = {name: request.getfixturevalue(name) for name, parameter in wanted.items()
+                  if parameter.default is parameter.empty or name in request.fixturenames}
+        run_ranks(self, num_ranks, method, kwargs)
+
+
+def num_ranks_of(cls: type, function: Callable[..., Any]) -> list[int]:
+    """The world sizes that a method of a distributed test class runs with, the mark's before the class's."""
+    sizes: Any = getattr(cls, "world_size")
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "world_size":
+            sizes, = mark.args
+    sizes = [sizes] if isinstance(sizes, int) else list(sizes)
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise pytest.UsageError(f"{cls.__name__}: world_size must be a positive int or a list of them, got {sizes}")
+    return sizes
+
+
+def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    """Call ``function(**kwargs)`` on every rank.
+
+    Raises:
+        pytest.fail.Exception: a rank raised, died or skipped, or not all of them returned in time.
+    """
+    _import_what_engines_import()
+    with tempfile.TemporaryDirectory(prefix="ranks") as name:
+        folder, port = Path(name), free_port()
+        # What is still in these buffers would be written once by every fork.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        fork = multiprocessing.get_context("fork")
+        ranks: list[BaseProcess] = [
+            fork.Process(target=_rank, args=(test, rank, num_ranks, port, folder, function, kwargs))
+            for rank in range(num_ranks)
+        ]
+        try:
+            with warnings.catch_warnings():
+                # Python warns about threads of this process, which no rank needs; see the note at the top.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for process in ranks:
+                    process.start()
+            ended = _wait(ranks, test.exec_timeout)
+            places = _places(ranks, folder) if any(p.is_alive() for p in ranks) else {}
+        finally:
+            _kill(ranks)
+        message = _verdict(ranks, ended, places, folder, test.exec_timeout)
+    if message:
+        pytest.fail(message, pytrace=False)
+
+
+@functools.cache
+def _import_what_engines_import() -> None:
+    """Import here, once, what the first engine would import in every rank of every test, for more than a second."""
+    for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
+        importlib.import_module(module)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, folder: Path,
+          function: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    os.setpgid(0, 0)  # so that a kill reaches what this rank started, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    places = open(folder / f"{rank}.place", "w")
+    faulthandler.register(signal.SIGUSR1, file=places, all_threads=True)
+    torch.set_num_threads(1)
+    try:
+        _join_group(test, rank, num_ranks, port, folder)
+        function(**kwargs)
+        if test.init_distributed:
+            # A rank that entered one collective more than the others is found here, not by the next test.
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException as error:
+        skipped = isinstance(error, pytest.skip.Exception)
+        text = "".join(traceback.format_exception(type(error), error, _own_frames(error)))
+        if skipped:
+            text = f"skipped inside a rank, where nobody would notice: {error}\n\n{text}"
+        record = {"time": time.monotonic(), "text": text, "line": f"{type(error).__name__}: {error}".split("\n")[0]}
+        (folder / f"{rank}.failure").write_text(json.dumps(record))
+        # Not sys.exit: it would wait for threads that a failed collective leaves behind.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _own_frames(error: BaseException) -> Any:
+    """The error's traceback from the first frame that is not of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _join_group(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, folder: Path) -> None:
+    # Only inference uses this operator. Building it takes a compiler and a minute, a build that was killed leaves a
+    # lock that every later one waits for, and each run leaves 66 MiB a rank in /dev/shm for good.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if test.set_dist_env:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+                          WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(rank)
+    if test.init_distributed:
+        deepspeed.init_distributed(
+            dist_backend=test.backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+            timeout=timedelta(seconds=min(test.collective_timeout, test.exec_timeout)), auto_mpi_discovery=False,
+        )
+
+
+def _wait(ranks: list[BaseProcess], timeout: float) -> dict[int, float]:
+    """When each rank ended, as far as they did: all of them, or until the timeout, or shortly after a failure."""
+    deadline = time.monotonic() + timeout
+    ended: dict[int, float] = {}
+    while len(ended) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+        wait([p.sentinel for i, p in enumerate(ranks) if i not in ended], timeout=left)
+        for i, process in enumerate(ranks):
+            if i not in ended and not process.is_alive():
+                if process.exitcode and all(ranks[j].exitcode == 0 for j in ended):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                ended[i] = time.monotonic()
+    return ended
+
+
+def _places(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
+    """Where each rank that still runs is."""
+    alive = [i for i, process in enumerate(ranks) if process.is_alive()]
+    for i in alive:
+        os.kill(ranks[i].pid or 0, signal.SIGUSR1)
+    time.sleep(0.2)
+    return {i: (folder / f"{i}.place").read_text() for i in alive if (folder / f"{i}.place").exists()}
+
+
+def _kill(ranks: list[BaseProcess]) -> None:
+    for process in ranks:
+        if process.pid is None:
+            continue
+        for kill in (os.killpg, os.kill):  # its group, or itself if it died or was stopped before it had one
+            try:
+                kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.join()
+
+
+def _verdict(ranks: list[BaseProcess], ended: dict[int, float], places: dict[int, str], folder: Path,
+             timeout: float) -> str:
+    """Why the test failed, the first failure in full and the others in a line; empty if it didn't."""
+    # A rank that died without a word comes first: others fail because of it, and it not because of them.
+    failures: list[tuple[bool, float, int, str, str]] = []  # had words, when, rank, in full, in a line
+    for i, process in enumerate(ranks):
+        record_path = folder / f"{i}.failure"
+        if record_path.exists():
+            record = json.loads(record_path.read_text())
+            failures.append((True, record["time"], i, record["text"], record["line"]))
+        elif i in ended and process.exitcode:
+            code = process.exitcode
+            cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            failures.append((False, ended[i], i, cause, cause))
+    if not failures and not places:
+        return ""
+    if not failures:
+        hanging = "\n\n".join(f"rank {i} is here:\n{text}" for i, text in sorted(places.items()))
+        return f"ranks {sorted(places)} of {len(ranks)} still ran after {timeout:g} s and were killed\n\n{hanging}"
+    failures.sort()
+    _, _, first, text, _ = failures[0]
+    others = [f"rank {i} then: {line}" for _, _, i, _, line in failures[1:]]
+    others += [f"rank {i} still ran and was killed" for i in sorted(places)]
+    return "\n".join([f"rank {first} of {len(ranks)} failed first:", "", text, *others])
+
+
+def _checkout_distributed_test(checkout: str) -> type:
+    """``DistributedTest`` of a DeepSpeed checkout, which lies in no wheel."""
+    folder = Path(checkout) / "tests"
+    if not (folder / "unit" / "common.py").exists():
+        raise FileNotFoundError(f"DEEPSPEED_CHECKOUT={checkout} holds no tests/unit/common.py")
+    # It skips a test of more ranks than LOCAL_SIZE on a CPU, and counts sockets when that is unset.
+    os.environ["LOCAL_SIZE"] = str(max(64, int(os.environ.get("LOCAL_SIZE", 0))))
+    sys.path.insert(0, str(folder))
+    from unit.common import DistributedTest as Theirs  # its package is called unit, ours tests.unit
+
+    return Theirs
+
+
+DistributedTest: Any = OwnDistributedTest
+if os.environ.get("DEEPSPEED_CHECKOUT"):
+    DistributedTest = _checkout_distributed_test(os.environ["DEEPSPEED_CHECKOUT"])

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Checks and tests everything: bash tests/run.sh [pytest arguments]
+#
+# On a machine with Python 3.10 or later and nothing else: it makes its own environment first, see examples/venv.sh for
+# the variables that steer it. DEEPSPEED_CHECKOUT=<folder> runs the distributed tests under DeepSpeed's own harness.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. examples/venv.sh
+
+# Ranks need a device each. With fewer than the largest test asks for, all of them are processes of the CPU.
+if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -lt 4 ]; then
+    export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
+fi
+make_venv test,plots
+
+export TORCHDYNAMO_DISABLE=1
+# DeepSpeed counts CPU "devices" with it; a script that a test starts without the launcher may use as many ranks.
+export LOCAL_SIZE=${LOCAL_SIZE:-8}
+# A build that was killed during an earlier run leaves a lock, and every later build waits for it for ever.
+find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
+
+# All of them run, so that one report shows everything that is wrong.
+status=0
+python -m flake8 ds_layerwise tests examples || status=1
+python -m isort --check ds_layerwise tests examples || status=1
+python -m mypy || status=1
+python -m pytest "$@" || status=1
+exit "$status"
