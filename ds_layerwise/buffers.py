@@ -34,7 +34,8 @@ class FlatBuffer:
             for name in layout.dtypes
         }
         slots = {slot.name: (bucket, slot) for bucket in layout.buckets for slot in bucket.slots}
-        self._params = {name: self._tensors[bucket.dtype][slot.start:slot.stop] for name, (bucket, slot) in slots.items()}
+        self._params = {name: self._tensors[bucket.dtype][slot.start:slot.stop]
+                        for name, (bucket, slot) in slots.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         """What this buffer stores the layout's dtype ``name`` as."""

@@ -26,16 +26,22 @@ Group = Any
 
 
 class Pending:
-    """A collective under way. ``wait`` must be called exactly once before its result is read."""
+    """A collective under way. ``wait`` must be called before its result is read.
 
-    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None) -> None:
-        self._works, self._finish = works, finish
+    Args:
+        finish: what is left to do locally after the transfer.
+        keep: memory that the transfer reads, kept alive until it is over.
+    """
+
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, *,
+                 keep: Tensor | None = None) -> None:
+        self._works, self._finish, self._keep = works, finish, keep
 
     def wait(self) -> None:
         """Wait for the transfer, then do what is left to do locally."""
         for work in self._works:
             work.wait()
-        self._works = ()
+        self._works, self._keep = (), None
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -69,8 +75,7 @@ def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *
     received = torch.empty(size * own, dtype=wire_dtype, device=bucket.device)
     work = dist.all_to_all_single(received, sent, output_split_sizes=[own] * size,
                                   input_split_sizes=list(shard_numels), group=group, async_op=True)
-    # The closure keeps `sent` alive until the transfer is over.
-    return Pending([work], lambda: (sent, _average(received.view(size, own), out, divide_by)) and None)
+    return Pending([work], lambda: _average(received.view(size, own), out, divide_by), keep=sent)
 
 
 def _average(rows: Tensor, out: Tensor, divide_by: float) -> None:

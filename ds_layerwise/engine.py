@@ -20,6 +20,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
@@ -83,6 +84,11 @@ def _wrapped(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable
     return method
 
 
+def _uses_us(engine: DeepSpeedEngine) -> bool:
+    # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
+    return is_ours(engine._config.optimizer_name)
+
+
 def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerwiseConfig]:
     given = engine._config._param_dict
     return (OptimizerConfig.from_section(given["optimizer"]), LayerwiseConfig.from_section(given.get("layerwise", {})))
@@ -90,18 +96,16 @@ def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerwiseConfig
 
 def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     given = engine._config._param_dict
-    if not is_ours(engine.optimizer_name()):
+    if not _uses_us(engine):
         if "layerwise" in given:
             raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
-                              f"{engine.optimizer_name()!r}; change it, or remove the section")
+                              f"{engine._config.optimizer_name!r}; change it, or remove the section")
         return original()
     _sections(engine)
     refuse_unsupported(given)
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
-    if engine.pipeline_parallelism:
-        raise ConfigError("PipelineModule is not supported by this optimizer")
     if engine.mpu is not None:
         raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
                           "orthogonalised as a whole")
@@ -109,7 +113,9 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
 
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    if is_ours(engine.optimizer_name()):
+    if _uses_us(engine):
+        if isinstance(engine.module, PipelineModule):
+            raise ConfigError("PipelineModule is not supported by this optimizer")
         if any(isinstance(module, MoE) for module in engine.module.modules()):
             raise ConfigError("deepspeed.moe layers are not supported by this optimizer: their experts are not the "
                               "same on every rank")
@@ -129,7 +135,7 @@ def _check_model(model: torch.nn.Module) -> None:
 
 
 def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:
-    if not is_ours(engine.optimizer_name()):
+    if not _uses_us(engine):
         return original(model_parameters)
     return LayerwiseOptimizer(model_parameters, _sections(engine)[0])
 
@@ -149,7 +155,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     return built
 
 
-_WRAPS = {
+_WRAPS: dict[str, Callable[..., Any]] = {
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
     "_configure_basic_optimizer": _configure_basic_optimizer,

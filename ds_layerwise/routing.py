@@ -36,7 +36,6 @@ _QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj")
 _KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +181,7 @@ def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, s
 
 
 def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
-    groups, first, rest = module.groups, shape[0], math.prod(shape[1:])
+    groups, first, rest = int(getattr(module, "groups")), shape[0], math.prod(shape[1:])
     if len(shape) == 3:
         return None, "convolution over one axis"
     if shape[1] == 1 and groups > 1:
@@ -211,14 +210,14 @@ def _heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         last = linears[-1][1]
         if any(last.weight.shape == table.weight.shape for table in tables):
             yield last.weight, "output head (last linear layer, shaped like an embedding)"
-    for path, module in linears:
+    for path, linear in linears:
         if path.rpartition(".")[2] in HEAD_NAMES:
-            yield module.weight, "output head (by name)"
+            yield linear.weight, "output head (by name)"
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        head = get() if callable(get) else None
-        if isinstance(head, nn.Module) and isinstance(getattr(head, "weight", None), Tensor):
-            yield head.weight, "output head (get_output_embeddings)"
+        weight = getattr(get(), "weight", None) if callable(get) else None
+        if isinstance(weight, Tensor):
+            yield weight, "output head (get_output_embeddings)"
 
 
 def _with_heads(route: Route, num_heads: int | None, *, explicit: bool = False) -> Route:
@@ -238,7 +237,8 @@ def _split_heads(model: nn.Module, routes: dict[str, Route]) -> dict[str, Route]
     """Cut the query, key and value projections into one matrix a head, where the model's config gives the count."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
-    heads = next((n for key in ("num_attention_heads", "n_head", "num_heads") if (n := getattr(config, key, None))), None)
+    spellings = ("num_attention_heads", "n_head", "num_heads")
+    heads = next((n for key in spellings if (n := getattr(config, key, None))), None)
     if heads is None:
         raise RoutingError("per_head_muon needs model.config.num_attention_heads, which this model does not have; name "
                            "the projections in layerwise.overrides with num_heads instead")
@@ -249,6 +249,7 @@ def _split_heads(model: nn.Module, routes: dict[str, Route]) -> dict[str, Route]
         count = heads if leaf in _QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
         split[name] = _with_heads(route, count)
     if split == routes:
-        raise RoutingError(f"per_head_muon found no query, key or value projection (known: "
-                           f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES)}); name them in layerwise.overrides with num_heads")
+        raise RoutingError("per_head_muon found no query, key or value projection (known: "
+                           f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES)}); name them in layerwise.overrides with "
+                           "num_heads")
     return split

@@ -156,7 +156,8 @@ class ParamSync:
         def after_model(*_: object) -> None:
             nonlocal inside
             inside = False
-            late[:] = sorted({i for module, indices in needs.items() if module not in ran for i in indices}, reverse=True)
+            late[:] = sorted({index for module, indices in needs.items() if module not in ran for index in indices},
+                             reverse=True)
 
         def before_module(module: nn.Module, _args: object) -> None:
             ran.add(module)
@@ -165,7 +166,9 @@ class ParamSync:
         self._hooks.append(model.register_forward_pre_hook(before_model, prepend=True))
         self._hooks.append(model.register_forward_hook(after_model, always_call=True))
         self._hooks += [module.register_forward_pre_hook(before_module) for module, needed in needs.items() if needed]
-        self._hooks += [module.register_state_dict_pre_hook(lambda *_: self.finish()) for module in model.modules()]
+        for module in model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                lambda *_: self.finish()))
 
     def remove_hooks(self) -> None:
         """Undo :meth:`overlap_with_forward`."""

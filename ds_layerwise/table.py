@@ -65,8 +65,8 @@ def _costs(report: LayoutReport, layout: Layout, stored_as: Mapping[str, str], w
                   f"{report.work_max_over_mean:.3f} x the mean")
     table.add_row("owned matrices", f"{max(report.whole_numel):,} elements on the fullest rank, "
                   f"{report.whole_max_over_mean:.3f} x the mean")
-    table.add_row("memory of the fullest rank", f"{max(memory) / 2**20:,.1f} MiB for parameters, gradients, masters and "
-                  f"states, {max_over_mean(memory):.3f} x the mean")
+    table.add_row("memory of the fullest rank", f"{max(memory) / 2**20:,.1f} MiB for parameters, gradients, masters "
+                  f"and states, {max_over_mean(memory):.3f} x the mean")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:
         wire = wire_elements(layout, dtype)

@@ -13,18 +13,17 @@ from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, Z
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
-from torch import Tensor, nn
+from torch import nn
 
 from ds_layerwise import comm, cost
-from ds_layerwise.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.buffers import FlatBuffer, dtype_name
 from ds_layerwise.checkpoint import regular
-from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
 from ds_layerwise.config import LayerwiseConfig
 from ds_layerwise.errors import LayerwiseError, LayoutError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
-from ds_layerwise.optimizers.rule import Hyper, UpdateRule
+from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import Route, route_parameters
 from ds_layerwise.sync import GradSync, ParamSync
@@ -59,18 +58,6 @@ class Settings:
     timers: Any
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSet:
-    """Parameters of one bucket that one rule updates with the same hyper-parameters."""
-
-    rule: UpdateRule
-    names: tuple[str, ...]
-    group: int
-    is_matrix: bool
-    weight_decay: float | None
-    lr_scale: float
-
-
 class LayerWiseZeroOptimizer(EngineOptimizer):
     """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
 
@@ -84,6 +71,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def __init__(self, optimizer: LayerwiseOptimizer, model: nn.Module, config: LayerwiseConfig, settings: Settings,
                  engine: Any) -> None:
         super().__init__()
+        self.optimizer: LayerwiseOptimizer
         self.optimizer, self.config, self.settings = optimizer, config, settings
         self._engine = weakref.ref(engine)
         self.dp_process_group = settings.group
@@ -95,7 +83,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
         self._init_buffers(next(iter(self._params.values())).device)
-        self._init_updates()
         self._init_hooks(model)
         self.step_count = 0
         self.bit16_groups = self.round_robin_bit16_groups = by_offset(self.layout.buckets, self._params)
@@ -134,52 +121,24 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             param.data = view
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = FlatBuffer(layout, device, stored_as=stored_as)
-        self._masters = ShardBuffer(layout, self.rank, [
-            self._float32(self._values.shard(bucket, self.rank)) for bucket in layout.buckets])
-        self._reduced = ShardBuffer(layout, self.rank, [
-            self._float32(self._grads.shard(bucket, self.rank)) for bucket in layout.buckets])
-
-    @staticmethod
-    def _float32(shard: Tensor) -> Tensor:
-        """A float32 copy of ``shard``, or the shard itself where it is float32 already: then memory is shared."""
-        return shard.detach().float()
-
-    def _init_updates(self) -> None:
-        wanted = self.optimizer.config
-        self._rules: dict[str, UpdateRule] = {
-            "matrix": matrix_rule(wanted),
-            "scalar": scalar_rule(wanted),
-        }
-        self._updates: list[list[UpdateSet]] = []
-        self._states: dict[str, dict[str, Tensor]] = {}
-        for pieces in self._masters.pieces:
-            sets: dict[tuple[Any, ...], list[str]] = {}
-            for piece in pieces:
-                route = self.routes[piece.name]
-                self._states[piece.name] = self._rules[route.optimizer].init_state(self._shaped(self._masters, piece.name))
-                self.optimizer.state[self._params[piece.name]] = self._states[piece.name]
-                key = (route.optimizer, route.group, route.weight_decay, route.lr_scale)
-                alone = route.optimizer == "matrix" and not self.config.batch_matrices
-                sets.setdefault((*key, piece.name if alone else None), []).append(piece.name)
-            self._updates.append([
-                UpdateSet(self._rules[optimizer], tuple(names), group, optimizer == "matrix", weight_decay, lr_scale)
-                for (optimizer, group, weight_decay, lr_scale, _), names in sets.items()])
-
-    def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
-        """This rank's piece of ``name`` as its optimizer sees it: a matrix, or 1-D."""
-        shape = self.routes[name].matrix_shape
-        return shards.piece(name) if shape is None else shards.piece(name).view(shape)
+        rules = self.optimizer.config
+        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
+                            {"matrix": matrix_rule(rules), "scalar": scalar_rule(rules)},
+                            batch_matrices=self.config.batch_matrices)
+        for name, state in self._owned.states.items():
+            self.optimizer.state[self._params[name]] = state
 
     def _init_hooks(self, model: nn.Module) -> None:
         s = self.settings
         self._grad_sync = GradSync(
-            self.layout, self._params, self._grads, self._reduced, group=s.group, divide_by=s.divide_by,
+            self.layout, self._params, self._grads, self._owned.reduced, group=s.group, divide_by=s.divide_by,
             wire_dtype=lambda dtype: s.wire_dtype or self._grads.dtype(dtype))
         self._param_sync = ParamSync(self.layout, self._values, group=s.group)
         if self.config.overlap_param_gather:
             self._param_sync.overlap_with_forward(model)
         every = list(self._params.values())
-        self._hooks = [register_grad_hook(param, self._make_hook(name, every)) for name, param in self._params.items()]
+        self._hooks = [register_grad_hook(param, self._make_hook(name, every))
+                       for name, param in self._params.items()]
 
     def _make_hook(self, name: str, every: Sequence[nn.Parameter]) -> Any:
         def gradient_is_ready(*_: Any) -> None:
@@ -234,7 +193,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         with timed(timers, "optimizer_step"):
             # The forward pass needs the parameters of the last bucket first.
             for index in reversed(range(len(self.layout.buckets))):
-                self._update(index, factor)
+                self._owned.update(index, self.param_groups, factor)
                 self._param_sync.launch(index)
             self.optimizer.mark_step()
         with timed(timers, "optimizer_allgather"):
@@ -243,45 +202,16 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def _clip_factor(self) -> float:
-        """Decide whether to skip, set the norm, and return what gradients must be multiplied with.
-
-        The norm is that of the raw averaged gradient, over all ranks, in float64: no finite float32 gradient
-        overflows, and no way of cutting parameters shows in the float32 result.
-        """
+        """Decide whether to skip, set the norm of the raw averaged gradient, and say what to multiply it with."""
         s, scale = self.settings, float(self.loss_scaler.loss_scale)
         self.overflow = False
         if not (s.compute_grad_norm or s.check_overflow):
             return 1 / scale
-        views = [view for index in range(len(self.layout.buckets)) for view in self._reduced.views(index)]
-        squares = torch.zeros((), dtype=torch.float64, device=self._reduced.bucket(0).device)
-        if views:
-            squares += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()
-        norm = float(comm.sum_scalar(squares, group=self.dp_process_group).sqrt()) / scale
+        norm = float(comm.sum_scalar(self._owned.sum_of_squares(), group=self.dp_process_group).sqrt()) / scale
         self.overflow = s.check_overflow and not math.isfinite(norm)
         self._global_grad_norm = None if not s.compute_grad_norm else math.inf if self.overflow else norm
         clip = (norm + _CLIP_EPS) / self.clip_grad if self.clip_grad > 0 else 1.0
         return 1 / (scale * (clip if clip > 1 else 1.0))
-
-    def _update(self, index: int, factor: float) -> None:
-        """Update what this rank holds of bucket ``index``, and its shard of the parameter buffer."""
-        gradients = self._reduced.views(index)
-        if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        for update in self._updates[index]:
-            group = self.optimizer.param_groups[update.group]
-            ratio = group["matrix_lr_ratio"] if update.is_matrix else group["scalar_lr_ratio"]
-            hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
-                          weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
-                          momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
-            update.rule.update_([self._shaped(self._masters, n) for n in update.names],
-                                [self._shaped(self._reduced, n) for n in update.names],
-                                [self._states[n] for n in update.names], hyper)
-        self._masters_to_values(index)
-
-    def _masters_to_values(self, index: int) -> None:
-        shard, master = self._values.shard(self.layout.buckets[index], self.rank), self._masters.bucket(index)
-        if shard.data_ptr() != master.data_ptr():
-            shard.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
@@ -290,15 +220,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             param.grad = None
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def record(self) -> ShardRecord:
-        """What this rank owns, as views into live memory."""
-        pieces = tuple(
-            PieceRecord(piece.name, bucket, piece.param_start, self._masters.piece(piece.name),
-                        {key: value if value.dim() == 0 else value.view(-1)
-                         for key, value in self._states[piece.name].items()})
-            for bucket, pieces in enumerate(self._masters.pieces) for piece in pieces)
-        return ShardRecord(self.rank, self.world_size, self.layout.to_json(), self.layout.digest(), pieces)
 
     def state_dict(self) -> dict[str, Any]:
         """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see :mod:`.checkpoint.regular`."""
@@ -310,7 +231,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             CLIP_GRAD: self.clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self.record(), num_buckets=len(self.layout.buckets), param_groups=groups,
+            **regular.to_state_dict(self._owned.record(), num_buckets=len(self.layout.buckets), param_groups=groups,
                                     step=self.step_count),
         }
 
@@ -340,23 +261,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.step_count = ours["step"]
         for group, values in zip(self.param_groups, ours["param_groups"], strict=True):
             group.update(values)
-        for piece in record.pieces:
-            if load_from_fp32_weights:
-                self._masters.piece(piece.name).copy_(piece.master)
-            if load_optimizer_states:
-                for key, value in piece.state.items():
-                    state = self._states[piece.name][key]
-                    state.copy_(value.view(state.shape))
+        self._owned.load(record, masters=load_from_fp32_weights, states=load_optimizer_states)
         if not load_from_fp32_weights:
             self._restore_from_bit16_weights()
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
         """Masters from the model's weights, after only those were loaded."""
-        for bucket in self.layout.buckets:
-            shard, master = self._values.shard(bucket, self.rank), self._masters.bucket(bucket.index)
-            if shard.data_ptr() != master.data_ptr():
-                master.copy_(shard)
+        for index in range(len(self.layout.buckets)):
+            self._owned.values_to_masters(index)
 
     refresh_fp32_params = _restore_from_bit16_weights
 
@@ -364,7 +277,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def update_lp_params(self) -> None:
         """The model's weights from the masters, on every rank."""
         for index in range(len(self.layout.buckets)):
-            self._masters_to_values(index)
+            self._owned.masters_to_values(index)
             self._param_sync.launch(index)
         self._param_sync.finish()
 
@@ -394,7 +307,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
             stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
             wire_as={dtype: dtype_name(self.settings.wire_dtype or stored_as[dtype]) for dtype in dtypes},
-            state_bytes=tuple(4 * len(self._rules[half].state_keys) for half in ("matrix", "scalar")))
+            state_bytes=(4 * len(self._owned.rules["matrix"].state_keys),
+                         4 * len(self._owned.rules["scalar"].state_keys)))
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""

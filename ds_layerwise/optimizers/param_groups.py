@@ -74,8 +74,8 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
             raise ConfigError(f"{where}.{key} is not an option; did you mean '{close[0]}'?")
     lr = checked.get("lr")
     if lr == 0:
-        raise ConfigError(f"{where}.lr must be greater than 0, got 0: the learning rates of both optimizers are kept in "
-                          "ratio to it; freeze parameters that shall not move")
+        raise ConfigError(f"{where}.lr must be greater than 0, got 0: the learning rates of both optimizers are kept "
+                          "in ratio to it; freeze parameters that shall not move")
     base = config.lr if lr is None else lr
     muon_lr = checked.pop("muon_lr", config.muon_lr if lr is None else lr)
     adam_lr = checked.pop("adam_lr", config.adam_lr if lr is None else lr)

@@ -38,4 +38,4 @@ def stack(matrices: Sequence[Tensor]) -> Tensor:
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Undo :func:`stack`: views into ``stacked``, shaped like the tensors of ``like``."""
     sizes = [m.numel() // m.shape[-2:].numel() for m in like]
-    return [part.view(m.shape) for part, m in zip(stacked.split(sizes), like, strict=True)]
+    return [part.view(m.shape) for part, m in zip(torch.split(stacked, sizes), like, strict=True)]

@@ -144,13 +144,14 @@ def _standard(x: Tensor, coefficients: Coefficients) -> Tensor:
 def _gram(x: Tensor, coefficients: Coefficients) -> Tensor:
     """X_k = Q_k X_0, where all Q_k are polynomials in the Gram matrix of X_0 and so commute with it."""
     restarts, last = _RESTARTS.get(x.dtype, _RESTART), len(coefficients) - 1
-    gram, q = x @ x.mT, None
+    gram, q = x @ x.mT, torch.empty(0)
+    begins = (0, *restarts)
     for step, (a, b, c) in enumerate(coefficients):
-        if q is not None and step in restarts:
+        if step in restarts:
             x = q @ x
-            gram, q = x @ x.mT, None
+            gram = x @ x.mT
         z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        if q is None:
+        if step in begins:
             q = z.clone()
             q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:

@@ -151,7 +151,8 @@ def test_an_elementwise_rule_does_not_see_where_a_parameter_is_cut(rule):
 
 def test_the_registry_builds_what_the_config_says():
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
-        "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral", "nesterov": False}})
+        "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral",
+        "nesterov": False}})
     rule = matrix_rule(config)
     assert rule == Muon(ns_coefficients=coefficients("cans", 6), scale_mode="spectral", nesterov=False)
     assert scalar_rule(config) == Lion()

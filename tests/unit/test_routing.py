@@ -106,7 +106,8 @@ def test_marking_a_vector_as_a_matrix_is_an_error():
 
 
 def test_overrides_are_merged_and_must_agree():
-    routes = route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0), Override(name="proj.*", lr_scale=2.0)])
+    routes = route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0),
+                                       Override(name="proj.*", lr_scale=2.0)])
     assert (routes["proj.bias"].weight_decay, routes["proj.bias"].lr_scale) == (0.0, 2.0)
     assert (routes["norm.bias"].weight_decay, routes["norm.bias"].lr_scale) == (0.0, 1.0)
     with pytest.raises(RoutingError, match=r"proj.bias: layerwise.overrides\[0\] sets weight_decay to 0.0 and "

@@ -1,0 +1,129 @@
+"""What one rank owns: masters, averaged gradients and optimizer states of its shards, and what updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.config import Placement
+from ds_layerwise.layout import Layout
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.routing import Route
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSet:
+    """Parameters of one bucket that one rule updates with the same hyper-parameters."""
+
+    placement: Placement
+    group: int
+    weight_decay: float | None
+    lr_scale: float
+    names: tuple[str, ...]
+
+
+class Owned:
+    """Shards of ``rank`` of every bucket, in float32.
+
+    Where parameters are float32, masters share the memory of the parameter buffer; where gradients accumulate in
+    float32, averaged gradients share the memory of the gradient buffer.
+
+    Args:
+        values: the parameter buffer; masters start as its shards.
+        grads: the gradient buffer.
+        rules: the rule of each placement.
+        batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
+    """
+
+    def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer, grads: FlatBuffer,
+                 rules: Mapping[Placement, UpdateRule], *, batch_matrices: bool) -> None:
+        self.layout, self.rank, self.rules = layout, rank, rules
+        self._routes, self._values = routes, values
+        self.masters = ShardBuffer(layout, rank, [_float32(values.shard(b, rank)) for b in layout.buckets])
+        self.reduced = ShardBuffer(layout, rank, [_float32(grads.shard(b, rank)) for b in layout.buckets])
+        self.pieces = self.masters.pieces
+        """By bucket, what this rank holds, in memory order."""
+        self.states: dict[str, State] = {}
+        """By parameter name, shaped as the parameter's rule sees it."""
+        self._updates: list[list[UpdateSet]] = []
+        for pieces in self.pieces:
+            sets: dict[tuple[Placement, int, float | None, float, str | None], list[str]] = {}
+            for piece in pieces:
+                route = routes[piece.name]
+                self.states[piece.name] = rules[route.optimizer].init_state(self._shaped(self.masters, piece.name))
+                alone = piece.name if route.optimizer == "matrix" and not batch_matrices else None
+                key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, alone)
+                sets.setdefault(key, []).append(piece.name)
+            self._updates.append([UpdateSet(*key[:4], tuple(names)) for key, names in sets.items()])
+
+    def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
+        """This rank's piece of ``name`` as its rule sees it: a matrix, a batch of them, or 1-D."""
+        shape = self._routes[name].matrix_shape
+        return shards.piece(name) if shape is None else shards.piece(name).view(shape)
+
+    def sum_of_squares(self) -> Tensor:
+        """Of this rank's averaged gradients, 0-d float64: no finite float32 overflows it, and how parameters are cut
+        does not show in the float32 norm."""
+        views = [view for index in range(len(self.pieces)) for view in self.reduced.views(index)]
+        total = torch.zeros((), dtype=torch.float64, device=self.reduced.bucket(0).device)
+        if views:
+            total += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()
+        return total
+
+    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float) -> None:
+        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values."""
+        gradients = self.reduced.views(index)
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        for update in self._updates[index]:
+            group = param_groups[update.group]
+            ratio = group["matrix_lr_ratio" if update.placement == "matrix" else "scalar_lr_ratio"]
+            hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
+                          weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
+                          momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
+            self.rules[update.placement].update_([self._shaped(self.masters, n) for n in update.names],
+                                                 [self._shaped(self.reduced, n) for n in update.names],
+                                                 [self.states[n] for n in update.names], hyper)
+        self.masters_to_values(index)
+
+    def masters_to_values(self, index: int) -> None:
+        """Write this rank's shard of the parameter buffer from its masters."""
+        values, masters = self._values.shard(self.layout.buckets[index], self.rank), self.masters.bucket(index)
+        if values.data_ptr() != masters.data_ptr():
+            values.copy_(masters)
+
+    def values_to_masters(self, index: int) -> None:
+        """Masters from this rank's shard of the parameter buffer."""
+        values, masters = self._values.shard(self.layout.buckets[index], self.rank), self.masters.bucket(index)
+        if values.data_ptr() != masters.data_ptr():
+            masters.copy_(values)
+
+    def record(self) -> ShardRecord:
+        """All of it by name, as views into live memory."""
+        pieces = tuple(
+            PieceRecord(piece.name, bucket, piece.param_start, self.masters.piece(piece.name),
+                        {key: value if value.dim() == 0 else value.view(-1)
+                         for key, value in self.states[piece.name].items()})
+            for bucket, pieces in enumerate(self.pieces) for piece in pieces)
+        return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces)
+
+    def load(self, record: ShardRecord, *, masters: bool, states: bool) -> None:
+        """Take over the masters, the states or both of a record of the same layout and rank."""
+        for piece in record.pieces:
+            if masters:
+                self.masters.piece(piece.name).copy_(piece.master)
+            if states:
+                for key, value in piece.state.items():
+                    state = self.states[piece.name][key]
+                    state.copy_(value.view(state.shape))
+
+
+def _float32(shard: Tensor) -> Tensor:
+    """A float32 copy of ``shard``, or ``shard`` itself where it is float32 already."""
+    return shard.detach().float()
