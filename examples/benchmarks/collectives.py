@@ -1,0 +1,156 @@
+"""What travels in one optimizer step: LayerWiseMuon against stock DeepSpeed Muon, counted by one script.
+
+    python examples/benchmarks/collectives.py --ranks 2 4
+
+Counts elements that a rank sends, on average over the ranks, by the usual bounds: an all-reduce of n elements is
+2(R-1)/R n, every other collective (R-1)/R of the whole. Needs no network and no accelerator: R processes over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+import ds_layerwise
+
+
+class WireCounter:
+    """Counts collectives of ``deepspeed.comm`` by kind: calls, elements and bytes sent by the average rank."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, kind: str, numel: int, itemsize: int, times: int = 1) -> None:
+        """Count one call that moves ``numel`` elements in all; ``times`` is 2 for an all-reduce."""
+        size = dist.get_world_size()
+        sent = round(times * numel * (size - 1) / size)
+        self.calls[kind] += 1
+        self.elements[kind] += sent
+        self.bytes[kind] += sent * itemsize
+
+    @contextmanager
+    def counting(self) -> Iterator[WireCounter]:
+        """Wrap the collectives of ``deepspeed.comm`` for the length of a ``with`` block."""
+        whole: dict[str, Callable[..., tuple[Any, int]]] = {
+            "all_reduce": lambda tensor, *_, **__: (tensor, tensor.numel()),
+            "broadcast": lambda tensor, *_, **__: (tensor, tensor.numel()),
+            "reduce": lambda tensor, *_, **__: (tensor, tensor.numel()),
+            "all_gather_into_tensor": lambda output, tensor, *_, **__: (output, output.numel()),
+            "all_gather": lambda tensors, tensor, *_, **__: (tensor, sum(t.numel() for t in tensors)),
+            "reduce_scatter_tensor": lambda output, tensor, *_, **__: (tensor, tensor.numel()),
+            "all_to_all_single": lambda output, tensor, *_, **__: (tensor, tensor.numel()),
+        }
+        originals = {name: getattr(dist, name) for name in whole}
+        for name, moved in whole.items():
+            setattr(dist, name, self._wrapped(name, originals[name], moved))
+        try:
+            yield self
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def _wrapped(self, name: str, original: Callable[..., Any], moved: Callable[..., tuple[Any, int]]) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            tensor, numel = moved(*args, **kwargs)
+            self.add(name, numel, tensor.element_size(), times=2 if name == "all_reduce" else 1)
+            return original(*args, **kwargs)
+        return collective
+
+
+class Block(nn.Module):
+    """Matrices of four shapes, a norm and biases: an MLP with one attention-like square layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Residual, shape kept."""
+        return x + self.down(torch.relu(self.up(self.mix(self.norm(x)))))
+
+
+def build_model(width: int = 64, layers: int = 3, rows: int = 256) -> nn.Module:
+    """An embedding, ``layers`` blocks and a head."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(rows, width), *[Block(width) for _ in range(layers)],
+                         nn.Linear(width, rows, bias=False))
+
+
+def count_step(optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps: int = 3) -> tuple[WireCounter, int]:
+    """Count the last of ``steps`` steps. Returns the counter and the number of trained elements."""
+    model = build_model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": bucket_numel,
+                              "allgather_bucket_size": bucket_numel},
+        "optimizer": optimizer, "steps_per_print": 10**9,
+    }
+    engine, *_ = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)
+    counter = WireCounter()
+    for step in range(steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        tokens = torch.randint(0, 256, (2, 8), device=engine.device)
+        counter = WireCounter()
+        with counter.counting():
+            logits = engine(tokens)
+            engine.backward(nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
+            engine.step()
+    numel = sum(p.numel() for p in model.parameters())
+    engine.destroy()
+    return counter, numel
+
+
+OPTIMIZERS = {
+    "LayerWiseMuon": {"type": "LayerWiseMuon", "params": {"lr": 0.01}},
+    "stock Muon": {"type": "Muon", "params": {"lr": 0.01, "torch_adam": True}},
+}
+
+
+def _rank(rank: int, size: int, store: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=120),
+                          init_method=f"file://{store}", rank=rank, world_size=size)
+    for name, optimizer in OPTIMIZERS.items():
+        counter, numel = count_step(optimizer)
+        if rank == 0:
+            total = sum(counter.elements.values())
+            kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counter.calls.items()))
+            print(f"| {size} | {name} | {total} | {total / numel:.3f} | {2 * (size - 1) / size:.3f} | "
+                  f"{3 * (size - 1) / size:.3f} | {kinds} |", flush=True)
+
+
+def main() -> None:
+    """Print one markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    args = parser.parse_args()
+    print("| ranks | optimizer | elements sent a rank and step | / model | 2(R-1)/R | 3(R-1)/R | calls |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    deepspeed.utils.logger.setLevel("ERROR")
+    for size in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_rank, (size, f"{folder}/store"), nprocs=size)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,28 @@
+"""What travels in one step, counted by the benchmark's own counter."""
+
+import deepspeed.comm as dist
+import pytest
+
+from examples.benchmarks.collectives import OPTIMIZERS, count_step
+from tests.harness import DistributedTest
+
+#: Scalars of one step: the norm of the gradient.
+SCALARS = 8
+
+
+class TestWire(DistributedTest):
+    world_size = [2, 4]
+
+    @pytest.mark.parametrize("bucket_numel", [1, 20_000, 10**9])
+    def test_a_step_moves_the_lower_bound(self, bucket_numel):
+        counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], bucket_numel=bucket_numel)
+        size = dist.get_world_size()
+        # Less than 64 elements of padding a parameter, and a rank.
+        padding = 64 * (25 + 25 * size)
+        assert sum(counter.elements.values()) <= 2 * (size - 1) / size * (numel + padding) + SCALARS
+        assert counter.calls["all_reduce"] == 1 and counter.elements["all_reduce"] <= SCALARS
+
+    def test_the_counter_sees_stock_muon_move_half_as_much_again(self):
+        counter, numel = count_step(OPTIMIZERS["stock Muon"])
+        size = dist.get_world_size()
+        assert sum(counter.elements.values()) >= 3 * (size - 1) / size * numel
