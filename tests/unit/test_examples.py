@@ -1,0 +1,181 @@
+"""The examples' data, model and configurations; the runs themselves are distributed tests."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, is_ours
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def load_example(name: str) -> ModuleType:
+    # by file: `data` and `model` are names of the examples folder, not of anything installed
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+data, model = load_example("data"), load_example("model")
+
+TOKENS = torch.arange(200, dtype=torch.uint8)
+
+
+def windows(first: int, size: int = 2, seed: int = 0) -> torch.Tensor:
+    return data.training_windows(TOKENS, seed=seed, first=first, size=size, context=8)
+
+
+def test_the_default_corpus_is_python_source_and_always_the_same():
+    first, second = data.load_corpus(None, 128), data.load_corpus(None, 128)
+    assert torch.equal(first.train, second.train) and torch.equal(first.validation, second.validation)
+    assert len(first.train) > 1_000_000
+    assert b"def " in bytes(first.validation.tolist())
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths_and_every_twentieth_file_held_out(tmp_path):
+    for i in reversed(range(20)):
+        (tmp_path / f"{i % 2}").mkdir(exist_ok=True)
+        (tmp_path / f"{i % 2}" / f"{i:02}.txt").write_bytes(bytes([i]) * 8)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_bytes(b"hidden")
+    corpus = data.load_corpus(str(tmp_path), 4)
+    assert corpus.train[::8].tolist() == [*range(0, 20, 2), *range(1, 19, 2)]
+    assert corpus.validation.tolist() == [19] * 8
+
+
+def test_one_file_gives_its_last_twentieth_to_validation(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(200)))
+    corpus = data.load_corpus(str(text), 4)
+    assert corpus.train.tolist() == list(range(190))
+    assert corpus.validation.tolist() == list(range(190, 200))
+
+
+def test_windows_are_neighbouring_bytes_and_repeatable():
+    assert torch.equal(windows(0), windows(0))
+    assert torch.equal(windows(5).diff(), torch.ones(2, 8, dtype=torch.int64))
+
+
+def test_windows_differ_between_samples_and_seeds():
+    assert len(windows(0, size=16)[:, 0].unique()) > 10
+    assert not torch.equal(windows(0), windows(0, seed=1))
+
+
+def test_windows_reach_from_the_first_byte_to_the_last():
+    drawn = data.training_windows(TOKENS[:10], seed=0, first=0, size=32, context=8)
+    assert drawn[:, 0].unique().tolist() == [0, 1]
+
+
+def test_two_ranks_see_what_one_rank_with_twice_the_batch_sees():
+    assert torch.equal(torch.cat([windows(4, size=2), windows(6, size=2)]), windows(4, size=4))
+
+
+def test_ranks_share_the_validation_windows_between_them():
+    def starts(rank: int, world_size: int) -> list[int]:
+        parts = data.validation_windows(TOKENS, rank=rank, world_size=world_size, size=4, context=8, total=9)
+        return [start for part in parts for start in part[:, 0].tolist()]
+
+    alone = starts(0, 1)
+    assert len(alone) == 9 and (alone[0], alone[-1]) == (0, 191)  # the last window ends with the last byte
+    assert sorted(starts(0, 2) + starts(1, 2)) == alone
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda path: None, "no such file or folder"),
+    (lambda path: path.mkdir(), "holds no files"),
+    (lambda path: path.write_bytes(b""), "0 bytes left for training, one window takes 17"),
+    (lambda path: path.write_bytes(b"x" * 320), "16 bytes left for validation, one window takes 17"),
+])
+def test_a_path_without_enough_text_is_an_error_that_names_it(tmp_path, make, message):
+    path = tmp_path / "corpus"
+    make(path)
+    with pytest.raises(ValueError, match=message) as error:
+        data.load_corpus(str(path), 16)
+    assert str(path) in str(error.value)
+
+
+def small_gpt(**options: object) -> torch.nn.Module:
+    return model.GPT(model.GPTConfig(layers=2, width=16, heads=2, context=8, **options))
+
+
+def test_the_model_gives_float32_logits_and_starts_near_the_uniform_loss():
+    tokens = torch.randint(256, (3, 8), generator=torch.Generator().manual_seed(0))
+    gpt = small_gpt().bfloat16()
+    assert gpt(tokens).shape == (3, 8, 256) and gpt(tokens).dtype == torch.float32
+    assert gpt(tokens, tokens).item() == pytest.approx(5.545, abs=0.1)  # log 256
+
+
+def test_the_model_does_not_look_ahead():
+    gpt, tokens = small_gpt(), torch.arange(8)[None]
+    changed = tokens.clone()
+    changed[0, 5] = 99
+    before, after = gpt(tokens)[0], gpt(changed)[0]
+    torch.testing.assert_close(before[:5], after[:5])
+    assert not torch.allclose(before[5:], after[5:])
+
+
+def test_tied_embeddings_are_one_parameter():
+    tied, untied = small_gpt(tie_embeddings=True), small_gpt()
+    assert tied.lm_head.weight is tied.embed.weight
+    assert len(list(untied.parameters())) - len(list(tied.parameters())) == 1
+
+
+def test_weights_depend_on_the_seed_alone():
+    def weights(seed: int) -> torch.Tensor:
+        return torch.cat([p.flatten() for p in small_gpt(seed=seed).parameters()])
+
+    torch.manual_seed(1)
+    first = weights(0)
+    torch.manual_seed(2)
+    assert torch.equal(first, weights(0)) and not torch.equal(first, weights(1))
+
+
+def test_rotary_products_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 1, 16, 8)
+    cos, sin = model.rotary_angles(16, 8, torch.device("cpu"))
+    scores = (model.rotate(q, cos, sin) @ model.rotate(k, cos, sin).mT)[0, 0]
+    torch.testing.assert_close(scores[3:, 3:], scores[:-3, :-3])
+    assert scores[0, 0].item() == pytest.approx((q[0, 0, 0] @ k[0, 0, 0]).item(), abs=1e-5)
+    assert len(scores[0].round(decimals=4).unique()) == 16
+
+
+def test_attention_depends_on_the_distance_alone():
+    config = model.GPTConfig(width=16, heads=2)
+    attention = model.Attention(config)
+    x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0))
+    cos, sin = model.rotary_angles(12, 8, torch.device("cpu"))
+    torch.testing.assert_close(attention(x, cos[:5], sin[:5]), attention(x, cos[7:], sin[7:]))
+    assert not torch.allclose(attention(x, cos[:5], sin[:5]), attention(x, cos[:1], sin[:1]))
+
+
+@pytest.mark.parametrize("options", [{"width": 18, "heads": 2}, {"layers": 0}])
+def test_an_impossible_shape_is_refused(options):
+    with pytest.raises(ValueError):
+        model.GPTConfig(**options)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_parses(path):
+    config = json.loads(path.read_text())
+    assert config["optimizer"]["type"] in ("AdamW", "Muon") or is_ours(config["optimizer"]["type"])
+    if is_ours(config["optimizer"]["type"]):
+        OptimizerConfig.from_section(config["optimizer"])
+        LayerwiseConfig.from_section(config.get("layerwise", {}))
+
+
+def test_every_override_matches_a_parameter_of_the_model():
+    names = [name for name, _ in small_gpt().named_parameters()]
+    overrides = json.loads((ROOT / "ds_configs" / "overrides.json").read_text())["layerwise"]["overrides"]
+    for override in overrides:
+        assert fnmatch.filter(names, override["name"]), override
