@@ -22,7 +22,6 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero import utils as zero_utils
-from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise import comm
@@ -151,7 +150,8 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
         return original(optimizer)
     built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
     if dist.get_rank() == 0:
-        logger.info("ds_layerwise\n%s", built.describe())
+        # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+        print(built.describe(), flush=True)
     return built
 
 

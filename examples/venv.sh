@@ -10,7 +10,7 @@
 # Read from the environment:
 #     VENV            where it lies; default: .venv in the checkout
 #     PYTHON          the interpreter to make it with; default: the first on PATH that is new enough
-#     TORCH_SPEC      default: torch==2.13.0, from the index of CPU builds where nvidia-smi finds no GPU
+#     TORCH_SPEC      default: torch==2.13.0; pip's own settings choose the index, and with it CPU or CUDA builds
 #     DEEPSPEED_SPEC  default: deepspeed==0.19.8
 #     DS_ACCELERATOR  left alone if set; default: cpu where nvidia-smi finds no GPU, else DeepSpeed decides
 #
@@ -68,24 +68,15 @@ _create_venv() {
 }
 
 _install() {
-    local extras=$1 index=()
-    if ! _has_gpu; then
-        # The default index has torch for CUDA only, with gigabytes of libraries that a CPU cannot use.
-        index=(--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-    fi
+    local extras=$1
     echo "installing $TORCH_SPEC, $DEEPSPEED_SPEC and ds_layerwise[$extras] in $VIRTUAL_ENV" >&2
     # Without build isolation deepspeed is built beside the torch that it will run with, and when only setup.cfg has
     # changed nothing is fetched.
     pip install --quiet --disable-pip-version-check "setuptools>=77" wheel \
-        && { _satisfied "$TORCH_SPEC" || pip install --quiet --no-deps "${index[@]}" "$TORCH_SPEC"; } \
         && pip install --quiet "$TORCH_SPEC" \
         && pip install --quiet --no-build-isolation "$TORCH_SPEC" "$DEEPSPEED_SPEC" -e "$_CHECKOUT${extras:+[$extras]}" \
         || _fail "pip could not install what is needed, see above. Still missing: $(_missing "$extras").
 Give pip a package index (PIP_INDEX_URL, PIP_FIND_LINKS), or set VENV to an environment that has them"
-}
-
-_satisfied() {
-    pip install --quiet --no-deps --no-index "$1" 2>/dev/null
 }
 
 # What setup.cfg asks for and the environment lacks.

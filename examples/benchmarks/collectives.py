@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 import torch.multiprocessing as mp
@@ -92,14 +92,15 @@ def build_model(width: int = 64, layers: int = 3, rows: int = 256) -> nn.Module:
                          nn.Linear(width, rows, bias=False))
 
 
-def count_step(optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps: int = 3) -> tuple[WireCounter, int]:
+def count_step(optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps: int = 3,
+               **sections: Any) -> tuple[WireCounter, int]:
     """Count the last of ``steps`` steps. Returns the counter and the number of trained elements."""
     model = build_model()
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": bucket_numel,
                               "allgather_bucket_size": bucket_numel},
-        "optimizer": optimizer, "steps_per_print": 10**9,
+        "optimizer": optimizer, "steps_per_print": 10**9, **sections,
     }
     engine, *_ = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)
     counter = WireCounter()
@@ -122,32 +123,34 @@ OPTIMIZERS = {
 }
 
 
-def _rank(rank: int, size: int, store: str) -> None:
+def _rank(rank: int, size: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
     dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=120),
-                          init_method=f"file://{store}", rank=rank, world_size=size)
+                          init_method=f"file://{folder}/store", rank=rank, world_size=size)
     for name, optimizer in OPTIMIZERS.items():
         counter, numel = count_step(optimizer)
         if rank == 0:
             total = sum(counter.elements.values())
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counter.calls.items()))
-            print(f"| {size} | {name} | {total} | {total / numel:.3f} | {2 * (size - 1) / size:.3f} | "
-                  f"{3 * (size - 1) / size:.3f} | {kinds} |", flush=True)
+            with open(f"{folder}/rows", "a") as rows:
+                rows.write(f"| {size} | {name} | {total} | {total / numel:.3f} | {2 * (size - 1) / size:.3f} | "
+                           f"{3 * (size - 1) / size:.3f} | {kinds} |\n")
 
 
 def main() -> None:
-    """Print one markdown table."""
+    """Print one markdown table, after everything that the engines print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
-    print("| ranks | optimizer | elements sent a rank and step | / model | 2(R-1)/R | 3(R-1)/R | calls |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    deepspeed.utils.logger.setLevel("ERROR")
+    table = ["| ranks | optimizer | elements sent a rank and step | / model | 2(R-1)/R | 3(R-1)/R | calls |",
+             "|---|---|---|---|---|---|---|"]
     for size in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (size, f"{folder}/store"), nprocs=size)
+            mp.spawn(_rank, (size, folder), nprocs=size)
+            table += Path(folder, "rows").read_text().splitlines()
+    print("\n".join(table))
 
 
 if __name__ == "__main__":

@@ -17,10 +17,15 @@ class TestWire(DistributedTest):
     def test_a_step_moves_the_lower_bound(self, bucket_numel):
         counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], bucket_numel=bucket_numel)
         size = dist.get_world_size()
-        # Less than 64 elements of padding a parameter, and a rank.
+        # Starts of parameters and shards are aligned to 64 elements.
         padding = 64 * (25 + 25 * size)
         assert sum(counter.elements.values()) <= 2 * (size - 1) / size * (numel + padding) + SCALARS
         assert counter.calls["all_reduce"] == 1 and counter.elements["all_reduce"] <= SCALARS
+
+    def test_without_alignment_it_is_the_bound_itself(self):
+        counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], layerwise={"alignment": 1})
+        size = dist.get_world_size()
+        assert sum(counter.elements.values()) <= 2 * (size - 1) / size * numel + SCALARS
 
     def test_the_counter_sees_stock_muon_move_half_as_much_again(self):
         counter, numel = count_step(OPTIMIZERS["stock Muon"])
