@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_layerwise.config import NsDtype, NsMethod, ScaleMode
 from ds_layerwise.optimizers.rule import Hyper, State
-from ds_layerwise.orthogonalize.batching import batches, stack, unstack
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, compute_dtype, newton_schulz
 
 
@@ -60,8 +60,10 @@ class Muon:
         torch._foreach_lerp_(momenta, list(grads), 1 - hyper.momentum)
         if hyper.weight_decay:
             torch._foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
-        dtype = compute_dtype(self.ns_dtype, self.ns_method, params[0].device)
-        for indices in batches([p.shape for p in params]):
+        device = params[0].device
+        dtype = compute_dtype(self.ns_dtype, self.ns_method, device)
+        max_numel = MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
+        for indices in batches([p.shape for p in params], max_numel):
             direction = stack([momenta[i] for i in indices])
             if self.nesterov:
                 direction = stack([grads[i] for i in indices]).lerp_(direction, hyper.momentum)

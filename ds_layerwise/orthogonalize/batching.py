@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Largest sum of elements of one batch; the products need about five tensors of this many.
+#: Largest sum of elements of one batch on an accelerator; the products need about five tensors of this many.
 MAX_BATCH_NUMEL = 64 * 2**20
+
+#: The same on a CPU, where a batch saves little and what falls out of the cache costs up to a fifth.
+MAX_BATCH_NUMEL_CPU = 2**17
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[int]]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ds_layerwise.cost import gram_segments
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize.batching import batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
@@ -19,6 +20,15 @@ BOUNDS = {
 }
 
 SIMPLE5 = coefficients("simple", 5)
+
+
+@pytest.mark.parametrize("steps, fp32, fp16, bf16", [
+    (1, (1,), (1,), (1,)), (2, (2,), (2,), (2,)), (3, (2, 1), (2, 1), (2, 1)), (5, (2, 3), (2, 3), (2, 2, 1)),
+    (6, (2, 3, 1), (2, 2, 2), (2, 2, 2)), (10, (2, 3, 3, 2), (2,) * 5, (2,) * 5)])
+def test_the_gram_matrix_is_formed_anew_where_bits_run_out(steps, fp32, fp16, bf16):
+    assert gram_segments(steps) == fp32
+    assert gram_segments(steps, fp16=True) == fp16
+    assert gram_segments(steps, bf16=True) == bf16
 
 
 def exact(matrix, rows):
@@ -59,6 +69,25 @@ def test_every_table_and_number_of_steps(table, method, steps):
     rows = coefficients(table, steps)
     matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1))
     assert error(newton_schulz(matrix, rows, method=method, dtype=torch.float32), exact(matrix, rows)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype, overshoot", [(torch.float32, 0.001), (torch.float16, 0.02), (torch.bfloat16, 0.06)],
+                         ids=str)
+@pytest.mark.parametrize("kind", ["noise", "low rank", "ill-conditioned"])
+@pytest.mark.parametrize("table, steps", [("simple", 10), ("quintic", 10), ("polar_express", 8), ("deepseekv4", 10)])
+def test_gram_stays_stable_beyond_five_steps(table, steps, kind, dtype, overshoot):
+    # Rounding makes small eigenvalues of a Gram matrix negative, and every step multiplies those by about a squared.
+    g = torch.Generator().manual_seed(5)
+    matrices = {"noise": torch.randn(8, 64, 160, generator=g),
+                "low rank": torch.randn(8, 64, 4, generator=g) @ torch.randn(8, 4, 160, generator=g),
+                "ill-conditioned": torch.stack([conditioned(64, 160, 1e6, seed) for seed in range(8)])}[kind]
+    rows = coefficients(table, steps)
+    value = newton_schulz(matrices, rows, method="gram", dtype=dtype)
+    s = torch.logspace(-8, 0, 20000, dtype=torch.float64)
+    for a, b, c in rows:
+        s = a * s + b * s**3 + c * s**5
+    # What starts as rounding noise ends anywhere on the curve, but nowhere above it.
+    assert value.isfinite().all() and torch.linalg.matrix_norm(value, 2).max() < s.max() + overshoot
 
 
 @pytest.mark.parametrize("table, steps, expected", [

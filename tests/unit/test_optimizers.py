@@ -154,10 +154,16 @@ def test_the_registry_builds_what_the_config_says():
         "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral",
         "nesterov": False}})
     rule = matrix_rule(config)
-    assert rule == Muon(ns_coefficients=coefficients("cans", 6), scale_mode="spectral", nesterov=False)
+    assert rule == Muon(ns_coefficients=coefficients("cans", 6), ns_dtype="fp32", scale_mode="spectral", nesterov=False)
     assert scalar_rule(config) == Lion()
     with pytest.raises(ConfigError, match="ns_coefficients 'canz' is not known; did you mean 'cans'"):
         matrix_rule(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}))
+
+
+def test_a_table_that_diverges_in_half_precision_is_refused_there():
+    section = {"type": "LayerWise", "params": {"ns_coefficients": "cans", "ns_dtype": "bf16"}}
+    with pytest.raises(ConfigError, match="'cans' diverges in half precision, got ns_dtype 'bf16'; set ns_dtype to"):
+        matrix_rule(OptimizerConfig.from_section(section))
 
 
 def params(n):
