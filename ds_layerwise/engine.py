@@ -5,18 +5,23 @@ Note: what is wrapped, and why there
     is spent. ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out
     before it. ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check``
     would pick another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the
-    wrapper. Every wrap asks first whether the engine at hand uses this backend, and else calls the original.
+    wrapper. ``_load_checkpoint`` loads the model, so what must be refused is refused before it; the engine's own
+    ``_load_zero_checkpoint`` refuses every other world size. Every wrap asks first whether the engine at hand uses
+    this backend, and else calls the original.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY,
+                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE)
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -149,10 +154,31 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not isinstance(optimizer, LayerwiseOptimizer):
         return original(optimizer)
     built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
+    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into.
+    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
+        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
+                                                           UNIVERSAL_CHECKPOINT_VERSION_VALUE})
     if dist.get_rank() == 0:
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
         print(built.describe(), flush=True)
     return built
+
+
+def _load_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,
+                     **options: Any) -> Any:
+    folder = Path(load_dir, str(tag))
+    wanted = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
+    if isinstance(engine.optimizer, LayerWiseZeroOptimizer) and wanted and folder.is_dir():
+        engine.optimizer.prepare_load(folder, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+    return original(load_dir, tag, **options)
+
+
+def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,
+                          **options: Any) -> Any:
+    if not isinstance(engine.optimizer, LayerWiseZeroOptimizer):
+        return original(load_dir, tag, **options)
+    engine.optimizer.finish_load()
+    return True
 
 
 _WRAPS: dict[str, Callable[..., Any]] = {
@@ -161,6 +187,8 @@ _WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
+    "_load_checkpoint": _load_checkpoint,
+    "_load_zero_checkpoint": _load_zero_checkpoint,
 }
 
 

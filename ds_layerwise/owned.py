@@ -113,16 +113,6 @@ class Owned:
             for bucket, pieces in enumerate(self.pieces) for piece in pieces)
         return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces)
 
-    def load(self, record: ShardRecord, *, masters: bool, states: bool) -> None:
-        """Take over the masters, the states or both of a record of the same layout and rank."""
-        for piece in record.pieces:
-            if masters:
-                self.masters.piece(piece.name).copy_(piece.master)
-            if states:
-                for key, value in piece.state.items():
-                    state = self.states[piece.name][key]
-                    state.copy_(value.view(state.shape))
-
 
 def _float32(shard: Tensor) -> Tensor:
     """A float32 copy of ``shard``, or ``shard`` itself where it is float32 already."""

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import nn
 from ds_layerwise import comm, cost
 from ds_layerwise.buffers import FlatBuffer, dtype_name
 from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.reshard import plan_copies
 from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.errors import LayerwiseError, LayoutError, StepError
+from ds_layerwise.errors import LayerwiseError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
@@ -235,34 +237,41 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                                     step=self.step_count),
         }
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict_list: Sequence[Any], load_optimizer_states: bool = True,
-                        load_from_fp32_weights: bool = False, checkpoint_folder: str | None = None,
-                        load_serial: Any = None, param_shapes: Any = None) -> None:
-        """Take over what :meth:`state_dict` of this rank said. The engine has loaded the model before.
+    def prepare_load(self, folder: Path, *, load_from_fp32_weights: bool) -> None:
+        """Open the checkpoint in ``folder`` and find everything that :meth:`finish_load` will take over.
+
+        The world size, the layout and the bucket size that it was saved with may be others. Nothing is written yet.
 
         Raises:
-            LayerwiseError: the checkpoint is universal, of another optimizer or of another layout.
+            LayerwiseError: on every rank, if any rank finds something missing or wrong.
         """
         error: LayerwiseError | None = None
         try:
-            saved = state_dict_list[self.rank] if checkpoint_folder is None else {}
-            record = regular.from_state_dict(saved)
-            if record.layout_digest != self.layout.digest() or record.rank != self.rank:
-                raise LayoutError(f"the checkpoint was saved by rank {record.rank} of {record.world_size} (layout "
-                                  f"{record.layout_digest}), this is rank {self.rank} of {self.world_size} (layout "
-                                  f"{self.layout.digest()}); resume with as many ranks, the same layerwise.layout and "
-                                  "the same zero_optimization.reduce_bucket_size")
+            saved = regular.read_all(folder)
+            copies = plan_copies(self._owned.record(), [regular.from_state_dict(s) for s in saved],
+                                 masters=load_from_fp32_weights, states=True)
+            groups = saved[0][regular.KEY]["param_groups"]
+            if len(groups) != len(self.param_groups):
+                raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "
+                                     f"{len(self.param_groups)}")
         except LayerwiseError as e:
             error = e
         comm.raise_alike(error, group=self.dp_process_group)
+        self._to_load = saved[0], copies, load_from_fp32_weights
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        """Take over what :meth:`prepare_load` found. The engine has loaded the model in between."""
+        saved, copies, masters_loaded = self._to_load
+        del self._to_load
         ours = saved[regular.KEY]
         self.loss_scaler, self.overflow = saved[LOSS_SCALER], saved["overflow"]
         self.step_count = ours["step"]
         for group, values in zip(self.param_groups, ours["param_groups"], strict=True):
             group.update(values)
-        self._owned.load(record, masters=load_from_fp32_weights, states=load_optimizer_states)
-        if not load_from_fp32_weights:
+        for into, out_of in copies:
+            into.copy_(out_of)
+        if not masters_loaded:
             self._restore_from_bit16_weights()
 
     @torch.no_grad()

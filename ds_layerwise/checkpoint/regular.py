@@ -13,11 +13,14 @@ Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: tho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, GROUP_PADDINGS, PARAM_SLICE_MAPPINGS, PARTITION_COUNT,
                                             SINGLE_PARTITION_OF_FP32_GROUPS)
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
@@ -93,19 +96,67 @@ def _fragments(pieces: Sequence[PieceRecord]) -> dict[str, Any]:
     return fragments
 
 
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    """The ``optimizer_state_dict`` of every rank that saved into ``folder``, in rank order, tensors mapped from files.
+
+    Raises:
+        LayerwiseError: a file is missing, unreadable or of another save; names it.
+    """
+    files = sorted(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+    if len(files) != 1:
+        raise LayerwiseError(f"{folder} has {len(files) or 'no'} files named *zero_pp_rank_0_mp_rank_00_optim_states.pt"
+                             ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
+                             "load_optimizer_states=False)")
+    first = _read(files[0])
+    dicts = [first]
+    for rank in range(1, ours_of(first, files[0])["world_size"]):
+        path = files[0].with_name(files[0].name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))
+        dicts.append(_read(path))
+    for rank, state_dict in enumerate(dicts):
+        ours = ours_of(state_dict, files[0])
+        expected = {"rank": rank, **{k: ours_of(first, files[0])[k] for k in ("world_size", "layout_digest", "step")}}
+        for key, value in expected.items():
+            if ours[key] != value:
+                raise LayerwiseError(f"the optimizer states of rank {rank} in {folder} say {key} {ours[key]}, expected "
+                                     f"{value}; the files are not of one save")
+    return dicts
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise LayerwiseError(f"{path} is missing; the checkpoint is not whole")
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, fragment_address]):
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found: dict[str, Any] = content["optimizer_state_dict"]
+    except (RuntimeError, EOFError, KeyError, ValueError, UnpicklingError) as e:
+        raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).splitlines()[0]}") from e
+    return found
+
+
+def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint") -> dict[str, Any]:
+    """What this package wrote beside DeepSpeed's own keys.
+
+    Raises:
+        LayerwiseError: nothing, or in a newer format.
+    """
+    ours: dict[str, Any] | None = state_dict.get(KEY)
+    if ours is None:
+        raise LayerwiseError(f"{where} was not written by ds_layerwise; load the weights alone with "
+                             "load_checkpoint(..., load_optimizer_states=False)")
+    if ours["format"] > FORMAT:
+        raise LayerwiseError(f"{where} has format {ours['format']}, newer than {FORMAT}, the newest that this version "
+                             "of ds_layerwise reads; upgrade it")
+    return ours
+
+
 def from_state_dict(state_dict: Mapping[str, Any]) -> ShardRecord:
     """The record that :func:`to_state_dict` was given.
 
     Raises:
         LayerwiseError: the file was not written by this package, or by a newer format of it.
     """
-    ours = state_dict.get(KEY)
-    if ours is None:
-        raise LayerwiseError("this optimizer checkpoint was not written by ds_layerwise; load the weights alone with "
-                             "load_checkpoint(..., load_optimizer_states=False)")
-    if ours["format"] > FORMAT:
-        raise LayerwiseError(f"this checkpoint has format {ours['format']}, newer than {FORMAT}, the newest that this "
-                             "version of ds_layerwise reads; upgrade it")
+    ours = ours_of(state_dict)
     pieces = []
     for bucket, fragments in enumerate(state_dict[PARAM_SLICE_MAPPINGS]):
         masters = state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][bucket]

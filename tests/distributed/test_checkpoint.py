@@ -9,8 +9,10 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+import ds_layerwise
 from ds_layerwise.errors import LayerwiseError
 from tests.harness import DistributedTest
+from tests.models import tiny_gpt, token_loss
 from tests.training import Net, allow_fp16, ds_config, start, train_engine, weights
 
 
@@ -87,7 +89,7 @@ class TestDeepSpeedsTools(DistributedTest):
         if dist.get_rank() == 0:
             subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
                             str(tmp_path / "saved"), "--output_folder", str(tmp_path / "universal"),
-                            "--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"],
+                            "--num_extract_workers", "1", "--num_merge_workers", "1"],
                            check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
         dist.barrier()
         for name, value in expected.items():
@@ -103,16 +105,153 @@ class TestDeepSpeedsTools(DistributedTest):
             assert torch.equal(found.flatten()[piece.param_start:piece.param_start + piece.numel], value.flatten())
 
 
+#: What each side of a resume is laid out by; the world size is the index plus one.
+LAYOUTS = [("balanced", 600), ("lpt", 10**9), ("size_matching", 600), ("balanced", 1)]
+
+
+class WithLoss(torch.nn.Module):
+    """A language model whose mean loss and gradient do not depend on how twelve sequences are dealt to ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny_gpt(tied=True)
+
+    def forward(self, step):
+        g = torch.Generator().manual_seed(step)
+        mine = torch.randint(0, 24, (12, 9), generator=g).chunk(dist.get_world_size())[dist.get_rank()]
+        return token_loss(self.inner, mine)
+
+
+class TestAnotherWorldSize(DistributedTest):
+    def engine(self, **changes):
+        layout, bucket_numel = LAYOUTS[dist.get_world_size() - 1]
+        return start(WithLoss(), ds_config(clip=1.0, bucket_numel=bucket_numel, layerwise={"layout": layout},
+                                           params={"eps": 1e-8}, **changes))
+
+    def train(self, engine, first, last):
+        losses = []
+        for step in range(first, last):
+            loss = engine(step)
+            losses.append(loss.detach().clone())
+            engine.backward(loss)
+            engine.step()
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    def whole_states(self, engine):
+        """Every state of every parameter, put together from all ranks."""
+        owned, whole = engine.optimizer._owned, {}
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [(p.name, p.param_start, p.master, p.state) for p in owned.record().pieces])
+        for name, first, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
+            for key, value in {"fp32": master, **state}.items():
+                whole.setdefault((name, key), []).append(value)
+        return {k: v[0] if v[0].dim() == 0 else torch.cat(v) for k, v in whole.items()}
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_1_save(self, class_tmpdir, precision):
+        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        engine = self.engine(**sections)
+        self.train(engine, 0, 5)
+        folder = class_tmpdir / f"{precision} {dist.get_world_size()}"
+        engine.save_checkpoint(folder)
+        states = self.whole_states(engine)
+        losses = self.train(engine, 5, 10)
+        if dist.get_rank() == 0:
+            torch.save((states, losses), folder / "expected.pt")
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_2_resume(self, class_tmpdir, precision):
+        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        for saved_by in (1, 2, 3, 4):
+            folder = class_tmpdir / f"{precision} {saved_by}"
+            states, losses = torch.load(folder / "expected.pt")
+            engine = self.engine(**sections)
+            self.train(engine, 20, 21)
+            engine.load_checkpoint(folder)
+            assert engine.optimizer.step_count == 5 and engine.global_steps == 5
+            found = self.whole_states(engine)
+            assert found.keys() == states.keys()
+            for key, value in states.items():
+                assert torch.equal(found[key], value), (saved_by, key)
+            torch.testing.assert_close(self.train(engine, 5, 10), losses, rtol=0,
+                                       atol=1e-6 if precision == "fp32" else 1e-2)
+            engine.destroy()
+
+
 class TestRefusedLoads(DistributedTest):
     world_size = 2
 
-    def test_another_layout_is_refused_on_every_rank(self, tmp_path):
-        engine = start(Net(), ds_config(bucket_numel=600))
+    def saved(self, folder):
+        engine = start(Net(), ds_config())
         train_engine(engine, 1)
-        engine.save_checkpoint(tmp_path)
-        other = start(Net(), ds_config(bucket_numel=10**9))
-        with pytest.raises(LayerwiseError, match="resume with as many ranks.*reduce_bucket_size"):
-            other.load_checkpoint(tmp_path)
+        engine.save_checkpoint(folder, tag="tag")
+        dist.barrier()
+        return folder / "tag"
+
+    def assert_refused(self, folder, message, **config):
+        engine = start(Net(), ds_config(**config))
+        before = weights(engine.module).clone()
+        with pytest.raises(LayerwiseError, match=message):
+            engine.load_checkpoint(folder, tag="tag")
+        assert torch.equal(weights(engine.module), before)
+        train_engine(engine, 1)
+
+    def test_a_missing_file(self, tmp_path):
+        folder = self.saved(tmp_path)
+        if dist.get_rank() == 0:
+            (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+        dist.barrier()
+        self.assert_refused(tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing")
+
+    def test_a_truncated_file_that_one_rank_finds(self, tmp_path):
+        folder = self.saved(tmp_path)
+        if dist.get_rank() == 0:
+            path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            path.write_bytes(path.read_bytes()[:2000])
+        dist.barrier()
+        self.assert_refused(tmp_path, "zero_pp_rank_0_mp_rank_00_optim_states.pt cannot be read")
+
+    def test_files_of_two_saves(self, tmp_path):
+        folder = self.saved(tmp_path)
+        engine = start(Net(), ds_config())
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="later")
+        if dist.get_rank() == 0:
+            name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+            (folder / name).write_bytes((tmp_path / "later" / name).read_bytes())
+        dist.barrier()
+        self.assert_refused(tmp_path, "rank 1 in .* say step 2, expected 1; the files are not of one save")
+
+    def test_no_optimizer_states(self, tmp_path):
+        folder = self.saved(tmp_path)
+        if dist.get_rank() == 0:
+            for path in folder.glob("*optim_states.pt"):
+                path.unlink()
+        dist.barrier()
+        self.assert_refused(tmp_path, "no files named .*load_optimizer_states=False")
+
+    def test_another_optimizer(self, tmp_path):
+        self.saved(tmp_path)
+        self.assert_refused(tmp_path, "has no momentum_buffer of .*, only exp_avg, exp_avg_sq, step; it was saved by "
+                                      "another optimizer|rank 0 failed|rank 1 failed",
+                            params={"scalar_optimizer": "sgd"})
+
+    def test_stocks_own_checkpoint(self, tmp_path):
+        module = Net()
+        config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
+        del config["layerwise"]
+        stock, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config)
+        train_engine(stock, 1)
+        stock.save_checkpoint(tmp_path, tag="tag")
+        self.assert_refused(tmp_path, "was not written by ds_layerwise|cannot be read")
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        engine = start(Net(), ds_config())
+        assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
 
     def test_weights_alone_can_always_be_loaded(self, tmp_path):
         engine = start(Net(), ds_config(bucket_numel=600, bf16={"enabled": True}))
