@@ -72,8 +72,9 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route.
 
     Raises:
-        RoutingError: a parameter of a group is not in the model or has a dtype that cannot be trained, an override
-            matches nothing or contradicts another, or no parameter at all goes to the matrix optimizer.
+        RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
+            gradients, an override matches nothing or contradicts another, or no parameter at all goes to the matrix
+            optimizer.
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of: dict[str, int] = {}
@@ -92,6 +93,9 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         if param.dtype not in _FLOATS:
             raise RoutingError(f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
                                "float16); freeze it or convert it")
+        if any(getattr(module, "sparse", False) is True for _, module in homes[name].modules):
+            raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
+                               "shards; build it with sparse=False")
         mine = [(i, o) for i, o in enumerate(overrides) if fnmatchcase(name, o.name)]
         matched.update(i for i, _ in mine)
         merged = _merge(name, mine)

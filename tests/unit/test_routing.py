@@ -166,6 +166,10 @@ def test_errors_of_the_model():
         route(nn.LayerNorm(4))
     with pytest.raises(RoutingError, match=r"holds a parameter of shape \(3,\) that the model does not have"):
         route(Model(), [{"params": [nn.Parameter(torch.zeros(3))]}])
+    sparse = Model()
+    sparse.embed = nn.Embedding(10, 4, sparse=True)
+    with pytest.raises(RoutingError, match="embed.weight belongs to a module with sparse=True"):
+        route(sparse)
     model = Model()
     model.phase = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     with pytest.raises(RoutingError, match="phase is torch.complex64, which cannot be trained here"):
