@@ -27,6 +27,16 @@ class TestWire(DistributedTest):
         size = dist.get_world_size()
         assert sum(counter.elements.values()) <= 2 * (size - 1) / size * numel + SCALARS
 
+    @pytest.mark.parametrize("sections, gradient_bytes", [
+        ({}, 2), ({"communication_data_type": "fp32"}, 4), ({"data_types": {"grad_accum_dtype": "fp32"}}, 4),
+        ({"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}, 2)])
+    def test_gradients_travel_in_the_dtype_asked_for(self, sections, gradient_bytes):
+        counter, _ = count_step(OPTIMIZERS["LayerWiseMuon"], bf16={"enabled": True}, **sections)
+        kind = "all_to_all_single"
+        assert counter.bytes[kind] == gradient_bytes * counter.elements[kind] > 0
+        for gathered in ("broadcast", "all_gather_into_tensor"):
+            assert counter.bytes[gathered] == 2 * counter.elements[gathered]
+
     def test_the_counter_sees_stock_muon_move_half_as_much_again(self):
         counter, numel = count_step(OPTIMIZERS["stock Muon"])
         size = dist.get_world_size()

@@ -8,7 +8,7 @@ from torch import nn
 from tests.harness import DistributedTest
 from tests.models import (CONV_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch, square_loss, tiny_gpt,
                           token_batch, token_loss)
-from tests.reference import Recipe, train, trainable, whole_number_loss
+from tests.reference import Recipe, train, trainable, whole_number_gradients, whole_number_loss
 from tests.training import (MUON, VARIANTS, Net, allow_fp16, assert_same_on_all_ranks, ds_config, poison, recipe_for,
                             reduced_gradients, relative_error, start, train_engine)
 
@@ -226,6 +226,43 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
         dist.all_gather_object(everyone, shapes)
         assert sorted(s for shapes in everyone for s in shapes) == sorted(
             [(12, 12), (12, 12), (40, 12), (12, 40), (5, 27)] + [(6, 9)] * 3)
+
+
+class TestOverlapWithBackward(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_buckets_start_inside_the_boundarys_backward_alone(self, overlap):
+        engine = start(Net(), ds_config(gas=2, overlap=overlap))
+        sync, started = engine.optimizer._grad_sync, []
+        finish = sync.finish
+
+        def recording_finish():
+            started.append(sync._launched)
+            finish()
+
+        sync.finish = recording_finish
+        every = len(engine.optimizer.layout.buckets)
+        for step in range(2):
+            engine.backward(engine((step, 0, dist.get_rank())))
+            assert sync._launched == 0 and not started[step:]
+            engine.step()
+            engine.backward(engine((step, 1, dist.get_rank())))
+            engine.step()
+        assert every > 3 and started == [every if overlap else 0] * 2
+
+    def test_nothing_starts_inside_no_sync(self):
+        engine = start(Net(), ds_config())
+        with engine.no_sync():
+            engine.backward(engine((0, 0, dist.get_rank())))
+            assert engine.optimizer._grad_sync._launched == 0
+        engine.backward(engine((0, 1, dist.get_rank())))
+        # Two micro-batches, and no division by accumulation steps, which are 1.
+        for name, (first, values) in reduced_gradients(engine).items():
+            shape = engine.module.get_parameter(name).shape
+            total = sum(whole_number_gradients(name, shape, 0, micro, rank) for micro in range(2) for rank in range(2))
+            assert torch.equal(values, (total / 2).flatten()[first:first + values.numel()]), name
+        engine.step()
 
 
 class TestStepOrder(DistributedTest):
