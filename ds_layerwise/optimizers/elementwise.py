@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,10 +28,7 @@ class Adam:
 
     decoupled: bool = True
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """See :class:`~ds_layerwise.optimizers.rule.UpdateRule`."""
-        return ("exp_avg", "exp_avg_sq")
+    state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""
@@ -53,10 +51,7 @@ class Sgd:
     Reference: :class:`torch.optim.SGD`
     """
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """See :class:`~ds_layerwise.optimizers.rule.UpdateRule`."""
-        return ("momentum_buffer",)
+    state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def init_state(self, param: Tensor) -> State:
         """Zeros, which the first step turns into the gradient, as torch's missing buffer does."""
@@ -78,10 +73,7 @@ class Lion:
     Reference: arXiv 2302.06675
     """
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """See :class:`~ds_layerwise.optimizers.rule.UpdateRule`."""
-        return ("exp_avg",)
+    state_keys: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,10 +45,7 @@ class Muon:
     scale_mode: ScaleMode = "original"
     extra_scale_factor: float = 1.0
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """See :class:`~ds_layerwise.optimizers.rule.UpdateRule`."""
-        return ("momentum_buffer",)
+    state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def init_state(self, param: Tensor) -> State:
         """A momentum of zeros."""
