@@ -288,6 +288,7 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.reduce_scatter": ((True,), "gradients are always reduced to their owners; remove it"),
     "zero_optimization.round_robin_gradients": ((False,), "the layout is layerwise.layout's; remove it"),
     "zero_optimization.parameter_alignment": ((False,), "set layerwise.alignment instead"),
+    "zero_optimization.ignore_unused_parameters": ((True,), "a missing gradient counts as zeros; remove it"),
     "zero_optimization.elastic_checkpoint": ((False,), "remove it"),
     "zero_optimization.offload_optimizer.device": (("none",), "masters and states stay on the device; remove it"),
     "zero_optimization.offload_param.device": (("none",), "parameters stay on the device; remove it"),

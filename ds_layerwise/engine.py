@@ -25,7 +25,7 @@ from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.timer import NoopTimer
 
@@ -34,7 +34,7 @@ from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
-from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings
+from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings, owners
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -110,6 +110,8 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
+    if isinstance(engine.mpu, PipelineParallelGrid):
+        raise ConfigError("PipelineModule is not supported by this optimizer")
     if engine.mpu is not None:
         raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
                           "orthogonalised as a whole")
@@ -118,11 +120,12 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     if _uses_us(engine):
-        if isinstance(engine.module, PipelineModule):
-            raise ConfigError("PipelineModule is not supported by this optimizer")
         if any(isinstance(module, MoE) for module in engine.module.modules()):
             raise ConfigError("deepspeed.moe layers are not supported by this optimizer: their experts are not the "
                               "same on every rank")
+        if taken := [name for name, param in engine.module.named_parameters() if param in owners]:
+            raise ConfigError(f"{taken[0]} belongs to another engine, whose hooks would take its gradients; call "
+                              "destroy() on that engine first")
         _check_model(engine.module)
     return original()
 
@@ -181,6 +184,13 @@ def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine,
     return True
 
 
+def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    # Gradients do not stay on the parameters, where the original looks for them.
+    if isinstance(engine.optimizer, LayerWiseZeroOptimizer):
+        engine.optimizer.zero_grad()
+    return original()
+
+
 _WRAPS: dict[str, Callable[..., Any]] = {
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
@@ -189,6 +199,7 @@ _WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_zero_optimizer": _configure_zero_optimizer,
     "_load_checkpoint": _load_checkpoint,
     "_load_zero_checkpoint": _load_zero_checkpoint,
+    "zero_grad": _zero_grad,
 }
 
 

@@ -44,6 +44,7 @@ class GradSync:
         self._pending: deque[comm.Pending] = deque()
         self.finished = False
 
+    @torch.no_grad()
     def accumulate(self, name: str, *, launch: bool) -> None:
         """Take over ``param.grad`` of ``name``; with ``launch``, start every bucket that this completes.
 
@@ -76,7 +77,11 @@ class GradSync:
                 self._launch()
 
     def finish(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait. A second call does nothing."""
+        """Reduce what is left, including parameters without a gradient, and wait.
+
+        Raises:
+            StepError: a parameter has a new gradient, but its bucket was reduced already.
+        """
         for name, param in self._params.items():
             if param.grad is not None:
                 self.accumulate(name, launch=False)
@@ -145,29 +150,32 @@ class ParamSync:
                                  if p is not None and names[p] in bucket_of}, reverse=True)
                  for module in model.modules()}
         ran: set[nn.Module] = set()
-        late: list[int] = []
+        late: list[int] | None = None
         inside = False
 
         def before_model(*_: object) -> None:
             nonlocal inside
             inside = True
-            self.wait(late) if ran else self.finish()
+            self.finish() if late is None else self.wait(late)
 
         def after_model(*_: object) -> None:
-            nonlocal inside
+            nonlocal inside, late
             inside = False
-            late[:] = sorted({index for module, indices in needs.items() if module not in ran for index in indices},
-                             reverse=True)
+            late = sorted({index for module, indices in needs.items() if module not in ran for index in indices},
+                          reverse=True)
 
         def before_module(module: nn.Module, _args: object) -> None:
             ran.add(module)
-            self.wait(needs[module]) if inside else self.finish()
+            # A deep copy of the model keeps these hooks, and its modules are none of ours.
+            self.wait(needs[module]) if inside and module in needs else self.finish()
 
         self._hooks.append(model.register_forward_pre_hook(before_model, prepend=True))
         self._hooks.append(model.register_forward_hook(after_model, always_call=True))
         self._hooks += [module.register_forward_pre_hook(before_module) for module, needed in needs.items() if needed]
         for module in model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                lambda *_: self.finish()))
+            self._hooks.append(module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
                 lambda *_: self.finish()))
 
     def remove_hooks(self) -> None:

@@ -82,6 +82,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         if state.backward_active_depth == 0:
             state.post_backward_callback_queued = False
             state.post_backward_callback_graph_task_id = None
+            state.hooks_fired_this_backward = 0
 
     def clear_backward_seen_flag(self) -> None:
         """Start a forward pass; a backward pass that an exception ended is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, Z
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise import comm, cost
 from ds_layerwise.buffers import FlatBuffer, dtype_name
@@ -34,6 +35,9 @@ from ds_layerwise.zero_base import EngineOptimizer, by_offset, timed
 
 #: What parallel groups add to a norm's denominator so that clipping to the norm itself changes nothing.
 _CLIP_EPS = 1e-6
+
+#: Parameters whose gradients an optimizer takes: a second one on the same parameter would never see any.
+owners: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
-        self.step_count = 0
+        self.step_count, self._deferred = 0, False
         self.bit16_groups = self.round_robin_bit16_groups = by_offset(self.layout.buckets, self._params)
 
     # --- construction ----------------------------------------------------------------------------------------------
@@ -141,6 +145,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         every = list(self._params.values())
         self._hooks = [register_grad_hook(param, self._make_hook(name, every))
                        for name, param in self._params.items()]
+        owners.update((param, name) for name, param in self._params.items())
 
     def _make_hook(self, name: str, every: Sequence[nn.Parameter]) -> Any:
         def gradient_is_ready(*_: Any) -> None:
@@ -168,8 +173,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Finish the reduction of this step. The engine calls it at the boundary, after backward."""
-        if not self._grad_sync.finished:
-            self._grad_sync.finish()
+        if self._backward_active_depth and not self._hooks_fired_this_backward:
+            # torch.autograd.grad runs this, too: what a backward pass without our parameters leaves is for step().
+            self._deferred = True
+            return
+        self._grad_sync.finish()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """The engine's other name for the same, after ``coalesce_grad_reduction``."""
@@ -182,6 +190,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         Raises:
             StepError: gradients have not been reduced, because no backward pass reached the boundary.
         """
+        if self._deferred and not self._grad_sync.finished:
+            self._grad_sync.finish()
         if not self._grad_sync.finished:
             raise StepError("step() before the gradients were reduced: no backward pass reached the boundary of "
                             "gradient accumulation; call engine.backward(loss) first")
@@ -193,6 +203,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             return
         self.step_count += 1
         with timed(timers, "optimizer_step"):
+            # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
+            self._param_sync.finish()
             # The forward pass needs the parameters of the last bucket first.
             for index in reversed(range(len(self.layout.buckets))):
                 self._owned.update(index, self.param_groups, factor)
@@ -218,6 +230,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
         self._grad_sync.reset()
+        self._deferred = False
         for param in self._params.values():
             param.grad = None
 
@@ -321,10 +334,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""
-        for hook in self.__dict__.pop("_hooks", []):
+        hooks = self.__dict__.pop("_hooks", None)
+        if hooks is None:
+            return
+        for hook in hooks:
             hook.remove()
-        if "_param_sync" in self.__dict__:
-            self._param_sync.remove_hooks()
+        for param in self._params.values():
+            owners.pop(param, None)
+        self._param_sync.remove_hooks()
+        self._param_sync.finish()
 
 
 def _work(matrix_shape: tuple[int, ...] | None, steps: int, method: str) -> int:

@@ -56,12 +56,12 @@ def _copies(piece: PieceRecord, sources: Sequence[PieceRecord], *, masters: bool
         into, out_of = slice(first - start, last - start), slice(first - source.param_start, last - source.param_start)
         if masters:
             yield piece.master[into], source.master[out_of]
+        if states and source.state.keys() != piece.state.keys():
+            raise LayerwiseError(f"the checkpoint holds {', '.join(sorted(source.state)) or 'no state'} of {piece.name}"
+                                 f", this optimizer needs {', '.join(sorted(piece.state)) or 'none'}; resume with the "
+                                 "optimizers of the checkpoint, or load the weights alone, load_checkpoint(..., "
+                                 "load_optimizer_states=False)")
         for key, value in piece.state.items() if states else ():
-            if key not in source.state:
-                raise LayerwiseError(f"the checkpoint has no {key} of {piece.name}, only "
-                                     f"{', '.join(sorted(source.state)) or 'nothing'}; it was saved by another "
-                                     "optimizer: load the weights alone, load_checkpoint(..., "
-                                     "load_optimizer_states=False)")
             yield (value, source.state[key]) if value.dim() == 0 else (value[into], source.state[key][out_of])
     if covered != stop - start:
         raise LayerwiseError(f"the checkpoint's files hold {covered} of the {stop - start} elements of {piece.name} "

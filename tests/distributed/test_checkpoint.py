@@ -234,12 +234,6 @@ class TestRefusedLoads(DistributedTest):
         dist.barrier()
         self.assert_refused(tmp_path, "no files named .*load_optimizer_states=False")
 
-    def test_another_optimizer(self, tmp_path):
-        self.saved(tmp_path)
-        self.assert_refused(tmp_path, "has no momentum_buffer of .*, only exp_avg, exp_avg_sq, step; it was saved by "
-                                      "another optimizer|rank 0 failed|rank 1 failed",
-                            params={"scalar_optimizer": "sgd"})
-
     def test_stocks_own_checkpoint(self, tmp_path):
         module = Net()
         config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
@@ -248,10 +242,6 @@ class TestRefusedLoads(DistributedTest):
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path, tag="tag")
         self.assert_refused(tmp_path, "was not written by ds_layerwise|cannot be read")
-
-    def test_a_folder_that_is_not_there(self, tmp_path):
-        engine = start(Net(), ds_config())
-        assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
 
     def test_weights_alone_can_always_be_loaded(self, tmp_path):
         engine = start(Net(), ds_config(bucket_numel=600, bf16={"enabled": True}))
@@ -262,3 +252,78 @@ class TestRefusedLoads(DistributedTest):
         assert torch.equal(weights(other.module), weights(engine.module))
         for name, value in masters(other).items():
             assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
+
+
+class TestWhatIsLoaded(DistributedTest):
+    world_size = 2
+
+    def test_the_loss_scale_goes_on_from_where_it_was(self, tmp_path):
+        allow_fp16()
+        config = ds_config(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3})
+        engine = start(Net(), config)
+        engine.backward(engine((0, 0, dist.get_rank())) * float("inf"))
+        engine.step()
+        assert engine.optimizer.loss_scale == 8
+        engine.save_checkpoint(tmp_path)
+        resumed = start(Net(), config)
+        resumed.load_checkpoint(tmp_path)
+        for step in range(5):
+            assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale
+            train_engine(engine, 1, first=step)
+            train_engine(resumed, 1, first=step)
+        assert engine.optimizer.loss_scale == 16
+
+    def test_masters_come_from_the_weights_where_the_config_says_so(self, tmp_path):
+        config = ds_config(bf16={"enabled": True})
+        config["zero_optimization"]["load_from_fp32_weights"] = False
+        engine = start(Net(), config)
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        resumed = start(Net(), config)
+        resumed.load_checkpoint(tmp_path)
+        for name, value in masters(resumed).items():
+            assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
+
+    def test_a_piece_knows_where_in_its_parameter_it_starts(self):
+        engine = start(Net(), ds_config(bucket_numel=1))
+        starts = engine.optimizer.state_dict()["layerwise"]["param_starts"]
+        assert starts == {p.name: p.param_start for pieces in engine.optimizer._owned.pieces for p in pieces}
+        assert dist.get_rank() == 0 or any(starts.values())
+
+    def test_nothing_to_load_changes_nothing(self, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        before = weights(engine.module)
+        assert engine.load_checkpoint(tmp_path / "missing") == (None, None)
+        assert torch.equal(weights(engine.module), before)
+
+    def test_loading_into_the_module_waits_for_what_is_under_way(self):
+        engine = start(Net(), ds_config(layerwise={"overlap_param_gather": True}))
+        zeros = {name: torch.zeros_like(value) for name, value in engine.module.state_dict().items()}
+        train_engine(engine, 1)
+        engine.module.load_state_dict(zeros)
+        assert not engine.optimizer._param_sync._pending
+
+
+class TestRefusedOptimizers(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("saved, wanted", [("adamw", "lion"), ("lion", "adamw"), ("sgd", "adamw")])
+    def test_another_optimizer_is_refused_before_anything_is_taken_over(self, saved, wanted, tmp_path):
+        engine = start(Net(), ds_config(params={"scalar_optimizer": saved}))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        other = start(Net(), ds_config(params={"scalar_optimizer": wanted}))
+        with pytest.raises(LayerwiseError, match="the checkpoint holds .* this optimizer needs"):
+            other.load_checkpoint(tmp_path)
+        assert other.optimizer.step_count == 0
+
+    def test_other_groups_are_refused(self, tmp_path):
+        engine = start(Net(), ds_config())
+        engine.save_checkpoint(tmp_path)
+        module = Net()
+        params = list(module.parameters())
+        other, *_ = ds_layerwise.initialize(model=module, config=ds_config(), model_parameters=[
+            {"params": params[:3]}, {"params": params[3:]}])
+        with pytest.raises(LayerwiseError, match="has 1 parameter groups, this run 2"):
+            other.load_checkpoint(tmp_path)

@@ -2,7 +2,9 @@
 
 import deepspeed.comm as dist
 import pytest
+import torch
 
+from ds_layerwise import comm
 from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.harness import DistributedTest
 
@@ -41,3 +43,22 @@ class TestWire(DistributedTest):
         counter, numel = count_step(OPTIMIZERS["stock Muon"])
         size = dist.get_world_size()
         assert sum(counter.elements.values()) >= 3 * (size - 1) / size * numel
+
+
+class TestReduce(DistributedTest):
+    world_size = 3
+
+    def reduced(self, of_rank, dtype):
+        shard_numels, rank = [2, 0, 1], dist.get_rank()
+        bucket = torch.full((3,), of_rank[rank], dtype=dtype)
+        out = torch.empty(shard_numels[rank])
+        comm.reduce_to_owners(bucket, shard_numels, out, group=None, divide_by=1, wire_dtype=dtype).wait()
+        return out.tolist()
+
+    def test_it_adds_in_float32_whatever_travels(self):
+        assert self.reduced([256.0, 1.0, 2.0], torch.bfloat16) == [259.0] * [2, 0, 1][dist.get_rank()]
+
+    def test_it_adds_in_the_order_of_ranks(self):
+        # 2^24 + 1 is no float32, and rounds to 2^24.
+        assert self.reduced([2.0**24, 1.0, 1.0], torch.float32) == [2.0**24] * [2, 0, 1][dist.get_rank()]
+        assert self.reduced([1.0, 1.0, 2.0**24], torch.float32) == [2.0**24 + 2] * [2, 0, 1][dist.get_rank()]

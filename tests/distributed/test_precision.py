@@ -113,3 +113,100 @@ class TestOverflow(DistributedTest):
             engine.step()
             overflows.append(bad)
             assert engine.optimizer.overflow == bad
+
+
+class TestLossScale(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("clip", [0.0, 5.0])
+    def test_the_update_does_not_see_it(self, clip):
+        """With SGD for vectors: Muon and Adam forget the scale of a gradient."""
+        allow_fp16()
+        results = []
+        for scale in (1, 16):
+            engine = start(Net(), ds_config(clip=clip, fp16={"enabled": True, "loss_scale": scale},
+                                            params={"scalar_optimizer": "sgd"}))
+            assert engine.optimizer.loss_scale == scale and not engine.optimizer.dynamic_loss_scale
+            train_engine(engine, 1)
+            results.append({name: engine.optimizer._owned.masters.piece(name).clone()
+                            for name in engine.optimizer._owned.states})
+            engine.destroy()
+        for name, value in results[0].items():
+            assert relative_error(results[1][name], value) < 1e-6, name
+
+    def test_a_static_one_stays_after_an_overflow(self):
+        allow_fp16()
+        engine = start(Net(), ds_config(fp16={"enabled": True, "loss_scale": 8}))
+        engine.backward(engine((0, 0, dist.get_rank())) * math.inf)
+        engine.step()
+        assert engine.optimizer.overflow and engine.skipped_steps == 1 and engine.optimizer.loss_scale == 8
+
+
+class TestNorm(DistributedTest):
+    world_size = 2
+
+    def test_a_norm_as_small_as_the_bound_is_hardly_clipped(self):
+        """As torch.nn.utils.clip_grad_norm_ does: 1e-6 more in the denominator."""
+        engine = start(Net(), ds_config(clip=1e-6))
+        engine.backward(engine((0, 0, dist.get_rank())) * 2**-28)
+        factor, norm = engine.optimizer._clip_factor(), engine.optimizer._global_grad_norm
+        assert norm < 1e-5 and factor == pytest.approx(1e-6 / (norm + 1e-6))
+
+    def test_no_finite_gradient_overflows_it(self):
+        engine = start(Net(), ds_config(clip=1.0))
+        engine.backward(engine((0, 0, dist.get_rank())) * 2.0**80)
+        engine.step()
+        assert math.isfinite(engine.get_global_grad_norm())
+
+    def test_it_need_not_be_computed(self):
+        config = ds_config(clip=0.0)
+        config["zero_optimization"]["compute_grad_norm"] = False
+        engine = start(Net(), config)
+        train_engine(engine, 1)
+        assert engine.get_global_grad_norm() is None
+
+    def test_sums_instead_of_means(self):
+        expected = train(Net, lambda *place: place, lambda module, place: module(place), recipe_for(Net()), 1)
+        engine = start(Net(), ds_config(gradient_allreduce_op="sum"))
+
+        def check(step, gradients):
+            for name, (first, values) in gradients.items():
+                wanted = expected.steps[step].grads[name].flatten()[first:first + values.numel()]
+                assert torch.equal(values, wanted * dist.get_world_size()), name
+
+        train_engine(engine, 1, check=check)
+
+
+class Sum(torch.nn.Module):
+    """One matrix, whose every gradient is the factor that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, factor):
+        return (self.weight * factor).float().sum()
+
+
+class TestRounding(DistributedTest):
+    """257 is no bf16, and rounds to 256: what two micro-batches of 256 and 1 give says what they were added up in."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("sections, expected", [
+        ({"bf16": {"enabled": True}}, 256),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 257),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"},
+         256),
+        ({}, 257),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, 256),
+        ({"communication_data_type": "bf16"}, 256),
+    ])
+    def test_it_happens_where_the_config_says(self, sections, expected):
+        engine = start(Sum(), ds_config(**sections))
+        for micro, factor in enumerate((256.0, 1.0)):
+            engine.set_gradient_accumulation_boundary(micro == 1)
+            engine.backward(engine(factor))
+        for index in range(len(engine.optimizer.layout.buckets)):
+            for values in engine.optimizer._owned.reduced.views(index):
+                assert values.unique().tolist() == [expected]

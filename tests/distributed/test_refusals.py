@@ -53,6 +53,10 @@ BAD_CONFIGS = {
     "no stage": (config(zero_optimization={}), "stage must be 1 .* is not set"),
     "offload": (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
                 "offload_optimizer.device must be 'none'"),
+    "unused parameters": (config(zero_optimization={"stage": 1, "ignore_unused_parameters": False}),
+                          "ignore_unused_parameters must be True"),
+    "a bound without a norm": (config(zero_optimization={"stage": 1, "compute_grad_norm": False}),
+                               "gradient_clipping needs the norm"),
     "prescale": (config(prescale_gradients=True), "prescale_gradients must be False"),
     "section without the type": (config(optimizer={"type": "AdamW", "params": {"torch_adam": True}}, layerwise={}),
                                  "the layerwise section needs optimizer.type"),
@@ -130,6 +134,30 @@ class TestBadModels(DistributedTest):
         expected = r"was sent to the matrix optimizer" if dist.get_rank() == 1 else "rank 1 failed: RoutingError"
         with pytest.raises(LayerwiseError, match=expected):
             initialize(module)
+
+
+class TestRefusedParallelism(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    def test_pipelines(self):
+        from deepspeed.pipe import PipelineModule
+        with pytest.raises(ConfigError, match="PipelineModule is not supported"):
+            initialize(PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1, loss_fn=nn.MSELoss()))
+
+    def test_experts_of_other_ranks(self):
+        from deepspeed.moe.layer import MoE
+        dist.barrier()
+        with pytest.raises(ConfigError, match="deepspeed.moe layers are not supported"):
+            initialize(model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1)))
+
+    def test_model_parallelism(self):
+        class Mpu:
+            def __getattr__(self, name):
+                return lambda *_, **__: 1 if "world_size" in name else 0 if "rank" in name else None
+
+        with pytest.raises(ConfigError, match=r"model parallelism \(mpu\) is not supported"):
+            initialize(mpu=Mpu())
 
 
 SCRIPT = """

@@ -1,8 +1,11 @@
 """The whole engine against the oracle: gradients bit for bit, norms, weights and states by value."""
 
+import copy
+
 import deepspeed.comm as dist
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.harness import DistributedTest
@@ -296,3 +299,81 @@ class TestStepOrder(DistributedTest):
             engine.destroy()
         for name, (first, values) in seen[0].items():
             assert seen[1][name][0] == first and torch.equal(seen[1][name][1], values)
+
+
+class Reader(nn.Module):
+    """Reads a weight of a module that it does not run, and says whether that was under way."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.table, self.seldom = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.under_way = lambda: set()
+        self.stale = []
+
+    def forward(self, x, seldom=True):
+        x = self.first(x)
+        self.stale.append(self.under_way() & {"table.weight"})
+        x = F.linear(x, self.table.weight)
+        return (self.seldom(x) if seldom else x).square().mean()
+
+
+class TestWhatIsUnderWay(DistributedTest):
+    world_size = 2
+
+    def engine(self):
+        engine = start(Reader(), ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True}))
+        sync, layout = engine.optimizer._param_sync, engine.optimizer.layout
+        engine.module.under_way = lambda: {s.name for i in sync._pending for s in layout.buckets[i].slots}
+        return engine
+
+    def test_a_weight_that_is_read_without_its_module_has_arrived(self):
+        engine = self.engine()
+        for _ in range(3):
+            engine.backward(engine(torch.randn(2, 8)))
+            engine.step()
+            assert engine.module.under_way()
+        assert not any(engine.module.stale)
+
+    def test_also_when_a_part_of_the_model_ran_first(self):
+        engine = self.engine()
+        engine.backward(engine.module.first(torch.randn(2, 8)).square().mean())
+        engine.step()
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 8)))
+            engine.step()
+        assert not any(engine.module.stale)
+
+    def test_an_update_never_writes_to_it(self):
+        engine, written = self.engine(), set()
+        update, sync = engine.optimizer._owned.update, engine.optimizer._param_sync
+
+        def recording(index, *args):
+            written.update({index} & sync._pending.keys())
+            update(index, *args)
+
+        engine.optimizer._owned.update = recording
+        for seldom in (True, False, False):
+            engine.backward(engine(torch.randn(2, 8), seldom))
+            engine.step()
+        assert not written
+
+    def test_a_copy_of_the_model_runs(self):
+        engine = self.engine()
+        x = torch.randn(2, 8)
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+        engine.optimizer.wait_for_params()
+        engine.module.under_way = set
+        twin = copy.deepcopy(engine.module)
+        assert torch.equal(twin(x), engine.module(x))
+
+    def test_nothing_after_the_end(self):
+        engine = self.engine()
+        engine.backward(engine(torch.randn(2, 8)))
+        engine.step()
+        optimizer = engine.optimizer
+        engine.destroy()
+        assert not optimizer._param_sync._pending
+        assert_same_on_all_ranks(engine.module)
