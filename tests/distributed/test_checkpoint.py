@@ -10,6 +10,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ds_layerwise
+from ds_layerwise.checkpoint import regular
 from ds_layerwise.errors import LayerwiseError
 from tests.harness import DistributedTest
 from tests.models import tiny_gpt, token_loss
@@ -214,6 +215,14 @@ class TestRefusedLoads(DistributedTest):
             path.write_bytes(path.read_bytes()[:2000])
         dist.barrier()
         self.assert_refused(tmp_path, "zero_pp_rank_0_mp_rank_00_optim_states.pt cannot be read")
+
+    def test_what_one_rank_finds_wrong_all_refuse(self, tmp_path, monkeypatch):
+        self.saved(tmp_path)
+        if dist.get_rank() == 1:
+            def broken(folder):
+                raise LayerwiseError("only rank 1 sees it")
+            monkeypatch.setattr(regular, "read_all", broken)
+        self.assert_refused(tmp_path, "only rank 1 sees it")
 
     def test_files_of_two_saves(self, tmp_path):
         folder = self.saved(tmp_path)
