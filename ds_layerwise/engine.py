@@ -34,6 +34,7 @@ from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.registry import matrix_rule
 from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings, owners
 
 _originals: dict[str, Callable[..., Any]] = {}
@@ -105,7 +106,7 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
                               f"{engine._config.optimizer_name!r}; change it, or remove the section")
         return original()
-    _sections(engine)
+    matrix_rule(_sections(engine)[0])
     refuse_unsupported(given)
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "

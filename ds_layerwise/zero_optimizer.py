@@ -24,7 +24,7 @@ from ds_layerwise.checkpoint.reshard import plan_copies
 from ds_layerwise.config import LayerwiseConfig
 from ds_layerwise.errors import LayerwiseError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
-from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
@@ -113,9 +113,13 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         except LayerwiseError as e:
             error = e
         comm.raise_alike(error, group=self.dp_process_group)
-        described = [f"{spec.name} {spec.shape} {spec.dtype} by the {routes[spec.name].optimizer} optimizer"
-                     for spec in specs]
-        comm.check_alike("the layout", layout.digest(), described, group=self.dp_process_group)
+        described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
+                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
+                     for spec in specs for route in [routes[spec.name]]]
+        described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
+                      for i, group in enumerate(self.optimizer.param_groups)]
+        comm.check_alike("the layout", comm.digest_of([layout.digest(), *described]), described,
+                         group=self.dp_process_group)
         return routes, specs, layout
 
     def _init_buffers(self, device: torch.device) -> None:

@@ -17,6 +17,9 @@ from torch import Tensor
 from ds_layerwise.config import OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
 
+#: What every group says once it is built.
+HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
+
 #: What a user's group may say. ``muon_lr`` and ``adam_lr`` become the two ratios.
 GROUP_KEYS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps")
 

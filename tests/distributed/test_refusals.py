@@ -127,6 +127,12 @@ class TestBadModels(DistributedTest):
         with pytest.raises(LayoutError, match="1.weight .* by the matrix optimizer.*by the scalar optimizer"):
             initialize(module)
 
+    def test_groups_that_differ_between_ranks(self):
+        module = model(nn.Linear(8, 8), nn.LayerNorm(8))
+        groups = [{"params": list(module.parameters()), "lr": 0.1 * (1 + dist.get_rank())}]
+        with pytest.raises(LayoutError, match=r"param_groups\[0\] with {'lr': 0.1.*param_groups\[0\] with {'lr': 0.2"):
+            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
+
     def test_an_error_on_one_rank_reaches_all(self):
         module = model()
         if dist.get_rank() == 1:
