@@ -222,7 +222,7 @@ def _join_group(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, 
     if test.init_distributed:
         deepspeed.init_distributed(
             dist_backend=test.backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
-            timeout=timedelta(seconds=min(test.collective_timeout, test.exec_timeout)), auto_mpi_discovery=False,
+            timeout=timedelta(seconds=test.collective_timeout), auto_mpi_discovery=False,
         )
 
 
