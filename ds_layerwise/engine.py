@@ -121,25 +121,37 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     if _uses_us(engine):
-        if any(isinstance(module, MoE) for module in engine.module.modules()):
-            raise ConfigError("deepspeed.moe layers are not supported by this optimizer: their experts are not the "
-                              "same on every rank")
-        if taken := [name for name, param in engine.module.named_parameters() if param in owners]:
-            raise ConfigError(f"{taken[0]} belongs to another engine, whose hooks would take its gradients; call "
-                              "destroy() on that engine first")
-        _check_model(engine.module)
+        error: ConfigError | None = None
+        try:
+            _check_model(engine.module)
+        except ConfigError as e:
+            error = e
+        if dist.is_initialized():
+            comm.raise_alike(error, group=None)
+            described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+                         for name, param in engine.module.named_parameters()]
+            comm.check_alike("the model", comm.digest_of(described), described, group=None)
+        elif error is not None:
+            raise error
+        for param in engine.module.parameters():
+            # Broadcasting views parameters as bytes, which only contiguous ones allow.
+            if not param.data.is_contiguous():
+                param.data = param.data.contiguous()
     return original()
 
 
 def _check_model(model: torch.nn.Module) -> None:
-    """Compare names, shapes and dtypes over the ranks, and make parameters contiguous, which broadcasting needs."""
-    described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
-                 for name, param in model.named_parameters()]
-    if dist.is_initialized():
-        comm.check_alike("the model", comm.digest_of(described), described, group=None)
-    for param in model.parameters():
-        if not param.data.is_contiguous():
-            param.data = param.data.contiguous()
+    """Refuse what one rank can see to be wrong with ``model``.
+
+    Raises:
+        ConfigError: it has experts that differ between ranks, or its gradients go to another engine.
+    """
+    if any(isinstance(module, MoE) for module in model.modules()):
+        raise ConfigError("deepspeed.moe layers are not supported by this optimizer: their experts are not the same on "
+                          "every rank")
+    if taken := [name for name, param in model.named_parameters() if param in owners]:
+        raise ConfigError(f"{taken[0]} belongs to another engine, whose hooks would take its gradients; call destroy() "
+                          "on that engine first")
 
 
 def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:

@@ -33,15 +33,17 @@ class GradSync:
         self._params, self._grads, self._group = params, grads, group
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+        self._pending: deque[comm.Pending] = deque()
         self.reset()
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
+        # A backward pass that an exception ended may have left buckets under way, which read what it writes next.
+        self._wait()
         self._has_grad: set[str] = set()
         self._arrived: set[str] = set()
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
         self._launched = 0
-        self._pending: deque[comm.Pending] = deque()
         self.finished = False
 
     @torch.no_grad()
@@ -87,17 +89,20 @@ class GradSync:
                 self.accumulate(name, launch=False)
         while self._launched < len(self.layout.buckets):
             self._launch()
-        while self._pending:
-            self._pending.popleft().wait()
+        self._wait()
         self.finished = True
+
+    def _wait(self, left: int = 0) -> None:
+        """Wait until at most ``left`` buckets are under way."""
+        while len(self._pending) > left:
+            self._pending.popleft().wait()
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
         for slot in bucket.slots:
             if slot.name not in self._has_grad:
                 self._grads.param(slot.name).zero_()
-        while len(self._pending) >= self._in_flight:
-            self._pending.popleft().wait()
+        self._wait(self._in_flight - 1)
         self._pending.append(comm.reduce_to_owners(
             self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index), group=self._group,
             divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket.dtype)))

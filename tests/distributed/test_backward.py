@@ -343,8 +343,32 @@ class TestAutograd(DistributedTest):
         assert_trained_as(engine, oracle())
 
 
+class TestDropped(DistributedTest):
+    world_size = 2
+
+    def test_what_is_under_way_is_over_before_the_next_gradient(self):
+        engine = start(Net(), ds_config(clip=5.0))
+        sync = engine.optimizer._grad_sync
+        finish, sync.finish = sync.finish, lambda: None
+        engine.backward(engine((50, 0, dist.get_rank())))
+        assert sync._pending
+        engine.zero_grad()
+        assert not sync._pending
+        sync.finish = finish
+        train_engine(engine, STEPS)
+        assert_trained_as(engine, oracle())
+
+
 class TestSeveralEngines(DistributedTest):
     world_size = 2
+
+    def test_a_model_that_is_taken_on_one_rank_is_refused_on_all(self):
+        taken, free = Net(), Net()
+        kept = start(taken, ds_config())
+        expected = "belongs to another engine" if dist.get_rank() else "rank 1 failed: ConfigError"
+        with pytest.raises(LayerwiseError, match=expected):
+            start(taken if dist.get_rank() else free, ds_config())
+        train_engine(kept, 1)
 
     def test_on_two_models(self):
         one, two = start(Net(), ds_config(clip=5.0)), start(Net(odd=True), ds_config(gas=2, clip=5.0))
