@@ -133,6 +133,31 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
             raise LayerwiseError(f"rank {rank} failed: {message}")
 
 
+class Alike:
+    """A block that raises on every rank if it raises on any; see :func:`raise_alike`.
+
+    Every rank must enter it, and it must hold no collective: a rank that failed is not there for it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        """Nothing is agreed on before the end."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Agree. A block that is left by something else than an Exception, such as Ctrl-C, is left at once."""
+        if error is None or isinstance(error, Exception):
+            raise_alike(error, group=self._group)
+
+
+def gather_objects(value: Any, *, group: Group) -> list[Any]:
+    """``value`` of every rank, in rank order. It is pickled, so keep it small."""
+    values: list[Any] = [None] * size_of(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def digest_of(items: Sequence[str]) -> str:
     """A short hash of ``items``, the same in every process."""
     return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]

@@ -22,6 +22,8 @@ NsMethod = Literal["gram", "standard"]
 NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
 ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
 LayoutPolicy = Literal["balanced", "lpt", "size_matching"]
+OnMissingState = Literal["fresh", "error"]
+OnOptimizerChange = Literal["error", "reset", "keep_shared"]
 Placement = Literal["matrix", "scalar"]
 
 #: Learning rates of stock DeepSpeed's Muon and of its auxiliary Adam where the config names none.
@@ -257,6 +259,14 @@ class LayerwiseConfig:
     """Wait for updated parameters in the forward pass of the module that needs them, not in ``step``."""
     batch_matrices: bool = True
     """Orthogonalise matrices of equal shape together."""
+    save_universal: bool = False
+    """Write every checkpoint in DeepSpeed's universal format, too, beside the regular one."""
+    on_missing_state: OnMissingState = "fresh"
+    """What to do at a load with a parameter of which the checkpoint holds no optimizer state."""
+    on_optimizer_change: OnOptimizerChange = "error"
+    """What to do at a load with a parameter that another optimizer updated before."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Globs over names in checkpoints to names in the model, each ``*`` standing for the same text in both."""
     overrides: tuple[Override, ...] = field(default=())
 
     @classmethod
@@ -267,12 +277,14 @@ class LayerwiseConfig:
         known = [f.name for f in fields(cls)]
         values: dict[str, Any] = {}
         for key, value in section.items():
-            if key == "layout":
-                values[key] = _choice("layerwise.layout", value, LayoutPolicy)
+            if key in _LAYERWISE_CHOICES:
+                values[key] = _choice(f"layerwise.{key}", value, _LAYERWISE_CHOICES[key])
             elif key == "alignment":
                 values[key] = _whole_number("layerwise.alignment", value, low=1)
-            elif key in ("overlap_param_gather", "batch_matrices"):
+            elif key in ("overlap_param_gather", "batch_matrices", "save_universal"):
                 values[key] = _flag(f"layerwise.{key}", value)
+            elif key == "rename":
+                values[key] = _renames(f"layerwise.{key}", value)
             elif key == "overrides":
                 if isinstance(value, str) or not isinstance(value, Sequence):
                     raise ConfigError(f"layerwise.overrides must be a list, got {value!r}")
@@ -280,6 +292,25 @@ class LayerwiseConfig:
             else:
                 raise unknown_key("layerwise", key, known)
         return cls(**values)
+
+
+_LAYERWISE_CHOICES = {
+    "layout": LayoutPolicy,
+    "on_missing_state": OnMissingState,
+    "on_optimizer_change": OnOptimizerChange,
+}
+
+
+def _renames(where: str, value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be an object of names in checkpoints to names in the model, got {value!r}")
+    for old, new in value.items():
+        if not isinstance(old, str) or not isinstance(new, str) or not old or not new:
+            raise ConfigError(f"{where} must map names to names, got {old!r}: {new!r}")
+        if old.count("*") != new.count("*"):
+            raise ConfigError(f"{where}[{old!r}] has {old.count('*')} times '*', its new name {new!r} "
+                              f"{new.count('*')}; each stands for the same text in both")
+    return dict(value)
 
 
 #: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
@@ -311,7 +342,6 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),
     "sequence_parallel_size": ((1,), "remove it"),
     "expert_parallel.enabled": ((False,), "experts of other ranks have no owner here; remove it"),
-    "checkpoint.load_universal": ((False,), "universal checkpoints cannot be loaded; resume from a regular one"),
 }
 
 

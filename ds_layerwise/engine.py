@@ -5,16 +5,14 @@ Note: what is wrapped, and why there
     is spent. ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out
     before it. ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check``
     would pick another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the
-    wrapper. ``_load_checkpoint`` loads the model, so what must be refused is refused before it; the engine's own
-    ``_load_zero_checkpoint`` refuses every other world size. Every wrap asks first whether the engine at hand uses
-    this backend, and else calls the original.
+    wrapper. :mod:`.checkpointing` has the wraps of what saves and loads. Every wrap asks first whether the engine at
+    hand uses this backend, and else calls the original.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -29,7 +27,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import comm
+from ds_layerwise import checkpointing, comm
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
@@ -121,18 +119,14 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     if _uses_us(engine):
-        error: ConfigError | None = None
-        try:
+        if not dist.is_initialized():
             _check_model(engine.module)
-        except ConfigError as e:
-            error = e
-        if dist.is_initialized():
-            comm.raise_alike(error, group=None)
+        else:
+            with comm.Alike(None):
+                _check_model(engine.module)
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
             comm.check_alike("the model", comm.digest_of(described), described, group=None)
-        elif error is not None:
-            raise error
         for param in engine.module.parameters():
             # Broadcasting views parameters as bytes, which only contiguous ones allow.
             if not param.data.is_contiguous():
@@ -180,23 +174,6 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     return built
 
 
-def _load_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,
-                     **options: Any) -> Any:
-    folder = Path(load_dir, str(tag))
-    wanted = options.get("load_optimizer_states", True) and not options.get("load_module_only", False)
-    if isinstance(engine.optimizer, LayerWiseZeroOptimizer) and wanted and folder.is_dir():
-        engine.optimizer.prepare_load(folder, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
-    return original(load_dir, tag, **options)
-
-
-def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,
-                          **options: Any) -> Any:
-    if not isinstance(engine.optimizer, LayerWiseZeroOptimizer):
-        return original(load_dir, tag, **options)
-    engine.optimizer.finish_load()
-    return True
-
-
 def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     # Gradients do not stay on the parameters, where the original looks for them.
     if isinstance(engine.optimizer, LayerWiseZeroOptimizer):
@@ -210,9 +187,8 @@ _WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
-    "_load_checkpoint": _load_checkpoint,
-    "_load_zero_checkpoint": _load_zero_checkpoint,
     "zero_grad": _zero_grad,
+    **checkpointing.WRAPS,
 }
 
 

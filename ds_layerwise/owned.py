@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.config import Placement
 from ds_layerwise.layout import Layout
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
@@ -104,14 +104,38 @@ class Owned:
         if values.data_ptr() != masters.data_ptr():
             masters.copy_(values)
 
+    def rule_records(self) -> dict[str, RuleRecord]:
+        """By parameter name, over all ranks, what a checkpoint needs to know of its optimizer."""
+        return {slot.name: _rule_record(self.rules[self._routes[slot.name].optimizer])
+                for bucket in self.layout.buckets for slot in bucket.slots}
+
     def record(self) -> ShardRecord:
         """All of it by name, as views into live memory."""
         pieces = tuple(
-            PieceRecord(piece.name, bucket, piece.param_start, self.masters.piece(piece.name),
-                        {key: value if value.dim() == 0 else value.view(-1)
+            PieceRecord(piece.name, piece.param_start, self.masters.piece(piece.name),
+                        {key: value.view(-1) if value.shape == self._shaped(self.masters, piece.name).shape else value
                          for key, value in self.states[piece.name].items()})
-            for bucket, pieces in enumerate(self.pieces) for piece in pieces)
+            for pieces in self.pieces for piece in pieces)
         return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces)
+
+    def restart(self, name: str, keys: Iterable[str]) -> None:
+        """Set states of ``name`` back to what they are before the first update."""
+        start = self.rules[self._routes[name].optimizer].init_state(self._shaped(self.masters, name))
+        for key in keys:
+            self.states[name][key].copy_(start[key])
+
+    def master_from_values(self, name: str) -> None:
+        """The master of what this rank holds of ``name`` from its place in the parameter buffer."""
+        bucket, master = self.layout.bucket_of(name), self.masters.piece(name)
+        origin = bucket.shard(self.rank)[0]
+        piece = next(p for p in self.pieces[bucket.index] if p.name == name)
+        values = self._values.shard(bucket, self.rank)[piece.start - origin:piece.start - origin + piece.numel]
+        if values.data_ptr() != master.data_ptr():
+            master.copy_(values)
+
+
+def _rule_record(rule: UpdateRule) -> RuleRecord:
+    return RuleRecord(rule.family, tuple(sorted(rule.init_state(torch.zeros(1, 1)))), rule.gradient_average)
 
 
 def _float32(shard: Tensor) -> Tensor:

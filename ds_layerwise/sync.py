@@ -46,6 +46,16 @@ class GradSync:
         self._launched = 0
         self.finished = False
 
+    def accumulated(self) -> dict[str, Tensor]:
+        """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
+        return {} if self._launched else {name: self._grads.param(name) for name in sorted(self._has_grad)}
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Add ``values`` to what has accumulated for ``name``."""
+        view = self._grads.param(name).view(values.shape)
+        view.add_(values) if name in self._has_grad else view.copy_(values)
+        self._has_grad.add(name)
+
     @torch.no_grad()
     def accumulate(self, name: str, *, launch: bool) -> None:
         """Take over ``param.grad`` of ``name``; with ``launch``, start every bucket that this completes.
@@ -63,12 +73,7 @@ class GradSync:
                             "several backward passes in one step, or reentrant activation checkpointing, set "
                             "zero_optimization.overlap_comm to false and mark only the last backward pass as the "
                             "boundary (engine.set_gradient_accumulation_boundary)")
-        view = self._grads.param(name).view(grad.shape)
-        if name in self._has_grad:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self._has_grad.add(name)
+        self.add(name, grad)
         param.grad = None
         if launch and name not in self._arrived:
             self._arrived.add(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,8 +121,3 @@ def timed(timers: Any, name: str) -> Iterator[None]:
     timers(name).start()
     yield
     timers(name).stop()
-
-
-def by_offset(buckets: Sequence[Any], params: dict[str, nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each bucket in memory order, which is the order that DeepSpeed's checkpoint tools cut by."""
-    return [[params[slot.name] for slot in sorted(bucket.slots, key=lambda s: s.start)] for bucket in buckets]

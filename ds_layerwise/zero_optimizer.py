@@ -6,12 +6,9 @@ import math
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
-from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
@@ -19,10 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise import comm, cost
 from ds_layerwise.buffers import FlatBuffer, dtype_name
-from ds_layerwise.checkpoint import regular
-from ds_layerwise.checkpoint.reshard import plan_copies
 from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
@@ -31,7 +26,8 @@ from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import Route, route_parameters
 from ds_layerwise.sync import GradSync, ParamSync
 from ds_layerwise.table import start_up_table
-from ds_layerwise.zero_base import EngineOptimizer, by_offset, timed
+from ds_layerwise.zero_base import timed
+from ds_layerwise.zero_state import StatefulOptimizer
 
 #: What parallel groups add to a norm's denominator so that clipping to the norm itself changes nothing.
 _CLIP_EPS = 1e-6
@@ -64,7 +60,7 @@ class Settings:
     timers: Any
 
 
-class LayerWiseZeroOptimizer(EngineOptimizer):
+class LayerWiseZeroOptimizer(StatefulOptimizer):
     """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
 
     Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as it exists and
@@ -79,7 +75,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         super().__init__()
         self.optimizer: LayerwiseOptimizer
         self.optimizer, self.config, self.settings = optimizer, config, settings
-        self._engine = weakref.ref(engine)
+        self._engine, self._module = weakref.ref(engine), model
         self.dp_process_group = settings.group
         self.rank, self.world_size = comm.rank_of(settings.group), comm.size_of(settings.group)
         self.partition_gradients = settings.stage == 2
@@ -91,15 +87,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
         self.step_count, self._deferred = 0, False
-        self.bit16_groups = self.round_robin_bit16_groups = by_offset(self.layout.buckets, self._params)
+        # One checkpoint group a parameter; see checkpoint.regular.
+        self.bit16_groups = self.round_robin_bit16_groups = [[param] for param in self._params.values()]
 
     # --- construction ----------------------------------------------------------------------------------------------
 
     def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
         """Route and place every parameter; ranks compare the outcome before anything else."""
         rules = self.optimizer.config
-        error: LayerwiseError | None = None
-        try:
+        with comm.Alike(self.dp_process_group):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
                                       per_head=rules.per_head_muon)
             specs = [
@@ -110,9 +106,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
-        except LayerwiseError as e:
-            error = e
-        comm.raise_alike(error, group=self.dp_process_group)
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
                      for spec in specs for route in [routes[spec.name]]]
@@ -238,58 +231,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         for param in self._params.values():
             param.grad = None
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see :mod:`.checkpoint.regular`."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {
-            LOSS_SCALER: self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            CLIP_GRAD: self.clip_grad,
-            ZERO_STAGE: self.settings.stage,
-            DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self._owned.record(), num_buckets=len(self.layout.buckets), param_groups=groups,
-                                    step=self.step_count),
-        }
-
-    def prepare_load(self, folder: Path, *, load_from_fp32_weights: bool) -> None:
-        """Open the checkpoint in ``folder`` and find everything that :meth:`finish_load` will take over.
-
-        The world size, the layout and the bucket size that it was saved with may be others. Nothing is written yet.
-
-        Raises:
-            LayerwiseError: on every rank, if any rank finds something missing or wrong.
-        """
-        error: LayerwiseError | None = None
-        try:
-            saved = regular.read_all(folder)
-            copies = plan_copies(self._owned.record(), [regular.from_state_dict(s) for s in saved],
-                                 masters=load_from_fp32_weights, states=True)
-            groups = saved[0][regular.KEY]["param_groups"]
-            if len(groups) != len(self.param_groups):
-                raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "
-                                     f"{len(self.param_groups)}")
-        except LayerwiseError as e:
-            error = e
-        comm.raise_alike(error, group=self.dp_process_group)
-        self._to_load = saved[0], copies, load_from_fp32_weights
-
-    @torch.no_grad()
-    def finish_load(self) -> None:
-        """Take over what :meth:`prepare_load` found. The engine has loaded the model in between."""
-        saved, copies, masters_loaded = self._to_load
-        del self._to_load
-        ours = saved[regular.KEY]
-        self.loss_scaler, self.overflow = saved[LOSS_SCALER], saved["overflow"]
-        self.step_count = ours["step"]
-        for group, values in zip(self.param_groups, ours["param_groups"], strict=True):
-            group.update(values)
-        for into, out_of in copies:
-            into.copy_(out_of)
-        if not masters_loaded:
-            self._restore_from_bit16_weights()
+    # --- parameters ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:

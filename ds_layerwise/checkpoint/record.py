@@ -1,25 +1,67 @@
-"""The one truth between memory and any file: what one rank owns, by parameter name, without padding."""
+"""The one truth between memory and any file: masters and states by parameter name, without padding."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRecord:
-    """What one rank holds of one parameter. Tensors may be views into live memory.
+    """What one rank, or one file, holds of one parameter. Tensors may be views into live memory or into a file.
 
     ``master`` is 1-D float32, the elements ``[param_start, param_start + master.numel())`` of the flattened
-    parameter. ``state`` maps torch's state keys to 1-D tensors of the same length, or to 0-d ones such as ``step``.
+    parameter. ``state`` maps torch's state keys to tensors: 1-D and as long as ``master`` where they have one element
+    for each of the parameter, else of any shape, such as a 0-d ``step`` or a preconditioner, and then the piece is
+    the whole parameter or every piece has the same.
     """
 
     name: str
-    bucket: int
     param_start: int
     master: Tensor
     state: dict[str, Tensor]
+
+    def is_elementwise(self, key: str) -> bool:
+        """Whether the state ``key`` has one element for each of ``master``."""
+        return self.state[key].dim() == 1 and self.state[key].numel() == self.master.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRecord:
+    """What a checkpoint knows of the optimizer of a parameter.
+
+    ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW. ``gradient_average``
+    names the state that is an exponential moving average of the gradient, which other families may go on from.
+    """
+
+    family: str
+    state_keys: tuple[str, ...]
+    gradient_average: str | None
+
+
+#: The optimizer of whatever holds Adam's two moments and does not say more.
+ADAM = RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a checkpoint says beside its tensors; equal in the files of all ranks."""
+
+    step: int
+    """Updates so far."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter of which the checkpoint holds at least the weights in float32."""
+    rules: Mapping[str, RuleRecord]
+    """By name of a parameter whose state the checkpoint holds."""
+    param_groups: Sequence[Mapping[str, Any]] | None
+    """What the groups say, without their parameters; None if this package did not write them."""
+    dtypes: tuple[str, ...] | None
+    """Of the model's trainable parameters, by torch's names; None if unknown."""
+    loss_scaler: Any = None
+    overflow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +73,18 @@ class ShardRecord:
     layout_json: str
     layout_digest: str
     pieces: tuple[PieceRecord, ...]
+
+
+class Saved(Protocol):
+    """A checkpoint that is open for reading. Tensors are mapped from files: what is not copied is not read."""
+
+    @property
+    def header(self) -> Header:
+        """What it says beside its tensors."""
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """What holds any of the elements ``[start, stop)`` of ``name``, in ascending order of elements.
+
+        Raises:
+            LayerwiseError: a file is missing or damaged; names it.
+        """

@@ -1,136 +1,259 @@
 """A rank's record as the ``optimizer_state_dict`` of DeepSpeed's ``*_optim_states.pt``, and back.
 
-Note: one checkpoint group a bucket
+Note: one checkpoint group a parameter
     DeepSpeed's ``zero_to_fp32.py`` concatenates the partitions of all ranks, group by group, and cuts them in the
     order of ``param_shapes``; its ``ds_to_universal.py`` reads the fragments that ``param_slice_mappings`` names.
-    Both are right when every bucket is a group, partitions hold no padding, and the parameters of a group are listed
-    in rank-major order. The converter knows the states ``exp_avg`` and ``exp_avg_sq`` only, so a first moment
-    travels under the first name, and a missing second one as zeros that take one element on disk.
+    Both are right when partitions hold no padding and the parameters of a group are listed in rank-major order. With
+    one group a parameter both hold by themselves, and every tensor is saved where it lies, without a copy. The
+    converter knows the states ``exp_avg`` and ``exp_avg_sq`` only, so a first moment travels under the first name, a
+    missing second one as zeros that take one element on disk, and everything else under our own key.
 
 Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: those scripts run without this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
-from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, GROUP_PADDINGS, PARAM_SLICE_MAPPINGS, PARTITION_COUNT,
-                                            SINGLE_PARTITION_OF_FP32_GROUPS)
+from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, GROUP_PADDINGS, LOSS_SCALER, OPTIMIZER_STATE_DICT,
+                                            PARAM_SLICE_MAPPINGS, PARTITION_COUNT, SINGLE_PARTITION_OF_FP32_GROUPS)
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.layout import Layout
 
 #: Our own key beside DeepSpeed's, and the version of what is under it.
 KEY = "layerwise"
-FORMAT = 1
+FORMAT = 2
 
-#: State keys that DeepSpeed's converter does not know, and the names they travel under.
-_TRAVELS_AS = {"momentum_buffer": "exp_avg"}
-_CONVERTED = ("exp_avg", "exp_avg_sq")
+#: The states that DeepSpeed's converter carries along.
+CONVERTED = ("exp_avg", "exp_avg_sq", "step")
 
 
-def to_state_dict(record: ShardRecord, *, num_buckets: int, param_groups: Sequence[Mapping[str, Any]],
-                  step: int) -> dict[str, Any]:
-    """The part of ``optimizer_state_dict`` that describes masters and states. Tensors are copies on the CPU.
+def travels_as(keys: Iterable[str]) -> dict[str, str]:
+    """The names under which DeepSpeed's converter carries those of ``keys`` that it can carry."""
+    names = {key: key for key in keys}
+    if "exp_avg" not in names and "momentum_buffer" in names:
+        names["momentum_buffer"] = "exp_avg"
+    return {key: name for key, name in names.items() if name in CONVERTED}
+
+
+def to_state_dict(record: ShardRecord, header: Header, *,
+                  accumulated: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
 
     Args:
-        param_groups: what the user's groups say, without their parameters.
-        step: the number of updates so far, for buckets whose optimizer does not count itself.
+        accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
     """
-    buckets: list[list[PieceRecord]] = [[] for _ in range(num_buckets)]
-    for piece in record.pieces:
-        buckets[piece.bucket].append(piece)
+    pieces = {piece.name: piece for piece in record.pieces}
+    nothing = torch.zeros(0)
+    step = torch.tensor(float(header.step))
+    absent = {"exp_avg": nothing, "exp_avg_sq": nothing, "step": step}
+    states: list[dict[str, Tensor]] = []
+    masters: list[Tensor] = []
+    fragments: list[dict[str, Any]] = []
+    extra: dict[str, dict[str, Tensor]] = {}
+    for name in header.shapes:
+        piece = pieces.get(name)
+        if piece is None:
+            states.append(absent)
+            masters.append(nothing)
+            fragments.append({})
+            continue
+        names = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
+        zeros = torch.zeros(1).expand(piece.master.numel())
+        states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step,
+                       **{names[key]: alone(piece.state[key]) for key in names}})
+        masters.append(alone(piece.master))
+        fragments.append({name: fragment_address(numel=piece.master.numel(), start=0)})
+        if rest := {key: alone(value) for key, value in piece.state.items() if key not in names}:
+            extra[name] = rest
     return {
-        BASE_OPTIMIZER_STATE: {
-            "state": {i: _bucket_state(pieces, step) for i, pieces in enumerate(buckets)},
-            "param_groups": [{"params": [i]} for i in range(num_buckets)],
-        },
-        SINGLE_PARTITION_OF_FP32_GROUPS: [_joined([p.master for p in pieces]) for pieces in buckets],
-        GROUP_PADDINGS: [0] * num_buckets,
-        PARTITION_COUNT: [record.world_size] * num_buckets,
-        PARAM_SLICE_MAPPINGS: [_fragments(pieces) for pieces in buckets],
+        BASE_OPTIMIZER_STATE: {"state": dict(enumerate(states)),
+                               "param_groups": [{"params": [i]} for i in range(len(states))]},
+        SINGLE_PARTITION_OF_FP32_GROUPS: masters,
+        GROUP_PADDINGS: [0] * len(states),
+        PARTITION_COUNT: [record.world_size] * len(states),
+        PARAM_SLICE_MAPPINGS: fragments,
         KEY: {
             "format": FORMAT,
             "rank": record.rank,
             "world_size": record.world_size,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
-            "param_groups": [dict(group) for group in param_groups],
-            "step": step,
-            "state_keys": {p.name: sorted(p.state) for p in record.pieces},
-            "param_starts": {p.name: p.param_start for p in record.pieces},
+            **describe(header),
+            "param_starts": {piece.name: piece.param_start for piece in record.pieces},
+            "extra_states": extra,
+            "accumulated": accumulated,
         },
     }
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    if not parts:
-        return torch.zeros(0)
-    return torch.cat([part.detach().cpu().float() for part in parts])
+def describe(header: Header) -> dict[str, Any]:
+    """``header`` as builtins; :func:`header_of` reads it back."""
+    return {
+        "step": header.step,
+        "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
+        "rules": {rule.family: {"state_keys": rule.state_keys, "gradient_average": rule.gradient_average}
+                  for rule in header.rules.values()},
+        "rule_of": {name: rule.family for name, rule in header.rules.items()},
+        "param_groups": [dict(group) for group in header.param_groups or ()],
+        "dtypes": header.dtypes,
+    }
 
 
-def _bucket_state(pieces: Sequence[PieceRecord], step: int) -> dict[str, Tensor]:
-    numel = sum(p.master.numel() for p in pieces)
-    state: dict[str, Tensor] = {}
-    for key in sorted({k for p in pieces for k in p.state} - {"step"}):
-        state[_TRAVELS_AS.get(key, key)] = _joined([p.state[key] for p in pieces])
-    for key in _CONVERTED:
-        if key not in state:
-            state[key] = torch.zeros(1).expand(numel)
-    state["step"] = torch.tensor(float(step))
-    return state
+def header_of(state_dict: Mapping[str, Any]) -> Header:
+    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it."""
+    ours = state_dict[KEY]
+    rules = {family: RuleRecord(family, tuple(rule["state_keys"]), rule["gradient_average"])
+             for family, rule in ours["rules"].items()}
+    return Header(step=ours["step"], shapes=ours["shapes"], param_groups=ours["param_groups"], dtypes=ours["dtypes"],
+                  rules={name: rules[family] for name, family in ours["rule_of"].items()},
+                  loss_scaler=state_dict.get(LOSS_SCALER), overflow=bool(state_dict.get("overflow", False)))
 
 
-def _fragments(pieces: Sequence[PieceRecord]) -> dict[str, Any]:
-    fragments, start = {}, 0
-    for piece in pieces:
-        fragments[piece.name] = fragment_address(numel=piece.master.numel(), start=start)
-        start += piece.master.numel()
-    return fragments
+def alone(tensor: Tensor) -> Tensor:
+    """``tensor`` over no more of its storage than it covers: what is pickled is its own elements. Shares memory."""
+    tensor = tensor.detach()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    first = tensor.storage_offset() * tensor.element_size()
+    covered = storage[first:first + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(covered, 0, tensor.shape, tensor.stride())
 
 
-def read_all(folder: Path) -> list[dict[str, Any]]:
-    """The ``optimizer_state_dict`` of every rank that saved into ``folder``, in rank order, tensors mapped from files.
+class RegularCheckpoint:
+    """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
+
+    Files are opened when something in them is asked for. ``rank`` says whose file to look into first.
 
     Raises:
-        LayerwiseError: a file is missing, unreadable or of another save; names it.
+        LayerwiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
     """
+
+    def __init__(self, folder: Path, *, rank: int = 0) -> None:
+        self._first = _file_of_rank_0(folder)
+        path = self.path(rank)
+        self._dicts = {rank if path.exists() else 0: read(path if path.exists() else self._first)}
+        opened, state_dict = next(iter(self._dicts.items()))
+        self.ours = ours_of(state_dict, self.path(opened))
+        self._check(opened)
+        self.header = header_of(state_dict)
+        self.world_size: int = self.ours["world_size"]
+        self.layout = Layout.from_json(self.ours["layout"])
+        self._holders: dict[str, list[tuple[int, int, int]]] = {}
+        for holder in range(self.world_size):
+            for piece in self.layout.pieces(holder):
+                self._holders.setdefault(piece.name, []).append(
+                    (holder, piece.param_start, piece.param_start + piece.numel))
+
+    def path(self, rank: int) -> Path:
+        """The file that ``rank`` saved."""
+        return self._first.with_name(self._first.name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        """The ``optimizer_state_dict`` that ``rank`` saved, tensors mapped from its file."""
+        if rank not in self._dicts:
+            self._dicts[rank] = read(self.path(rank))
+            self._check(rank)
+        return self._dicts[rank]
+
+    def _check(self, rank: int) -> None:
+        path, ours = self.path(rank), ours_of(self._dicts[rank], self.path(rank))
+        expected = {"rank": rank, **{key: self.ours[key] for key in ("world_size", "layout_digest", "step")}}
+        for key, value in expected.items():
+            if ours[key] != value:
+                raise LayerwiseError(f"{path} says {key} {ours[key]}, expected {value}; the files are not of one save")
+
+    def holders(self, name: str) -> list[tuple[int, int, int]]:
+        """``(rank, first element, one past the last)`` of every piece of ``name``, by the layout."""
+        return self._holders.get(name, [])
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """See :meth:`.record.Saved.pieces`."""
+        found = [self.piece(rank, name) for rank, first, last in self.holders(name) if first < stop and start < last]
+        return sorted(found, key=lambda piece: piece.param_start)
+
+    def piece(self, rank: int, name: str) -> PieceRecord:
+        """What the file of ``rank`` holds of ``name``.
+
+        Raises:
+            LayerwiseError: nothing, or another part of it than the layout says.
+        """
+        state_dict, index = self.state_dict(rank), self._index(name)
+        fragment = state_dict[PARAM_SLICE_MAPPINGS][index].get(name)
+        holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
+        param_start = state_dict[KEY]["param_starts"].get(name)
+        if fragment is None or holds != (param_start, param_start + fragment.numel):
+            raise LayerwiseError(f"{self.path(rank)} does not hold the part of {name} that its layout says; the files "
+                                 "are not of one save")
+        cut = slice(fragment.start, fragment.start + fragment.numel)
+        states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+        extra = state_dict[KEY]["extra_states"].get(name, {})
+        names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
+        state = {key: states[carried] if key == "step" else states[carried][cut] for key, carried in names.items()}
+        return PieceRecord(name, param_start, state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index][cut],
+                           {**state, **extra})
+
+    def _index(self, name: str) -> int:
+        if not hasattr(self, "_indices"):
+            self._indices = {name: index for index, name in enumerate(self.header.shapes)}
+        return self._indices[name]
+
+    def accumulated(self, rank: int) -> Mapping[str, Any] | None:
+        """What ``rank`` had accumulated of a step that was not over: ``{"micro_batches": how many, "of": how many
+        make a step, "gradients": {name: 1-D tensor}}``, or None."""
+        found: Mapping[str, Any] | None = self.state_dict(rank)[KEY]["accumulated"]
+        return found
+
+
+def _file_of_rank_0(folder: Path) -> Path:
     files = sorted(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
     if len(files) != 1:
         raise LayerwiseError(f"{folder} has {len(files) or 'no'} files named *zero_pp_rank_0_mp_rank_00_optim_states.pt"
                              ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
                              "load_optimizer_states=False)")
-    first = _read(files[0])
-    dicts = [first]
-    for rank in range(1, ours_of(first, files[0])["world_size"]):
-        path = files[0].with_name(files[0].name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))
-        dicts.append(_read(path))
-    for rank, state_dict in enumerate(dicts):
-        ours = ours_of(state_dict, files[0])
-        expected = {"rank": rank, **{k: ours_of(first, files[0])[k] for k in ("world_size", "layout_digest", "step")}}
-        for key, value in expected.items():
-            if ours[key] != value:
-                raise LayerwiseError(f"the optimizer states of rank {rank} in {folder} say {key} {ours[key]}, expected "
-                                     f"{value}; the files are not of one save")
-    return dicts
+    return files[0]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def load_safely(path: Path) -> Any:
+    """What ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and DeepSpeed's own records.
+
+    Nothing in the file is executed.
+
+    Raises:
+        LayerwiseError: the file is missing, damaged, or holds something else.
+    """
     if not path.exists():
         raise LayerwiseError(f"{path} is missing; the checkpoint is not whole")
     try:
         with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, fragment_address]):
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        found: dict[str, Any] = content["optimizer_state_dict"]
-    except (RuntimeError, EOFError, KeyError, ValueError, UnpicklingError) as e:
+            return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+    except (RuntimeError, EOFError, KeyError, ValueError, OSError, UnpicklingError) as e:
         raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).splitlines()[0]}") from e
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The ``optimizer_state_dict`` in ``path``.
+
+    Raises:
+        LayerwiseError: see :func:`load_safely`.
+    """
+    content = load_safely(path)
+    if not isinstance(content, dict) or not isinstance(content.get(OPTIMIZER_STATE_DICT), dict):
+        raise LayerwiseError(f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint")
+    found: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
     return found
 
 
@@ -138,32 +261,15 @@ def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer check
     """What this package wrote beside DeepSpeed's own keys.
 
     Raises:
-        LayerwiseError: nothing, or in a newer format.
+        LayerwiseError: nothing, or in another format.
     """
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:
-        raise LayerwiseError(f"{where} was not written by ds_layerwise; load the weights alone with "
+        raise LayerwiseError(f"{where} was not written by ds_layerwise; convert its folder with DeepSpeed's "
+                             "ds_to_universal.py and load that, or load the weights alone with "
                              "load_checkpoint(..., load_optimizer_states=False)")
-    if ours["format"] > FORMAT:
-        raise LayerwiseError(f"{where} has format {ours['format']}, newer than {FORMAT}, the newest that this version "
-                             "of ds_layerwise reads; upgrade it")
+    if ours["format"] != FORMAT:
+        way_out = "upgrade ds_layerwise" if ours["format"] > FORMAT else "resume with the version that wrote it"
+        raise LayerwiseError(f"{where} has format {ours['format']}, and this version of ds_layerwise reads {FORMAT}; "
+                             f"{way_out}")
     return ours
-
-
-def from_state_dict(state_dict: Mapping[str, Any]) -> ShardRecord:
-    """The record that :func:`to_state_dict` was given.
-
-    Raises:
-        LayerwiseError: the file was not written by this package, or by a newer format of it.
-    """
-    ours = ours_of(state_dict)
-    pieces = []
-    for bucket, fragments in enumerate(state_dict[PARAM_SLICE_MAPPINGS]):
-        masters = state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][bucket]
-        states = state_dict[BASE_OPTIMIZER_STATE]["state"][bucket]
-        for name, fragment in fragments.items():
-            cut = slice(fragment.start, fragment.start + fragment.numel)
-            state = {key: states["step"] if key == "step" else states[_TRAVELS_AS.get(key, key)][cut]
-                     for key in ours["state_keys"][name]}
-            pieces.append(PieceRecord(name, bucket, ours["param_starts"][name], masters[cut], state))
-    return ShardRecord(ours["rank"], ours["world_size"], ours["layout"], ours["layout_digest"], tuple(pieces))

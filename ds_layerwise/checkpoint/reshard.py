@@ -1,68 +1,132 @@
-"""From the pieces of any layout to the pieces of any other, by parameter name."""
+"""From the pieces of any checkpoint to the pieces of any layout, by parameter name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord
+from ds_layerwise.config import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerwiseError
-from ds_layerwise.layout import Layout
+
+#: Where to, and where from.
+Copy = tuple[Tensor, Tensor]
+
+_WEIGHTS_ALONE = "load the weights alone with load_checkpoint(..., load_optimizer_states=False)"
 
 
-def plan_copies(own: ShardRecord, saved: Sequence[ShardRecord], *, masters: bool,
-                states: bool) -> list[tuple[Tensor, Tensor]]:
-    """What to copy to where so that ``own`` holds what ``saved`` says, in pairs of (into, from).
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to do to this rank's memory to take a checkpoint over. Making one writes nothing."""
+
+    copies: list[Copy] = field(default_factory=list)
+    restarts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By parameter, the states that start as they do in a new run."""
+    masters_from_model: list[str] = field(default_factory=list)
+    """Parameters whose master is not in the checkpoint: it follows the model's weights."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """By parameter, why its state is not the checkpoint's."""
+
+
+def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *, masters: bool, states: bool,
+              on_missing_state: OnMissingState, on_optimizer_change: OnOptimizerChange) -> LoadPlan:
+    """What to do so that ``own`` holds what ``saved`` says.
 
     Args:
-        own: views into live memory; nothing is written here.
-        saved: the records of all ranks that saved, in any order. Their tensors may be mapped from files: only what
-            this rank needs is read, and only when it is copied.
+        own: views into live memory.
+        rules: the optimizer of every parameter of ``own``.
         masters, states: which of the two are wanted.
 
     Raises:
-        LayerwiseError: a parameter is missing, has another size, or lacks a state or some of its elements.
+        LayerwiseError: a parameter has another size, lacks some of its elements, or has a state that ``own`` cannot
+            go on from and the two policies do not allow to start afresh.
     """
-    sources: dict[str, list[PieceRecord]] = {}
-    for record in saved:
-        for piece in record.pieces:
-            sources.setdefault(piece.name, []).append(piece)
-    sizes = _sizes(saved[0].layout_json), _sizes(own.layout_json)
-    copies: list[tuple[Tensor, Tensor]] = []
+    plan, shapes = LoadPlan(), saved.header.shapes
     for piece in own.pieces:
-        if piece.name not in sizes[0]:
-            raise LayerwiseError(f"{piece.name} is not in the checkpoint, which has {len(sizes[0])} parameters")
-        if sizes[0][piece.name] != sizes[1][piece.name]:
-            raise LayerwiseError(f"{piece.name} has {sizes[0][piece.name]} elements in the checkpoint, "
-                                 f"{sizes[1][piece.name]} in the model")
-        copies += _copies(piece, sources.get(piece.name, []), masters=masters, states=states)
-    return copies
+        start, stop = piece.param_start, piece.param_start + piece.master.numel()
+        sources = saved.pieces(piece.name, start, stop) if piece.name in shapes else ()
+        if masters and piece.name in shapes:
+            plan.copies.extend(_copies(piece, {"": ""}, sources))
+        elif masters:
+            plan.masters_from_model.append(piece.name)
+        if states:
+            kept, why = _kept(piece.name, saved.header.rules.get(piece.name), rules[piece.name],
+                              on_missing_state=on_missing_state, on_optimizer_change=on_optimizer_change)
+            plan.copies.extend(_copies(piece, kept, sources))
+            if restarts := tuple(key for key in piece.state if key not in kept):
+                plan.restarts[piece.name] = restarts
+            if why:
+                plan.reasons[piece.name] = why
+    return plan
 
 
-def _sizes(layout_json: str) -> dict[str, int]:
-    return {slot.name: slot.numel for bucket in Layout.from_json(layout_json).buckets for slot in bucket.slots}
+def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare the shapes of the parameters that both have.
+
+    Raises:
+        LayerwiseError: one differs. Where ``saved`` is flat, as DeepSpeed's converter leaves parameters of ZeRO-3,
+            their number of elements decides.
+    """
+    for name, shape in own.items():
+        if name in saved and tuple(saved[name]) not in (tuple(shape), (math.prod(shape),)):
+            raise LayerwiseError(f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
+                                 "parameter that changed its shape needs another name, or a checkpoint without it")
 
 
-def _copies(piece: PieceRecord, sources: Sequence[PieceRecord], *, masters: bool,
-            states: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    start, stop, covered = piece.param_start, piece.param_start + piece.master.numel(), 0
-    for source in sources:
-        first = max(start, source.param_start)
-        last = min(stop, source.param_start + source.master.numel())
-        if first >= last:
+def _kept(name: str, old: RuleRecord | None, new: RuleRecord, *, on_missing_state: OnMissingState,
+          on_optimizer_change: OnOptimizerChange) -> tuple[dict[str, str], str]:
+    """Which of the states that ``new`` needs come from which of ``old``, and why the others start fresh."""
+    if not new.state_keys:
+        return {}, ""
+    if old is None:
+        if on_missing_state == "error":
+            raise LayerwiseError(f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to 'fresh' "
+                                 f"to start it from zeros, or {_WEIGHTS_ALONE}")
+        return {}, "no state in the checkpoint"
+    if old.family == new.family and set(old.state_keys) == set(new.state_keys):
+        return {key: key for key in new.state_keys}, ""
+    if on_optimizer_change == "error":
+        raise LayerwiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
+                             f"run updates it by {new.family} ({', '.join(new.state_keys)}); set "
+                             "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the optimizers "
+                             f"of the checkpoint, or {_WEIGHTS_ALONE}")
+    why = f"{old.family} before, {new.family} now"
+    # Moments that are corrected for their bias by a count of steps say nothing without each other.
+    if on_optimizer_change == "reset" or "step" in new.state_keys or not (old.gradient_average
+                                                                          and new.gradient_average):
+        return {}, why
+    return {new.gradient_average: old.gradient_average}, f"{why}, went on from {old.gradient_average}"
+
+
+def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord]) -> Iterator[Copy]:
+    """``names`` says for each key of ``piece`` under which one ``sources`` hold it; the key of the master is empty."""
+    for key, saved_key in names.items():
+        into = piece.state[key] if key else piece.master
+        if key and not piece.is_elementwise(key):
+            value = _values(piece.name, sources[0], saved_key)
+            if value.shape != into.shape:
+                raise LayerwiseError(f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
+                                     f"{tuple(into.shape)} in this run")
+            yield into, value
             continue
-        covered += last - first
-        into, out_of = slice(first - start, last - start), slice(first - source.param_start, last - source.param_start)
-        if masters:
-            yield piece.master[into], source.master[out_of]
-        if states and source.state.keys() != piece.state.keys():
-            raise LayerwiseError(f"the checkpoint holds {', '.join(sorted(source.state)) or 'no state'} of {piece.name}"
-                                 f", this optimizer needs {', '.join(sorted(piece.state)) or 'none'}; resume with the "
-                                 "optimizers of the checkpoint, or load the weights alone, load_checkpoint(..., "
-                                 "load_optimizer_states=False)")
-        for key, value in piece.state.items() if states else ():
-            yield (value, source.state[key]) if value.dim() == 0 else (value[into], source.state[key][out_of])
-    if covered != stop - start:
-        raise LayerwiseError(f"the checkpoint's files hold {covered} of the {stop - start} elements of {piece.name} "
-                             f"from {start} on; a file is missing or belongs to another save")
+        start, stop, covered = piece.param_start, piece.param_start + into.numel(), 0
+        for source in sources:
+            value = _values(piece.name, source, saved_key)
+            first, last = max(start, source.param_start), min(stop, source.param_start + value.numel())
+            covered += max(0, last - first)
+            if first < last:
+                yield (into[first - start:last - start],
+                       value[first - source.param_start:last - source.param_start])
+        if covered != stop - start:
+            raise LayerwiseError(f"the checkpoint's files hold {covered} of the {stop - start} elements of "
+                                 f"{saved_key or 'the weights'} of {piece.name} from {start} on; a file is missing or "
+                                 "belongs to another save")
+
+
+def _values(name: str, source: PieceRecord, key: str) -> Tensor:
+    if key and key not in source.state:
+        raise LayerwiseError(f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it")
+    return source.state[key] if key else source.master

@@ -29,6 +29,8 @@ class Adam:
     decoupled: bool = True
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    family: ClassVar[str] = "adam"
+    gradient_average: ClassVar[str | None] = "exp_avg"
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""
@@ -52,6 +54,9 @@ class Sgd:
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    family: ClassVar[str] = "sgd"
+    #: torch's momentum is a sum, 1 / (1 - momentum) times an average.
+    gradient_average: ClassVar[str | None] = None
 
     def init_state(self, param: Tensor) -> State:
         """Zeros, which the first step turns into the gradient, as torch's missing buffer does."""
@@ -74,6 +79,8 @@ class Lion:
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    family: ClassVar[str] = "lion"
+    gradient_average: ClassVar[str | None] = "exp_avg"
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""

@@ -46,6 +46,8 @@ class Muon:
     extra_scale_factor: float = 1.0
 
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    family: ClassVar[str] = "muon"
+    gradient_average: ClassVar[str | None] = "momentum_buffer"
 
     def init_state(self, param: Tensor) -> State:
         """A momentum of zeros."""

@@ -33,6 +33,14 @@ class UpdateRule(Protocol):
     def state_keys(self) -> tuple[str, ...]:
         """Names of the states that have one element for each of the parameter."""
 
+    @property
+    def family(self) -> str:
+        """Equal for rules that go on from each other's states."""
+
+    @property
+    def gradient_average(self) -> str | None:
+        """The state that is an exponential moving average of the gradient: other families may go on from it."""
+
     def init_state(self, param: Tensor) -> State:
         """The state before the first update."""
 

@@ -25,16 +25,19 @@ FLOORS = {
     "comm": 8,
     "sync": 9,
     "zero_base": 10,
-    "zero_optimizer": 11,
-    "engine": 12,
-    "cli": 13, "run": 13,
+    "zero_state": 11,
+    "zero_optimizer": 12,
+    "checkpointing": 13,
+    "engine": 14,
+    "cli": 15, "run": 15,
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
 PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_optimizer", "checkpoint", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "checkpointing",
+                        "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

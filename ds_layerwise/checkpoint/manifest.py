@@ -1,0 +1,181 @@
+"""What a checkpoint folder holds, to the byte: the list that is written last and checked first.
+
+Note: where the checksums come from
+    ``torch.save`` writes a zip archive, and a zip archive has the CRC-32 of every record in its directory. Taking them
+    over makes the list without reading the tensors again; only what lies between the large records is read. A file of
+    another kind is read as a whole. Every byte of every file is in exactly one range of the list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from zipfile import BadZipFile, ZipFile
+
+import torch
+
+from ds_layerwise.errors import LayerwiseError
+
+#: Its name in a checkpoint folder. DeepSpeed's tools look for other endings and leave it alone.
+FILE_NAME = "layerwise_manifest.json"
+
+FORMAT = 1
+
+#: Records from this many bytes on have a range of their own.
+_LARGE = 1 << 16
+
+#: How much is read at a time.
+_READ = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """``size`` bytes of a file from ``start`` on, and their CRC-32."""
+
+    start: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The files of a checkpoint by path within its folder, each cut into ranges that follow on each other."""
+
+    files: Mapping[str, tuple[ByteRange, ...]]
+
+    @classmethod
+    def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
+        """Of the files that are in ``folder`` now, or of those of them that ``names`` lists."""
+        return cls({name: tuple(_ranges(folder / name)) for name in (names_in(folder) if names is None else names)})
+
+    @classmethod
+    def merged(cls, parts: Iterable[Manifest]) -> Manifest:
+        """One list of all ``parts``."""
+        return cls({name: ranges for part in parts for name, ranges in sorted(part.files.items())})
+
+    def write(self, folder: Path) -> None:
+        """Put the list into ``folder``."""
+        files = {name: [[r.size, r.crc32] for r in ranges] for name, ranges in self.files.items()}
+        text = json.dumps({"format": FORMAT, "digest": _digest(files), "files": files}, separators=(",", ":"))
+        (folder / FILE_NAME).write_text(text)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The list in ``folder``.
+
+        Raises:
+            LayerwiseError: it is missing, damaged, or in a newer format.
+        """
+        path = folder / FILE_NAME
+        if not path.exists():
+            raise LayerwiseError(f"{path} is missing: the save was never finished, or files were lost since; load "
+                                 "another checkpoint")
+        try:
+            content = json.loads(path.read_text())
+            found, written, files = content["format"], content["digest"], content["files"]
+            if found != FORMAT:
+                raise LayerwiseError(f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
+                                     "upgrade it")
+            if _digest(files) != written:
+                raise ValueError("its own digest does not match")
+            return cls({name: tuple(_placed(ranges)) for name, ranges in files.items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise LayerwiseError(f"{path} is damaged: {e}; load another checkpoint") from e
+
+    def check(self, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
+        """Compare a part of the list with the files; all ranks together compare all of it, each byte once.
+
+        Raises:
+            LayerwiseError: a file is missing, has another length, or other bytes; names it.
+        """
+        total = sum(r.size for ranges in self.files.values() for r in ranges)
+        first, last, seen = total * rank // world_size, total * (rank + 1) // world_size, 0
+        for name, ranges in self.files.items():
+            mine = []
+            for byte_range in ranges:
+                if first <= seen < last or (not byte_range.size and rank == 0):
+                    mine.append(byte_range)
+                seen += byte_range.size
+            if mine:
+                _check_file(folder / name, ranges[-1].start + ranges[-1].size, mine)
+
+    def only(self, names: Iterable[str]) -> Manifest:
+        """The same for some files. Names that it does not list are left out."""
+        return Manifest({name: self.files[name] for name in names if name in self.files})
+
+
+def names_in(folder: Path) -> list[str]:
+    """Paths within ``folder`` of everything that a manifest lists."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")
+                  if path.is_file() and path.name != FILE_NAME)
+
+
+def _digest(files: object) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _placed(ranges: Iterable[tuple[int, int]]) -> Iterator[ByteRange]:
+    start = 0
+    for size, crc32 in ranges:
+        yield ByteRange(start, size, crc32)
+        start += size
+
+
+def _ranges(path: Path) -> Iterator[ByteRange]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = 0
+        for record, length, crc32 in _large_records(path, file):
+            yield ByteRange(start, record - start, _crc32(file, start, record - start))
+            yield ByteRange(record, length, crc32)
+            start = record + length
+        yield ByteRange(start, size - start, _crc32(file, start, size - start))
+
+
+def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """``(start, size, crc32)`` of the large records of a zip archive, in the order of the file."""
+    # torch may be told to leave checksums out; what it writes in their place are none.
+    if not torch.serialization.get_crc32_options():
+        return
+    try:
+        with ZipFile(path) as archive:
+            entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    except (BadZipFile, OSError):
+        return
+    for entry in entries:
+        if entry.file_size >= _LARGE and entry.compress_type == 0:
+            file.seek(entry.header_offset + 26)
+            lengths = file.read(4)
+            yield (entry.header_offset + 30 + int.from_bytes(lengths[:2], "little")
+                   + int.from_bytes(lengths[2:], "little"), entry.file_size, entry.CRC)
+
+
+def _crc32(file: BinaryIO, start: int, size: int) -> int:
+    file.seek(start)
+    value = 0
+    while size > 0:
+        block = file.read(min(size, _READ))
+        if not block:
+            return -1
+        value = zlib.crc32(block, value)
+        size -= len(block)
+    return value
+
+
+def _check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
+    if not path.exists():
+        raise LayerwiseError(f"{path} is missing; restore it, or load another checkpoint")
+    if path.stat().st_size != size:
+        raise LayerwiseError(f"{path} has {path.stat().st_size} bytes, {size} were saved; restore it, or load another "
+                             "checkpoint")
+    with path.open("rb") as file:
+        for wanted in ranges:
+            if _crc32(file, wanted.start, wanted.size) != wanted.crc32:
+                raise LayerwiseError(f"{path} is damaged or of another save: its bytes from {wanted.start} to "
+                                     f"{wanted.start + wanted.size} are not those that were saved; restore it, or "
+                                     "load another checkpoint")

@@ -1,0 +1,198 @@
+"""DeepSpeed's universal format: a folder a parameter, a file a state, whole and independent of the world size.
+
+Note: what travels under another name
+    DeepSpeed's own optimizers read ``fp32``, ``exp_avg``, ``exp_avg_sq`` and ``step`` of every parameter and fail on a
+    group where one parameter has a state that another lacks. So a first moment is ``exp_avg.pt`` here, too, a missing
+    second one is zeros that take one element on disk, and ``zero/optimizer_state.pt`` says under our key what each
+    parameter's states really are. What has no place among those four lies in a sub-folder, which DeepSpeed passes by.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, CAT_DIM, OPTIMIZER_STATE_DICT, PARAM, PARAM_GROUPS,
+                                            PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+from torch import Tensor
+
+from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
+from ds_layerwise.checkpoint.regular import KEY, RegularCheckpoint, header_of, load_safely, ours_of, travels_as
+from ds_layerwise.errors import LayerwiseError
+
+#: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.
+LATEST, OWN_STATES = "latest_universal", "layerwise"
+
+_OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether ``folder`` holds a universal checkpoint."""
+    return (folder / "zero").is_dir()
+
+
+class UniversalCheckpoint:
+    """A universal checkpoint, whoever wrote it; see :class:`.record.Saved`.
+
+    Raises:
+        LayerwiseError: the folder holds none, or a file is missing, unreadable or in a newer format; names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._zero = folder / "zero"
+        state_path = self._zero / "optimizer_state.pt"
+        state_dict = load_safely(state_path) if state_path.exists() else {}
+        if not isinstance(state_dict, dict):
+            raise LayerwiseError(f"{state_path} holds no dict; it is no optimizer state of DeepSpeed")
+        folders = sorted(path.parent for path in self._zero.rglob("fp32.pt"))
+        if not folders:
+            raise LayerwiseError(f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint")
+        self._folders = {path.relative_to(self._zero).as_posix(): path for path in folders}
+        self._values: dict[Path, Tensor] = {}
+        shapes = {name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()}
+        if KEY in state_dict:
+            ours_of(state_dict, state_path)
+            ours = header_of(state_dict)
+            if missing := ours.shapes.keys() - shapes.keys():
+                raise LayerwiseError(f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole")
+            self.header = Header(step=ours.step, shapes={**shapes, **ours.shapes}, rules=ours.rules,
+                                 param_groups=ours.param_groups, dtypes=ours.dtypes, loss_scaler=ours.loss_scaler,
+                                 overflow=ours.overflow)
+        else:
+            step = self._foreign_step(state_dict)
+            rules = {name: self._foreign_rule(path, has_step=step is not None) for name, path in self._folders.items()}
+            self.header = Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None,
+                                 rules={name: rule for name, rule in rules.items() if rule is not None})
+
+    def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
+        """The number of updates, which the converter writes for each parameter, or for ZeRO-3 leaves in the dict."""
+        for path in self._folders.values():
+            if (path / "step.pt").exists():
+                return int(load_safely(path / "step.pt"))
+        states = state_dict.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
+        steps = [int(state["step"]) for state in states.values() if "step" in state]
+        return max(steps, default=None)
+
+    @staticmethod
+    def _foreign_rule(path: Path, *, has_step: bool) -> RuleRecord | None:
+        keys = {file.stem for file in path.glob("*.pt")} - {"fp32", "step"}
+        if keys == {"exp_avg", "exp_avg_sq"} and has_step:
+            return ADAM
+        return RuleRecord("an unknown optimizer", tuple(sorted(keys)), None) if keys else None
+
+    def _read(self, path: Path) -> Tensor:
+        if path not in self._values:
+            content = load_safely(path)
+            value = content.get(PARAM) if isinstance(content, dict) else content
+            if not isinstance(value, (Tensor, int, float)):
+                raise LayerwiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
+            self._values[path] = torch.as_tensor(value)
+        return self._values[path]
+
+    def value(self, name: str, key: str) -> Tensor:
+        """The state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape that it was saved in.
+
+        Raises:
+            LayerwiseError: the file is missing or damaged.
+        """
+        folder = self._folders[name]
+        if key == "fp32":
+            return self._read(folder / "fp32.pt")
+        if (folder / OWN_STATES / f"{key}.pt").exists():
+            return self._read(folder / OWN_STATES / f"{key}.pt")
+        carried = travels_as(self.header.rules[name].state_keys).get(key, key)
+        if carried == "step" and not (folder / "step.pt").exists():
+            return torch.tensor(float(self.header.step))
+        return self._read(folder / f"{carried}.pt")
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """See :meth:`.record.Saved.pieces`: one piece, the whole parameter."""
+        master = self.value(name, "fp32").reshape(-1)
+        rule = self.header.rules.get(name)
+        state = {}
+        for key in rule.state_keys if rule else ():
+            value = self.value(name, key)
+            state[key] = value.reshape(-1) if value.dim() and value.numel() == master.numel() else value
+        return [PieceRecord(name, 0, master, state)]
+
+
+def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[str]:
+    """Write ``names`` of ``saved`` into the universal checkpoint ``folder``; returns the files, within ``folder``.
+
+    Memory: one state of one parameter, where it lies in more than one piece; else none.
+    """
+    written = []
+    for name in names:
+        shape, rule = saved.header.shapes[name], saved.header.rules[name]
+        numel = torch.Size(shape).numel()
+        pieces = saved.pieces(name, 0, numel)
+        first = pieces[0]
+        home = folder / "zero" / name
+        home.mkdir(parents=True, exist_ok=True)
+        carried = travels_as(key for key in rule.state_keys if key == "step" or first.is_elementwise(key))
+        files: dict[str, Any] = {"fp32": _param(name, [p.master for p in pieces], shape)}
+        zeros = {PARAM: torch.zeros(1).expand(numel).view(shape), CAT_DIM: 0}
+        files |= {"exp_avg": zeros, "exp_avg_sq": zeros, "step": torch.tensor(float(saved.header.step))}
+        for key in rule.state_keys:
+            values = [p.state[key] for p in pieces]
+            if key == "step":
+                files["step"] = values[0].clone()
+            elif key in carried:
+                files[carried[key]] = _param(name, values, shape)
+            else:
+                (home / OWN_STATES).mkdir(exist_ok=True)
+                whole = _param(name, values, shape) if first.is_elementwise(key) else {PARAM: values[0].clone()}
+                files[f"{OWN_STATES}/{key}"] = whole
+        for key, content in files.items():
+            torch.save(content, home / f"{key}.pt")
+            written.append(f"zero/{name}/{key}.pt")
+    return written
+
+
+def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
+    whole = values[0] if len(values) == 1 else torch.cat(list(values))
+    if whole.numel() != torch.Size(shape).numel():
+        raise LayerwiseError(f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} elements "
+                             f"of {name}; a file is missing or belongs to another save")
+    return {PARAM: whole.view(tuple(shape)), CAT_DIM: 0}
+
+
+def write_common(state_dict: Mapping[str, Any], folder: Path, model_file: Path,
+                 others: Mapping[str, Tensor]) -> list[str]:
+    """Write what belongs to no trainable parameter; returns the files, within ``folder``.
+
+    Args:
+        state_dict: the ``optimizer_state_dict`` of any rank.
+        model_file: DeepSpeed's file with the module, the scheduler and the client's state; linked, or copied.
+        others: frozen parameters and buffers, by name in the module's ``state_dict``.
+    """
+    (folder / "zero").mkdir(parents=True, exist_ok=True)
+    common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
+    common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
+    common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "accumulated": None}
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
+    written = ["zero/optimizer_state.pt", model_file.name]
+    try:
+        os.link(model_file, folder / model_file.name)
+    except OSError:
+        shutil.copy2(model_file, folder / model_file.name)
+    for name, value in others.items():
+        (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
+        torch.save({PARAM: value.detach().float().clone()}, folder / "zero" / name / "fp32.pt")
+        written.append(f"zero/{name}/fp32.pt")
+    return written
+
+
+def shares(saved: RegularCheckpoint, count: int) -> list[list[str]]:
+    """The parameters of ``saved`` in ``count`` parts of about equal size, each in the order of the files."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
+    total, seen = sum(sizes.values()), 0
+    parts: list[list[str]] = [[] for _ in range(count)]
+    for name, size in sizes.items():
+        parts[min(seen * count // total, count - 1)].append(name)
+        seen += size
+    return parts

@@ -1,0 +1,267 @@
+"""What a checkpoint takes from the optimizer, and what it gives back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
+from deepspeed.git_version_info import version as deepspeed_version
+from deepspeed.utils import logger
+from torch import Tensor, nn
+
+from ds_layerwise import comm
+from ds_layerwise.buffers import FlatBuffer
+from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.record import Header
+from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
+from ds_layerwise.checkpoint.universal import UniversalCheckpoint
+from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.owned import Owned
+from ds_layerwise.sync import GradSync
+from ds_layerwise.zero_base import EngineOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """What a step that was not over had accumulated, for this rank to go on from."""
+
+    micro_batches: int
+    gradients: list[Mapping[str, Tensor]]
+    """Of every rank of the save that this one stands in for."""
+    scale: float
+    """What their sum is multiplied with, so that the average over all ranks is what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLoad:
+    """A checkpoint that was found whole and fitting; nothing of it has been taken over."""
+
+    folder: Path
+    header: Header
+    plan: LoadPlan
+    states: bool
+    masters: bool
+    universal: bool
+    others: dict[str, Tensor]
+    """Frozen parameters and buffers that the engine does not load itself."""
+    accumulated: Accumulated | None
+
+
+class StatefulOptimizer(EngineOptimizer):
+    """State that outlives the process. Subclasses set the attributes below."""
+
+    config: LayerwiseConfig
+    layout: Layout
+    specs: list[ParamSpec]
+    rank: int
+    world_size: int
+    step_count: int
+    clip_grad: float
+    settings: Any
+    _engine: Any
+    _module: nn.Module
+    _owned: Owned
+    _values: FlatBuffer
+    _grad_sync: GradSync
+    _prepared: PreparedLoad | None = None
+    #: After a load, by parameter, why its optimizer state is not the checkpoint's.
+    fresh_states: dict[str, str] = {}
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def header(self) -> Header:
+        """What a checkpoint of now says beside its tensors."""
+        return Header(
+            step=self.step_count, shapes={spec.name: spec.shape for spec in self.specs},
+            rules=self._owned.rule_records(), dtypes=self.layout.dtypes,
+            param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see :mod:`.checkpoint.regular`.
+
+        Tensors are views into live memory: save or copy them before the next step.
+        """
+        return {
+            LOSS_SCALER: self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            CLIP_GRAD: self.clip_grad,
+            ZERO_STAGE: self.settings.stage,
+            DS_VERSION: deepspeed_version,
+            **regular.to_state_dict(self._owned.record(), self.header(), accumulated=self._accumulated()),
+        }
+
+    def _accumulated(self) -> dict[str, Any] | None:
+        gradients = self._grad_sync.accumulated()
+        if not gradients:
+            if self._grad_sync.finished:
+                logger.warning("ds_layerwise: saved between backward and step: the gradients of this step are not in "
+                               "the checkpoint, and a resumed run repeats the step")
+            return None
+        engine = self._engine()
+        gas = engine.gradient_accumulation_steps()
+        return {"micro_batches": engine.micro_steps % gas, "of": gas,
+                "gradients": {name: regular.alone(values) for name, values in gradients.items()}}
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> None:
+        """Open the checkpoint in ``folder``, check every byte, and find what :meth:`finish_load` will take over.
+
+        The world size, the layout and the bucket size that it was saved with may be others. Nothing is written yet.
+
+        Args:
+            universal: whether it is a universal checkpoint, of which the engine loads no weights.
+            states, masters: whether optimizer states, and float32 weights, are wanted.
+            strict: whether every parameter must be in it.
+
+        Raises:
+            LayerwiseError: on every rank, if any rank finds something missing or wrong.
+        """
+        with comm.Alike(self.dp_process_group):
+            opened: RegularCheckpoint | UniversalCheckpoint
+            if universal:
+                opened = UniversalCheckpoint(folder)
+            else:
+                opened = RegularCheckpoint(folder, rank=self.rank)
+            saved = Renamed(opened, self.config.rename)
+            check_shapes({spec.name: spec.shape for spec in self.specs}, saved.header.shapes)
+            groups = saved.header.param_groups
+            if states and groups is not None and len(groups) != len(self.param_groups):
+                raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "
+                                     f"{len(self.param_groups)}")
+            plan = plan_load(self._owned.record(), saved, self._owned.rule_records(), masters=masters, states=states,
+                             on_missing_state=self.config.on_missing_state,
+                             on_optimizer_change=self.config.on_optimizer_change)
+            others = self._others(saved, folder, strict=strict) if universal else {}
+            self._prepared = PreparedLoad(
+                folder, saved.header, plan, states, masters, universal, others,
+                self._accumulated_in(opened) if states and isinstance(opened, RegularCheckpoint) else None)
+
+    def _others(self, saved: Renamed, folder: Path, *, strict: bool) -> dict[str, Tensor]:
+        """Frozen parameters and buffers, and parameters that are missing in a universal checkpoint."""
+        trained = {spec.name for spec in self.specs}
+        if strict and (missing := trained - saved.header.shapes.keys()):
+            raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
+                                 f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
+                                 "weights")
+        params = {id(param) for name, param in self._module.named_parameters() if name in trained}
+        others = {}
+        for name, value in self._module.state_dict(keep_vars=True).items():
+            if id(value) in params or not isinstance(value, Tensor):
+                continue
+            if name in saved.header.shapes:
+                numel = value.numel()
+                found = saved.pieces(name, 0, numel)[0].master
+                if found.numel() != numel:
+                    raise LayerwiseError(f"{name} has {found.numel()} elements in the checkpoint, {numel} in the model")
+                others[name] = found
+            elif strict:
+                raise LayerwiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
+                                     "trained, cannot be restored; with load_module_strict=False it keeps its value")
+        return others
+
+    def _accumulated_in(self, saved: RegularCheckpoint) -> Accumulated | None:
+        mine = range(self.rank, saved.world_size, self.world_size)
+        found = [entry for rank in mine if (entry := saved.accumulated(rank)) is not None]
+        first = found[0] if found else saved.accumulated(0)
+        if first is None:
+            return None
+        gas = self._engine().gradient_accumulation_steps()
+        if first["of"] != gas:
+            raise LayerwiseError(f"the checkpoint was saved after {first['micro_batches']} of {first['of']} "
+                                 f"micro-batches of a step, and this run accumulates {gas}; resume with "
+                                 f"gradient_accumulation_steps {first['of']}")
+        scale = self.world_size / saved.world_size if self.settings.divide_by != 1 else 1.0
+        renamed = new_names(saved.header.shapes, self.config.rename)
+        trained = {spec.name for spec in self.specs}
+        return Accumulated(first["micro_batches"], [
+            {renamed[name]: values for name, values in entry["gradients"].items() if renamed[name] in trained}
+            for entry in found], scale)
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        """Take over what :meth:`prepare_load` found. The engine has loaded the model in between, or, from a universal
+        checkpoint, has not and calls :meth:`update_lp_params` next."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            raise LayerwiseError("finish_load() without prepare_load(): load through engine.load_checkpoint()")
+        for into, out_of in prepared.plan.copies:
+            into.copy_(out_of)
+        for name, keys in prepared.plan.restarts.items():
+            self._owned.restart(name, keys)
+        for name in prepared.plan.masters_from_model:
+            self._owned.master_from_values(name)
+        if not prepared.masters:
+            self._restore_from_bit16_weights()
+        held = self._module.state_dict(keep_vars=True)
+        for name, value in prepared.others.items():
+            held[name].copy_(value.view(held[name].shape))
+        if prepared.states:
+            self._take_over(prepared.header)
+        self._resume_step(prepared.accumulated)
+        if prepared.masters and not prepared.universal and prepared.header.dtypes != self.layout.dtypes:
+            # The engine has loaded weights that were rounded to another dtype.
+            self.update_lp_params()
+        self._report(prepared)
+
+    def _take_over(self, header: Header) -> None:
+        """What is beside the tensors: step count, hyper-parameters, loss scale."""
+        self.step_count, self.overflow = header.step, header.overflow
+        for group, values in zip(self.param_groups, header.param_groups or (), strict=False):
+            group.update(values)
+        # A scale that another dtype needed says nothing about this one.
+        scaler = header.loss_scaler
+        both_half = "float16" in self.layout.dtypes and "float16" in (header.dtypes or ())
+        if both_half and scaler is not None and scaler.dynamic == self.loss_scaler.dynamic:
+            self.loss_scaler = scaler
+
+    def _resume_step(self, accumulated: Accumulated | None) -> None:
+        self.zero_grad()
+        engine = self._engine()
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+        if accumulated is None:
+            return
+        engine.micro_steps += accumulated.micro_batches
+        for gradients in accumulated.gradients:
+            for name, values in gradients.items():
+                self._grad_sync.add(name, values * accumulated.scale if accumulated.scale != 1 else values)
+
+    def _report(self, prepared: PreparedLoad) -> None:
+        """Say once, for all ranks, what could not be taken over."""
+        everywhere: dict[str, str] = {}
+        for reasons in comm.gather_objects(prepared.plan.reasons, group=self.dp_process_group):
+            everywhere.update(reasons)
+        self.fresh_states = everywhere
+        if self.rank or not everywhere:
+            return
+        counts = ", ".join(f"{count} x {why}" for why, count in sorted(Counter(everywhere.values()).items()))
+        # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+        print(f"ds_layerwise: {len(everywhere)} of {len(self.specs)} parameters do not go on from the optimizer state "
+              f"in {prepared.folder}: {counts}", flush=True)
+        for name, why in everywhere.items():
+            logger.debug(f"ds_layerwise: {name}: {why}")
+
+    def forget_prepared(self) -> None:
+        """Let go of the files of :meth:`prepare_load`."""
+        self._prepared = None
+
+    def _restore_from_bit16_weights(self) -> None:
+        raise NotImplementedError
+
+    def update_lp_params(self) -> None:
+        """The model's weights from the masters, on every rank."""
+        raise NotImplementedError
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this step."""
+        raise NotImplementedError

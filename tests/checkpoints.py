@@ -1,0 +1,44 @@
+"""What a test looks at in an engine's masters and states, and in the folders that it saves."""
+
+from __future__ import annotations
+
+import deepspeed.comm as dist
+import torch
+
+
+def states(engine):
+    """This rank's states by (parameter, state), copies."""
+    return {(name, key): value.clone() for name, state in engine.optimizer._owned.states.items()
+            for key, value in state.items()}
+
+
+def whole_states(engine):
+    """Every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [(p.name, p.param_start, p.master, p.state)
+                                      for p in engine.optimizer._owned.record().pieces])
+    whole = {}
+    for name, _, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
+        for key, value in {"fp32": master, **state}.items():
+            whole.setdefault((name, key), []).append(value)
+    return {k: v[0].clone() if v[0].dim() == 0 else torch.cat(v) for k, v in whole.items()}
+
+
+def masters(engine):
+    """Whole masters by name, in the shape of their parameters."""
+    shapes = {name: p.shape for name, p in engine.optimizer._params.items()}
+    return {name: value.view(shapes[name]) for (name, key), value in whole_states(engine).items() if key == "fp32"}
+
+
+def assert_equal_states(found, expected, where=""):
+    """The same keys, and the same bits under each."""
+    assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), (where, key)
+
+
+def on_rank_0(do):
+    """Call ``do`` on rank 0 while the others wait."""
+    if dist.get_rank() == 0:
+        do()
+    dist.barrier()
