@@ -5,8 +5,7 @@ Note: what is wrapped, and why there
     aside and the folder is moved into place once every rank has written its part. ``_save_checkpoint`` and
     ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on all ranks, which would wait
     for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs beside the training.
-    ``_common_checkpoint_state`` leaves frozen parameters to stage 2. ``load_checkpoint`` decides by what a folder
-    holds how to load it, and refuses what must be refused while nothing has been touched; the engine's own
+    ``load_checkpoint`` decides by what a folder holds how to load it, and refuses what must be refused while nothing has been touched; the engine's own
     ``_load_zero_checkpoint`` refuses every other world size. ``load_module_state_dict`` is where the model's file has
     been read and nothing of it has been taken over yet. ``_get_all_ckpt_names`` does not know how files of ZeRO-3
     are called.
@@ -14,21 +13,23 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import deepspeed.comm as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise import comm
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
-from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer
 
@@ -72,8 +73,8 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
     save = Save(Path(save_dir), tag, save_latest)
     with ExitStack() as undo:
         with comm.Alike(None):
+            undo.callback(_abandon, engine, save)
             if _writes_folders(engine):
-                undo.callback(staging.abandon, save.folder)
                 staging.begin(save.folder)
         done = original(save_dir, tag + staging.INCOMPLETE, client_state, False, **options)
         if engine.checkpoint_engine.is_decoupled():
@@ -89,6 +90,13 @@ def _writes_folders(engine: DeepSpeedEngine) -> bool:
     """Whether this rank makes and moves folders: one rank does, or one a node where nodes have their own disks."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return bool(rank == 0)
+
+
+def _abandon(engine: DeepSpeedEngine, save: Save) -> None:
+    """Clear away what a failed save has written, which may be what fills the disk."""
+    if _writes_folders(engine):
+        staging.abandon(save.folder)
+        staging.abandon(save.save_dir / save.universal_tag)
 
 
 def _commit(engine: DeepSpeedEngine, save: Save) -> None:
@@ -121,7 +129,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
         if engine.global_rank == 0:
             staging.begin(folder)
     staged, rank = staging.staged(folder), engine.global_rank
-    with comm.Alike(None):
+    with comm.Alike(None), _saying_where(save.save_dir):
         saved = RegularCheckpoint(regular, rank=rank)
         names = universal.write_parameters(saved, staged, universal.shares(saved, dist.get_world_size())[rank])
         if rank == 0:
@@ -138,32 +146,54 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
 
 def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     """Frozen parameters and buffers, by the names that the module's ``state_dict`` has for them."""
-    trained = {id(param) for param in engine.optimizer._params.values()}
-    return {name: value for name, value in engine.module.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor) and id(value) not in trained}
+    seen = {id(param) for param in engine.optimizer._params.values()}
+    found: dict[str, Tensor] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            found[name] = value
+        # The other names of a tied parameter stand for it.
+        seen |= {id(value)} if isinstance(value, nn.Parameter) else set()
+    return found
+
+
+@contextmanager
+def _saying_where(save_dir: str | Path) -> Iterator[None]:
+    """Raise as our own what torch's writer raises on a full disk, which says neither where nor why."""
+    try:
+        yield
+    except LayerwiseError:
+        raise
+    except RuntimeError as e:
+        raise LayerwiseError(f"the checkpoint cannot be written to {save_dir}, which has {disk_usage(save_dir).free} "
+                             f"bytes left: {str(e).partition(chr(10))[0]}; what was saved before is still there") from e
 
 
 def _raised_alike(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     if not _is_ours(engine):
         return original(*args, **options)
-    with comm.Alike(None):
+    with comm.Alike(None), _saying_where(args[0]):
         return original(*args, **options)
 
 
-def _common_checkpoint_state(original: Callable[..., Any], engine: DeepSpeedEngine, module_state_dict: Any,
-                             zero_optimizer_state: bool, save_frozen_param: bool) -> Any:
-    if _is_ours(engine):
-        frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad}
-        # What was left out of the weights on purpose is left out here, too.
-        save_frozen_param = frozen <= module_state_dict.keys()
-    return original(module_state_dict, zero_optimizer_state, save_frozen_param)
+def _save_model_file(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    if not _is_ours(engine):
+        return original(*args, **options)
+    # The engine saves what zero_to_fp32.py needs of frozen parameters only where gradients are partitioned.
+    engine.zero_optimization_partition_gradients = lambda: True
+    try:
+        return _raised_alike(original, engine, *args, **options)
+    finally:
+        del engine.zero_optimization_partition_gradients
 
 
 def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     done = original()
     save: Save | None = engine.__dict__.pop("_layerwise_save", None)
     if save is not None:
-        _commit(engine, save)
+        with ExitStack() as undo:
+            undo.callback(_abandon, engine, save)
+            _commit(engine, save)
+            undo.pop_all()
     return done
 
 
@@ -192,7 +222,8 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
     if not _is_ours(engine):
         return load(tag)
     if tag is None:
-        tag = _latest_tag(Path(load_dir), universal_first=engine.load_universal_checkpoint())
+        with comm.Alike(None):
+            tag = _latest_tag(Path(load_dir), universal_first=engine.load_universal_checkpoint())
     if tag is None:
         return load(tag)
     folder = Path(load_dir, str(tag))
@@ -210,6 +241,9 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
     config.load_universal_checkpoint = is_universal
     engine._layerwise_wants_scheduler = load_lr_scheduler_states and not load_module_only
     try:
+        if is_universal:
+            with comm.Alike(None):
+                _check_model_file(engine, load_dir, str(tag))
         return load(str(tag))
     finally:
         engine.optimizer.forget_prepared()
@@ -221,14 +255,16 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
     """The tag that a pointer in ``load_dir`` names; None if there is no pointer.
 
     Raises:
-        LayerwiseError: the pointer is empty.
+        LayerwiseError: the pointer names no folder.
     """
     for name in ((universal.LATEST, "latest") if universal_first else ("latest",)):
         pointer = load_dir / name
-        if pointer.is_file():
-            tag = pointer.read_text().strip()
-            if not tag:
-                raise LayerwiseError(f"{pointer} is empty; write the tag of a checkpoint into it, or pass the tag")
+        if pointer.exists():
+            tag = pointer.read_bytes().strip().decode(errors="surrogateescape") if pointer.is_file() else ""
+            # A tag may be a path; the longest part that a file system takes has 255 bytes.
+            if not tag or not tag.isprintable() or max(len(part.encode()) for part in tag.split("/")) > 255:
+                raise LayerwiseError(f"{pointer} {'is empty' if not tag else f'holds {tag[:40]!r}'}; write the tag of "
+                                     "a checkpoint into it, or pass the tag")
             return tag
     return None
 
@@ -274,6 +310,8 @@ def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngin
             renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
             checkpoint["module"] = {renamed[name]: value for name, value in held.items()}
             _check_model(engine, checkpoint, strict=strict)
+            # The same once more, by the names of the checkpoint and of what was frozen when it was saved.
+            checkpoint[FROZEN_PARAM_FRAGMENTS] = None
     return original(checkpoint, strict, custom_load_fn, **options)
 
 
@@ -293,9 +331,31 @@ def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stri
         if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
             raise LayerwiseError(f"{name} is {tuple(found[name].shape)} in the checkpoint, "
                                  f"{tuple(wanted[name].shape)} in the model")
-    if engine.lr_scheduler is not None and engine._layerwise_wants_scheduler and checkpoint["lr_scheduler"] is None:
+    _check_scheduler(engine, checkpoint)
+
+
+def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
+    if engine.lr_scheduler is not None and engine._layerwise_wants_scheduler and not checkpoint.get("lr_scheduler"):
         raise LayerwiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
                              "with load_lr_scheduler_states=False to start the schedule afresh")
+
+
+def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
+    """Find what is wrong with the model's file of a universal checkpoint, of which the engine loads no weights.
+
+    Raises:
+        LayerwiseError: there is none, or it has no state for the scheduler.
+    """
+    names = engine._get_all_ckpt_names(load_dir, tag)
+    if not names:
+        raise LayerwiseError(f"{Path(load_dir, tag)} holds no mp_rank_00_model_states.pt, which says how many steps "
+                             "were taken; copy it there from the checkpoint that was converted")
+    try:
+        checkpoint = load_safely(Path(names[0]))
+    except LayerwiseError:
+        # A client may have put anything into it; the engine loads it next, and that is the user's decision.
+        return
+    _check_scheduler(engine, checkpoint)
 
 
 def _get_all_ckpt_names(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoints_path: str,
@@ -310,9 +370,8 @@ def _get_all_ckpt_names(original: Callable[..., Any], engine: DeepSpeedEngine, c
 
 WRAPS: dict[str, Callable[..., Any]] = {
     "save_checkpoint": _save_whole,
-    "_save_checkpoint": _raised_alike,
+    "_save_checkpoint": _save_model_file,
     "_save_zero_checkpoint": _raised_alike,
-    "_common_checkpoint_state": _common_checkpoint_state,
     "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
     "destroy": _destroy,
     "load_checkpoint": _load_checked,

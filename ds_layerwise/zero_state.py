@@ -133,7 +133,8 @@ class StatefulOptimizer(EngineOptimizer):
                 opened = UniversalCheckpoint(folder)
             else:
                 opened = RegularCheckpoint(folder, rank=self.rank)
-            saved = Renamed(opened, self.config.rename)
+            # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
+            saved = Renamed(opened, self.config.rename, use_all=universal)
             check_shapes({spec.name: spec.shape for spec in self.specs}, saved.header.shapes)
             groups = saved.header.param_groups
             if states and groups is not None and len(groups) != len(self.param_groups):
@@ -143,9 +144,15 @@ class StatefulOptimizer(EngineOptimizer):
                              on_missing_state=self.config.on_missing_state,
                              on_optimizer_change=self.config.on_optimizer_change)
             others = self._others(saved, folder, strict=strict) if universal else {}
-            self._prepared = PreparedLoad(
+            prepared = PreparedLoad(
                 folder, saved.header, plan, states, masters, universal, others,
                 self._accumulated_in(opened) if states and isinstance(opened, RegularCheckpoint) else None)
+        # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
+        which = [f"step {saved.header.step}"]
+        if isinstance(opened, RegularCheckpoint):
+            which += [f"files of {opened.world_size} ranks", f"layout {opened.ours['layout_digest']}"]
+        comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.dp_process_group)
+        self._prepared = prepared
 
     def _others(self, saved: Renamed, folder: Path, *, strict: bool) -> dict[str, Tensor]:
         """Frozen parameters and buffers, and parameters that are missing in a universal checkpoint."""
@@ -154,10 +161,14 @@ class StatefulOptimizer(EngineOptimizer):
             raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                                  f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
                                  "weights")
-        params = {id(param) for name, param in self._module.named_parameters() if name in trained}
+        if strict and (unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys())):
+            raise LayerwiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
+                                 f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
+                                 "layerwise.rename, or load what fits with load_module_strict=False")
+        restored = {id(param) for name, param in self._module.named_parameters() if name in trained}
         others = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            if id(value) in params or not isinstance(value, Tensor):
+            if id(value) in restored or not isinstance(value, Tensor):
                 continue
             if name in saved.header.shapes:
                 numel = value.numel()
@@ -165,23 +176,26 @@ class StatefulOptimizer(EngineOptimizer):
                 if found.numel() != numel:
                     raise LayerwiseError(f"{name} has {found.numel()} elements in the checkpoint, {numel} in the model")
                 others[name] = found
+                # Its other names, if it is tied, stand for it.
+                restored.add(id(value))
             elif strict:
                 raise LayerwiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
                                      "trained, cannot be restored; with load_module_strict=False it keeps its value")
         return others
 
     def _accumulated_in(self, saved: RegularCheckpoint) -> Accumulated | None:
-        mine = range(self.rank, saved.world_size, self.world_size)
-        found = [entry for rank in mine if (entry := saved.accumulated(rank)) is not None]
-        first = found[0] if found else saved.accumulated(0)
+        first = saved.ours["accumulated"]
         if first is None:
             return None
-        gas = self._engine().gradient_accumulation_steps()
+        found = [entry for rank in range(self.rank, saved.world_size, self.world_size)
+                 if (entry := saved.accumulated(rank)) is not None]
+        engine = self._engine()
+        gas = engine.gradient_accumulation_steps()
         if first["of"] != gas:
             raise LayerwiseError(f"the checkpoint was saved after {first['micro_batches']} of {first['of']} "
                                  f"micro-batches of a step, and this run accumulates {gas}; resume with "
                                  f"gradient_accumulation_steps {first['of']}")
-        scale = self.world_size / saved.world_size if self.settings.divide_by != 1 else 1.0
+        scale = self.world_size / saved.world_size if engine.gradient_average else 1.0
         renamed = new_names(saved.header.shapes, self.config.rename)
         trained = {spec.name for spec in self.specs}
         return Accumulated(first["micro_batches"], [

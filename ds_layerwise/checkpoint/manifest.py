@@ -84,7 +84,7 @@ class Manifest:
             if _digest(files) != written:
                 raise ValueError("its own digest does not match")
             return cls({name: tuple(_placed(ranges)) for name, ranges in files.items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as e:
             raise LayerwiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
     def check(self, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
@@ -168,7 +168,7 @@ def _crc32(file: BinaryIO, start: int, size: int) -> int:
 
 
 def _check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
-    if not path.exists():
+    if not path.is_file():
         raise LayerwiseError(f"{path} is missing; restore it, or load another checkpoint")
     if path.stat().st_size != size:
         raise LayerwiseError(f"{path} has {path.stat().st_size} bytes, {size} were saved; restore it, or load another "

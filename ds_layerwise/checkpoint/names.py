@@ -40,11 +40,11 @@ def new_names(names: Iterable[str], rename: Mapping[str, str], *, use_all: bool 
 
 
 class Renamed:
-    """``saved`` under new names; see :class:`.record.Saved`."""
+    """``saved`` under new names; see :class:`.record.Saved`. ``use_all`` as in :func:`new_names`."""
 
-    def __init__(self, saved: Saved, rename: Mapping[str, str]) -> None:
+    def __init__(self, saved: Saved, rename: Mapping[str, str], *, use_all: bool = False) -> None:
         header = saved.header
-        renamed = new_names(header.shapes, rename)
+        renamed = new_names(header.shapes, rename, use_all=use_all)
         self._saved, self._old = saved, {new: old for old, new in renamed.items()}
         self.header: Header = replace(
             header, shapes={renamed[name]: shape for name, shape in header.shapes.items()},

@@ -13,7 +13,8 @@ Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, GROUP_PADDINGS, LOSS_SCALER, OPTIMIZER_STATE_DICT,
                                             PARAM_SLICE_MAPPINGS, PARTITION_COUNT, SINGLE_PARTITION_OF_FP32_GROUPS)
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
@@ -33,6 +35,11 @@ from ds_layerwise.layout import Layout
 #: Our own key beside DeepSpeed's, and the version of what is under it.
 KEY = "layerwise"
 FORMAT = 2
+
+#: What reading a dict leads to that is not what it should be.
+_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError)
+
+_ENDING = "mp_rank_00_optim_states.pt"
 
 #: The states that DeepSpeed's converter carries along.
 CONVERTED = ("exp_avg", "exp_avg_sq", "step")
@@ -136,22 +143,24 @@ def alone(tensor: Tensor) -> Tensor:
 class RegularCheckpoint:
     """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
 
-    Files are opened when something in them is asked for. ``rank`` says whose file to look into first.
+    Files are opened when something in them is asked for. ``rank`` says whose file to look into first: where every
+    node has its own disk, and the layout is the same, it is the only one that this rank needs.
 
     Raises:
         LayerwiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
     """
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        self._first = _file_of_rank_0(folder)
-        path = self.path(rank)
-        self._dicts = {rank if path.exists() else 0: read(path if path.exists() else self._first)}
-        opened, state_dict = next(iter(self._dicts.items()))
-        self.ours = ours_of(state_dict, self.path(opened))
-        self._check(opened)
-        self.header = header_of(state_dict)
-        self.world_size: int = self.ours["world_size"]
-        self.layout = Layout.from_json(self.ours["layout"])
+        self._folder, self._prefix = folder, _prefix(folder)
+        opened = rank if self.path(rank).exists() else 0
+        state_dict = read(self.path(opened))
+        self._dicts = {opened: state_dict}
+        with naming(self.path(opened)):
+            self.ours = ours_of(state_dict, self.path(opened))
+            self._check(opened)
+            self.header = header_of(state_dict)
+            self.world_size: int = self.ours["world_size"]
+            self.layout = Layout.from_json(self.ours["layout"])
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         for holder in range(self.world_size):
             for piece in self.layout.pieces(holder):
@@ -160,13 +169,14 @@ class RegularCheckpoint:
 
     def path(self, rank: int) -> Path:
         """The file that ``rank`` saved."""
-        return self._first.with_name(self._first.name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))
+        return self._folder / f"{self._prefix}zero_pp_rank_{rank}_{_ENDING}"
 
     def state_dict(self, rank: int) -> dict[str, Any]:
         """The ``optimizer_state_dict`` that ``rank`` saved, tensors mapped from its file."""
         if rank not in self._dicts:
             self._dicts[rank] = read(self.path(rank))
-            self._check(rank)
+            with naming(self.path(rank)):
+                self._check(rank)
         return self._dicts[rank]
 
     def _check(self, rank: int) -> None:
@@ -191,7 +201,12 @@ class RegularCheckpoint:
         Raises:
             LayerwiseError: nothing, or another part of it than the layout says.
         """
-        state_dict, index = self.state_dict(rank), self._index(name)
+        state_dict = self.state_dict(rank)
+        with naming(self.path(rank)):
+            return self._piece(rank, state_dict, name)
+
+    def _piece(self, rank: int, state_dict: Mapping[str, Any], name: str) -> PieceRecord:
+        index = self._index(name)
         fragment = state_dict[PARAM_SLICE_MAPPINGS][index].get(name)
         holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
         param_start = state_dict[KEY]["param_starts"].get(name)
@@ -214,17 +229,34 @@ class RegularCheckpoint:
     def accumulated(self, rank: int) -> Mapping[str, Any] | None:
         """What ``rank`` had accumulated of a step that was not over: ``{"micro_batches": how many, "of": how many
         make a step, "gradients": {name: 1-D tensor}}``, or None."""
-        found: Mapping[str, Any] | None = self.state_dict(rank)[KEY]["accumulated"]
-        return found
+        state_dict = self.state_dict(rank)
+        with naming(self.path(rank)):
+            found: Mapping[str, Any] | None = state_dict[KEY]["accumulated"]
+            return found
 
 
-def _file_of_rank_0(folder: Path) -> Path:
-    files = sorted(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
-    if len(files) != 1:
-        raise LayerwiseError(f"{folder} has {len(files) or 'no'} files named *zero_pp_rank_0_mp_rank_00_optim_states.pt"
+def _prefix(folder: Path) -> str:
+    """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
+    found = {path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*_{_ENDING}")}
+    if len(found) != 1:
+        raise LayerwiseError(f"{folder} has {'two kinds of' if found else 'no'} files named *zero_pp_rank_*_{_ENDING}"
                              ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
                              "load_optimizer_states=False)")
-    return files[0]
+    return found.pop()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` where its content is of another kind than what this package writes.
+
+    Raises:
+        LayerwiseError: instead of what that led to.
+    """
+    try:
+        yield
+    except _MALFORMED as e:
+        raise LayerwiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
+                             "checkpoint") from e
 
 
 def load_safely(path: Path) -> Any:
@@ -238,10 +270,10 @@ def load_safely(path: Path) -> Any:
     if not path.exists():
         raise LayerwiseError(f"{path} is missing; the checkpoint is not whole")
     try:
-        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, fragment_address]):
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
             return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError, UnpicklingError) as e:
-        raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).splitlines()[0]}") from e
+    except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
+        raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def begin(folder: Path) -> None:
-    """Make an empty place to write ``folder`` into, and clear away what an earlier save left of it."""
+    """Make an empty place to write ``folder`` into, and put right what an earlier save left of it."""
+    recover(folder)
     shutil.rmtree(staged(folder), ignore_errors=True)
     staged(folder).mkdir(parents=True)
 

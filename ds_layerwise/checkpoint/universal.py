@@ -20,8 +20,9 @@ from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, CAT_DIM, OPTIM
                                             PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
 from torch import Tensor
 
+from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
-from ds_layerwise.checkpoint.regular import KEY, RegularCheckpoint, header_of, load_safely, ours_of, travels_as
+from ds_layerwise.checkpoint.regular import KEY, RegularCheckpoint, header_of, load_safely, naming, ours_of, travels_as
 from ds_layerwise.errors import LayerwiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.
@@ -55,8 +56,12 @@ class UniversalCheckpoint:
         self._values: dict[Path, Tensor] = {}
         shapes = {name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()}
         if KEY in state_dict:
-            ours_of(state_dict, state_path)
-            ours = header_of(state_dict)
+            with naming(state_path):
+                listed = ours_of(state_dict, state_path).get("listed")
+                ours = header_of(state_dict)
+            if listed and not (folder / FILE_NAME).exists():
+                raise LayerwiseError(f"{folder / FILE_NAME} is missing: the save was never finished, or files were "
+                                     "lost since; load another checkpoint")
             if missing := ours.shapes.keys() - shapes.keys():
                 raise LayerwiseError(f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole")
             self.header = Header(step=ours.step, shapes={**shapes, **ours.shapes}, rules=ours.rules,
@@ -107,7 +112,11 @@ class UniversalCheckpoint:
         carried = travels_as(self.header.rules[name].state_keys).get(key, key)
         if carried == "step" and not (folder / "step.pt").exists():
             return torch.tensor(float(self.header.step))
-        return self._read(folder / f"{carried}.pt")
+        path = folder / f"{carried}.pt"
+        if not path.exists():
+            raise LayerwiseError(f"{path} is missing; if DeepSpeed's converter wrote this folder, it left out what it "
+                                 "does not know: convert with `ds-layerwise to-universal`, which leaves out nothing")
+        return self._read(path)
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`: one piece, the whole parameter."""
@@ -173,7 +182,7 @@ def write_common(state_dict: Mapping[str, Any], folder: Path, model_file: Path,
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "accumulated": None}
+    common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "accumulated": None, "listed": True}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     written = ["zero/optimizer_state.pt", model_file.name]
     try:
@@ -182,7 +191,9 @@ def write_common(state_dict: Mapping[str, Any], folder: Path, model_file: Path,
         shutil.copy2(model_file, folder / model_file.name)
     for name, value in others.items():
         (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
-        torch.save({PARAM: value.detach().float().clone()}, folder / "zero" / name / "fp32.pt")
+        # float32 has every number of the shorter floating-point types, and not all of int64 or float64.
+        exact = value.float() if value.is_floating_point() and value.element_size() < 4 else value
+        torch.save({PARAM: exact.detach().clone()}, folder / "zero" / name / "fp32.pt")
         written.append(f"zero/{name}/fp32.pt")
     return written
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
 
 import deepspeed.comm as dist
 import pytest
@@ -13,53 +14,145 @@ import ds_layerwise
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.errors import LayerwiseError
-from tests.checkpoints import assert_equal_states, masters, on_rank_0, states, whole_states
+from tests.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.harness import DistributedTest
-from tests.models import tiny_gpt, token_loss
-from tests.training import Net, allow_fp16, ds_config, start, train_engine, weights
+from tests.training import Net, allow_fp16, ds_config, reduced_gradients, start, train_engine, weights
+
+
+def micro_batches(engine, first, last, *, gas):
+    """Run micro-batches ``first`` to ``last`` of the whole run; returns their losses."""
+    losses = []
+    for step, micro in (divmod(i, gas) for i in range(first, last)):
+        loss = engine((step, micro, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return torch.stack(losses)
 
 
 class TestResume(DistributedTest):
     world_size = [1, 2, 3]
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-    @pytest.mark.parametrize("overlap_gather", [False, True])
-    def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(self, precision, overlap_gather, tmp_path):
+    @pytest.mark.parametrize("gas, more", [(1, 0), (4, 0), (4, 2)])
+    def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(self, precision, gas, more, tmp_path):
         allow_fp16()
         sections = {} if precision == "fp32" else {precision: {"enabled": True}}
         if precision == "fp16":
             sections["fp16"]["initial_scale_power"] = 4
-        config = ds_config(gas=2, clip=5.0, layerwise={"overlap_param_gather": overlap_gather}, scheduler={
-            "type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}}, **sections)
+        config = ds_config(gas=gas, clip=5.0, layerwise={"overlap_param_gather": gas == 4}, scheduler={
+            "type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 15}}, **sections)
+        saved_at, end = 10 * gas + more, 20 * gas
         engine = start(Net(odd=True), config)
-        train_engine(engine, 3, gas=2)
-        engine.save_checkpoint(tmp_path, client_state={"note": "kept"})
-        train_engine(engine, 3, gas=2, first=3)
+        micro_batches(engine, 0, saved_at, gas=gas)
+        engine.save_checkpoint(tmp_path)
+        expected = micro_batches(engine, saved_at, end, gas=gas)
 
         resumed = start(Net(odd=True), config)
-        train_engine(resumed, 1, gas=2, first=40)
-        _, client_state = resumed.load_checkpoint(tmp_path)
-        assert client_state["note"] == "kept" and resumed.global_steps == 3
-        assert resumed.optimizer.step_count == 3
-        train_engine(resumed, 3, gas=2, first=3)
-        engine.optimizer.wait_for_params()
-        resumed.optimizer.wait_for_params()
+        micro_batches(resumed, 400, 400 + gas + more // 2, gas=gas)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.global_steps == resumed.optimizer.step_count == 10
+        assert torch.equal(micro_batches(resumed, saved_at, end, gas=gas), expected)
+        for each in (engine, resumed):
+            each.optimizer.wait_for_params()
         assert torch.equal(weights(resumed.module), weights(engine.module))
         assert_equal_states(states(resumed), states(engine))
-        assert resumed.get_lr() == engine.get_lr()
+        assert resumed.get_lr() == engine.get_lr() and resumed.global_steps == engine.global_steps == 20
+
+
+class TestInsideAStep(DistributedTest):
+    """Gradients of a step that is not over are part of the state."""
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_1_save(self, class_tmpdir, precision):
+        engine = start(Net(odd=True), self.config(precision))
+        micro_batches(engine, 0, 6, gas=4)
+        folder = class_tmpdir / f"{precision} {dist.get_world_size()}"
+        engine.save_checkpoint(folder)
+        engine.optimizer._grad_sync.finish()
+        whole = self.whole_gradients(engine)
+        on_rank_0(lambda: torch.save(whole, folder / "expected.pt"))
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_2_resume(self, class_tmpdir, precision):
+        """The average over all ranks of what has accumulated is what it was, on any number of ranks."""
+        engine = start(Net(odd=True), self.config(precision, bucket_numel=10**6))
+        for saved_by in (1, 2, 3, 4):
+            folder = class_tmpdir / f"{precision} {saved_by}"
+            micro_batches(engine, 80, 83, gas=4)
+            engine.load_checkpoint(folder)
+            assert engine.micro_steps % 4 == 2 and engine.global_steps == 1
+            assert not engine.is_gradient_accumulation_boundary()
+            engine.optimizer._grad_sync.finish()
+            expected = torch.load(folder / "expected.pt")
+            for name, value in self.whole_gradients(engine).items():
+                atol = 1e-5 if precision == "fp32" else 0.25
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=atol if saved_by % 2 else 1e-6)
+            engine.optimizer.zero_grad()
+
+    @pytest.mark.world_size(2)
+    def test_3_another_number_of_micro_batches_is_refused(self, class_tmpdir):
+        engine = start(Net(odd=True), ds_config(gas=2))
+        with pytest.raises(LayerwiseError, match="saved after 2 of 4 micro-batches of a step, and this run accumulat"):
+            engine.load_checkpoint(class_tmpdir / "fp32 1")
+
+    def test_between_backward_and_step_the_step_is_repeated(self, tmp_path):
+        engine, other = start(Net(), ds_config()), start(Net(), ds_config())
+        train_engine(engine, 2)
+        before = states(engine)
+        engine.backward(engine((2, 0, dist.get_rank())))
+        engine.save_checkpoint(tmp_path)
+        engine.step()
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), before)
+        train_engine(other, 1, first=2)
+        assert_equal_states(states(other), states(engine))
+
+    def config(self, precision, **changes):
+        return ds_config(gas=4, **({"bf16": {"enabled": True}} if precision == "bf16" else {}), **changes)
+
+    def whole_gradients(self, engine):
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, reduced_gradients(engine))
+        whole = {}
+        for pieces in everyone:
+            for name, (first, values) in pieces.items():
+                whole.setdefault(name, []).append((first, values))
+        return {name: torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])]) for name, parts in whole.items()}
 
 
 class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
 
-    def test_zero_to_fp32_gives_the_masters(self, tmp_path):
-        engine = start(Net(odd=True), ds_config(bf16={"enabled": True}))
+    @pytest.mark.parametrize("variant", [{}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_zero_to_fp32_gives_the_masters(self, variant, precision, tmp_path):
+        engine = start(Net(**variant), ds_config(**({"bf16": {"enabled": True}} if precision == "bf16" else {})))
         train_engine(engine, 3)
         engine.save_checkpoint(tmp_path)
         expected = masters(engine)
+        script = SourceFileLoader("dropped", str(tmp_path / "zero_to_fp32.py")).load_module()
+        found = script.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+        held = engine.module.state_dict(keep_vars=True)
+        assert found.keys() == held.keys()
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        for name, value in held.items():
+            master = expected.get(names[id(value)], value.detach().float())
+            assert torch.equal(found[name].float(), master.view(value.shape)), name
+
+    def test_stocks_own_result_lacks_frozen_parameters(self, tmp_path):
+        """What the script makes of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
+        module = Net(frozen=True)
+        config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
+        del config["layerwise"]
+        stock, *_ = ds_layerwise.initialize(model=module, config=config, model_parameters=[
+            p for p in module.parameters() if p.requires_grad])
+        train_engine(stock, 1)
+        stock.save_checkpoint(tmp_path)
         found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
+        assert module.state_dict().keys() - found.keys() == {"tall.weight", "norm.bias"}
 
     def test_the_converter_finds_every_state(self, tmp_path):
         engine = start(Net(), ds_config(bf16={"enabled": True}))
@@ -83,70 +176,6 @@ class TestDeepSpeedsTools(DistributedTest):
             found = torch.load(tmp_path / "universal" / "zero" / name / f"{travels_as}.pt", weights_only=False)["param"]
             piece = next(p for pieces in engine.optimizer._owned.pieces for p in pieces if p.name == name)
             assert torch.equal(found.flatten()[piece.param_start:piece.param_start + piece.numel], value.flatten())
-
-
-#: What each side of a resume is laid out by; the world size is the index plus one.
-LAYOUTS = [("balanced", 600), ("lpt", 10**9), ("size_matching", 600), ("balanced", 1)]
-
-
-class WithLoss(torch.nn.Module):
-    """A language model whose mean loss and gradient do not depend on how twelve sequences are dealt to ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = tiny_gpt(tied=True)
-
-    def forward(self, step):
-        g = torch.Generator().manual_seed(step)
-        mine = torch.randint(0, 24, (12, 9), generator=g).chunk(dist.get_world_size())[dist.get_rank()]
-        return token_loss(self.inner, mine)
-
-
-class TestAnotherWorldSize(DistributedTest):
-    def engine(self, **changes):
-        layout, bucket_numel = LAYOUTS[dist.get_world_size() - 1]
-        return start(WithLoss(), ds_config(clip=1.0, bucket_numel=bucket_numel, layerwise={"layout": layout},
-                                           params={"eps": 1e-8}, **changes))
-
-    def train(self, engine, first, last):
-        losses = []
-        for step in range(first, last):
-            loss = engine(step)
-            losses.append(loss.detach().clone())
-            engine.backward(loss)
-            engine.step()
-        mean = torch.stack(losses)
-        dist.all_reduce(mean)
-        return mean / dist.get_world_size()
-
-    @pytest.mark.world_size([1, 2, 3, 4])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_1_save(self, class_tmpdir, precision):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine = self.engine(**sections)
-        self.train(engine, 0, 5)
-        folder = class_tmpdir / f"{precision} {dist.get_world_size()}"
-        engine.save_checkpoint(folder)
-        states = whole_states(engine)
-        losses = self.train(engine, 5, 10)
-        if dist.get_rank() == 0:
-            torch.save((states, losses), folder / "expected.pt")
-
-    @pytest.mark.world_size([1, 2, 3, 4])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_2_resume(self, class_tmpdir, precision):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        for saved_by in (1, 2, 3, 4):
-            folder = class_tmpdir / f"{precision} {saved_by}"
-            states, losses = torch.load(folder / "expected.pt")
-            engine = self.engine(**sections)
-            self.train(engine, 20, 21)
-            engine.load_checkpoint(folder)
-            assert engine.optimizer.step_count == 5 and engine.global_steps == 5
-            assert_equal_states(whole_states(engine), states, saved_by)
-            torch.testing.assert_close(self.train(engine, 5, 10), losses, rtol=0,
-                                       atol=1e-6 if precision == "fp32" else 1e-2)
-            engine.destroy()
 
 
 class TestRefusedLoads(DistributedTest):
@@ -238,6 +267,29 @@ class TestWhatIsLoaded(DistributedTest):
             train_engine(engine, 1, first=step)
             train_engine(resumed, 1, first=step)
         assert engine.optimizer.loss_scale == 16
+
+    @pytest.mark.parametrize("changed", [False, True])
+    def test_a_rank_opens_no_file_that_it_does_not_need(self, changed, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config(bucket_numel=600))
+        engine.save_checkpoint(tmp_path)
+        opened = []
+        read = regular.read
+        monkeypatch.setattr(regular, "read", lambda path: opened.append(path.name) or read(path))
+        start(Net(), ds_config(bucket_numel=10**9 if changed else 600)).load_checkpoint(tmp_path)
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+        assert sorted(opened) == (names if changed else [names[dist.get_rank()]])
+
+    def test_what_is_saved_shares_the_memory_of_what_is_trained(self):
+        """A copy of all masters and states would not fit beside them."""
+        engine = start(Net(), ds_config(bf16={"enabled": True}))
+        train_engine(engine, 1)
+        owned, saved = engine.optimizer._owned, engine.optimizer.state_dict()
+        live = {t.data_ptr() for p in owned.record().pieces for t in (p.master, *p.state.values())}
+        held = [*saved["single_partition_of_fp32_groups"],
+                *(t for state in saved["base_optimizer_state"]["state"].values() for t in state.values())]
+        for tensor in held:
+            assert tensor.data_ptr() in live or tensor.untyped_storage().nbytes() <= 4
+            assert tensor.untyped_storage().nbytes() <= tensor.nbytes
 
     def test_masters_come_from_the_weights_where_the_config_says_so(self, tmp_path):
         config = ds_config(bf16={"enabled": True})

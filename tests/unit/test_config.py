@@ -84,6 +84,16 @@ def test_layerwise_section():
     assert c.layout == "lpt" and c.overrides == (Override(name="*.bias", weight_decay=0.0), )
 
 
+def test_what_to_do_at_a_load():
+    c = LayerwiseConfig.from_section({"on_missing_state": "error", "on_optimizer_change": "keep_shared",
+                                      "save_universal": True, "rename": {"h.*": "layers.*"}})
+    assert (c.on_missing_state, c.on_optimizer_change, c.save_universal) == ("error", "keep_shared", True)
+    assert c.rename == {"h.*": "layers.*"}
+    default = LayerwiseConfig()
+    assert (default.on_missing_state, default.on_optimizer_change, default.save_universal, default.rename) == (
+        "fresh", "error", False, {})
+
+
 @pytest.mark.parametrize("section, message", [
     ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
     ({"layout": "best"}, "layerwise.layout must be one of"),
@@ -95,6 +105,12 @@ def test_layerwise_section():
     ({"overrides": [{"name": "*", "wieght_decay": 0.0}]}, "did you mean 'weight_decay'"),
     ({"overrides": [{"name": "*", "optimizer": "adam"}]}, "optimizer must be one of 'matrix', 'scalar'"),
     ("balanced", "layerwise must be an object"),
+    ({"save_universal": 1}, "layerwise.save_universal must be true or false, got 1"),
+    ({"on_missing_state": "zero"}, "layerwise.on_missing_state must be one of 'fresh', 'error', got 'zero'"),
+    ({"on_optimizer_change": True}, "on_optimizer_change must be one of 'error', 'reset', 'keep_shared', got True"),
+    ({"rename": ["a"]}, "layerwise.rename must be an object of names in checkpoints to names in the model"),
+    ({"rename": {"a": 1}}, "layerwise.rename must map names to names, got 'a': 1"),
+    ({"rename": {"h.*.*": "layers.*"}}, r"layerwise.rename\['h.\*.\*'\] has 2 times '\*', its new name 'layers.\*' 1"),
 ])
 def test_a_bad_layerwise_section_names_the_key(section, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,13 +1,13 @@
-"""Pieces of any layout to pieces of any other: every element from exactly where it was."""
+"""Pieces of any layout to pieces of any other: every element from exactly where it was, and what else may happen."""
 
-import dataclasses
 import random
 
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
-from ds_layerwise.checkpoint.reshard import plan_copies
+from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.layout import ParamSpec
 from ds_layerwise.planner import plan_layout
@@ -16,33 +16,61 @@ SPECS = [ParamSpec("embed", (50, 7), "float32", False), ParamSpec("a", (12, 20),
          ParamSpec("bias", (33,), "float32", False), ParamSpec("b", (9, 9), "bfloat16", True, 5),
          ParamSpec("c", (30, 4), "bfloat16", True, 7), ParamSpec("scale", (), "float32", False)]
 
-
-def whole(spec, key):
-    g = torch.Generator().manual_seed(hash_of(spec.name, key))
-    return torch.randn(spec.numel, generator=g)
-
-
-def hash_of(*words):
-    return sum(ord(c) * 31**i for i, c in enumerate("/".join(words))) % 2**31
+SOAP = RuleRecord("soap", ("exp_avg", "left", "step"), "exp_avg")
+MUON = RuleRecord("muon", ("momentum_buffer",), "momentum_buffer")
+LION = RuleRecord("lion", ("exp_avg",), "exp_avg")
+SGD = RuleRecord("sgd", ("momentum_buffer",), None)
+PLAIN = RuleRecord("plain", (), None)
 
 
-def records(world_size, policy, bucket_numel, *, filled=True):
+def whole(name, key, numel):
+    g = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(f"{name}/{key}")) % 2**31)
+    return torch.randn(numel, generator=g)
+
+
+def state_of(name, rule, cut, numel, filled):
+    """What a rule keeps of the elements ``cut`` of a parameter; zeros unless ``filled``."""
+    state = {}
+    for key in rule.state_keys:
+        value = torch.tensor(7.0) if key == "step" else whole(name, key, 9).view(3, 3) if key == "left" else \
+            whole(name, key, numel)[cut].clone()
+        state[key] = value if filled else torch.zeros_like(value)
+    return state
+
+
+def records(world_size, policy, bucket_numel, *, rule=SOAP, filled=True):
     """What every rank holds; zeros unless ``filled``."""
     layout = plan_layout(SPECS, world_size, bucket_numel=bucket_numel, policy=policy)
     specs = {spec.name: spec for spec in SPECS}
     found = []
     for rank in range(world_size):
         pieces = []
-        for bucket in layout.buckets:
-            for piece in bucket.pieces(rank):
-                cut = slice(piece.param_start, piece.param_start + piece.numel)
-                tensors = {key: whole(specs[piece.name], key)[cut].clone() if filled else torch.zeros(piece.numel)
-                           for key in ("fp32", "exp_avg")}
-                step = torch.tensor(7.0 if filled else 0.0)
-                pieces.append(PieceRecord(piece.name, bucket.index, piece.param_start, tensors["fp32"],
-                                          {"exp_avg": tensors["exp_avg"], "step": step}))
+        for piece in layout.pieces(rank):
+            cut, numel = slice(piece.param_start, piece.param_start + piece.numel), specs[piece.name].numel
+            master = whole(piece.name, "fp32", numel)[cut].clone() if filled else torch.zeros(piece.numel)
+            pieces.append(PieceRecord(piece.name, piece.param_start, master,
+                                      state_of(piece.name, rule, cut, numel, filled)))
         found.append(ShardRecord(rank, world_size, layout.to_json(), layout.digest(), tuple(pieces)))
     return found
+
+
+class InMemory:
+    """A checkpoint of ``records``, without files."""
+
+    def __init__(self, records, rule=SOAP, *, drop=lambda rank, piece: False, header=None):
+        self.header = header or Header(step=7, shapes={spec.name: spec.shape for spec in SPECS}, param_groups=None,
+                                       rules={spec.name: rule for spec in SPECS}, dtypes=None)
+        self.held = [piece for record in records for piece in record.pieces if not drop(record.rank, piece)]
+
+    def pieces(self, name, start, stop):
+        found = [p for p in self.held
+                 if p.name == name and p.param_start < stop and start < p.param_start + p.master.numel()]
+        return sorted(found, key=lambda p: p.param_start)
+
+
+def plan(own, saved, *, rule=SOAP, masters=True, states=True, missing="error", change="error"):
+    return plan_load(own, saved, {spec.name: rule for spec in SPECS}, masters=masters, states=states,
+                     on_missing_state=missing, on_optimizer_change=change)
 
 
 def random_layout(rng):
@@ -53,43 +81,131 @@ def random_layout(rng):
 @pytest.mark.parametrize("masters, states", [(True, True), (True, False), (False, True)])
 def test_every_element_arrives(seed, masters, states):
     rng = random.Random(seed)
-    saved = records(*random_layout(rng))
-    rng.shuffle(saved)
+    saved = InMemory(records(*random_layout(rng)))
     for own, expected in zip(*[records(*layout, filled=f) for layout in [random_layout(rng)] for f in (False, True)]):
-        for into, out_of in plan_copies(own, saved, masters=masters, states=states):
+        found = plan(own, saved, masters=masters, states=states)
+        assert not found.restarts and not found.masters_from_model and not found.reasons
+        assert all(not piece.master.any() for piece in own.pieces), "planning has written"
+        for into, out_of in found.copies:
             into.copy_(out_of)
         for piece, wanted in zip(own.pieces, expected.pieces, strict=True):
-            zeros = torch.zeros_like(piece.master)
-            assert torch.equal(piece.master, wanted.master if masters else zeros), piece.name
-            assert torch.equal(piece.state["exp_avg"], wanted.state["exp_avg"] if states else zeros), piece.name
-            assert piece.state["step"] == (7 if states else 0)
-
-
-def without(records, drop):
-    return [dataclasses.replace(r, pieces=tuple(p for p in r.pieces if not drop(r, p))) for r in records]
+            assert torch.equal(piece.master, wanted.master * masters), piece.name
+            for key, value in wanted.state.items():
+                assert torch.equal(piece.state[key], value * states), (piece.name, key)
 
 
 def test_what_is_missing_is_named():
     saved, (own,) = records(3, "balanced", 100), records(1, "balanced", 100, filled=False)
-    with pytest.raises(LayerwiseError, match=r"hold \d+ of the 350 elements of embed from 0 on; a file is missing"):
-        plan_copies(own, without(saved, lambda r, p: r.rank == 1 and p.name == "embed"), masters=True, states=True)
-    with pytest.raises(LayerwiseError, match="hold 0 of the 240 elements of a "):
-        plan_copies(own, without(saved, lambda r, p: p.name == "a"), masters=True, states=True)
+    with pytest.raises(LayerwiseError, match=r"hold \d+ of the 350 elements of the weights of embed from 0 on"):
+        plan(own, InMemory(saved, drop=lambda rank, piece: rank == 1 and piece.name == "embed"))
+    with pytest.raises(LayerwiseError, match="hold 0 of the 240 elements of the weights of a "):
+        plan(own, InMemory(saved, drop=lambda rank, piece: piece.name == "a"))
+    twice = InMemory(saved + saved[:1])
+    with pytest.raises(LayerwiseError, match=r"hold \d+ of the \d+ elements"):
+        plan(own, twice)
+    for piece in saved[0].pieces:
+        piece.state.pop("exp_avg")
+    with pytest.raises(LayerwiseError, match="the checkpoint lacks exp_avg of "):
+        plan(own, InMemory(saved))
 
 
-def test_other_parameters_are_named():
-    (own,) = records(1, "balanced", 100, filled=False)
-    layout = plan_layout(SPECS[1:], 1, bucket_numel=100)
-    fewer = dataclasses.replace(own, layout_json=layout.to_json())
-    with pytest.raises(LayerwiseError, match="embed is not in the checkpoint, which has 5 parameters"):
-        plan_copies(own, [fewer], masters=True, states=True)
-    wider = [ParamSpec("embed", (51, 7), "float32", False), *SPECS[1:]]
-    other = dataclasses.replace(own, layout_json=plan_layout(wider, 1, bucket_numel=100).to_json())
-    with pytest.raises(LayerwiseError, match="embed has 357 elements in the checkpoint, 350 in the model"):
-        plan_copies(own, [other], masters=True, states=True)
+def test_another_shape_is_named():
+    check_shapes({"a": (2, 3), "b": (4,)}, {"a": (6,), "c": (1,)})
+    with pytest.raises(LayerwiseError, match=r"a is \(3, 2\) in the checkpoint, \(2, 3\) in the model"):
+        check_shapes({"a": (2, 3)}, {"a": (3, 2)})
+    saved, (own,) = records(1, "balanced", 100), records(1, "balanced", 100, filled=False)
+    for piece in saved[0].pieces:
+        piece.state["left"] = torch.zeros(4, 4)
+    with pytest.raises(LayerwiseError, match=r"left of .* is \(4, 4\) in the checkpoint, \(3, 3\) in this run"):
+        plan(own, InMemory(saved))
 
 
-def test_nothing_is_written_by_planning():
-    (own,) = records(1, "balanced", 100, filled=False)
-    plan_copies(own, records(2, "lpt", 100), masters=True, states=True)
-    assert all(not piece.master.any() for piece in own.pieces)
+class TestStatesThatAreNotThere:
+    def saved(self, *names):
+        """A checkpoint without ``names``, and with the weights alone of ``embed``."""
+        header = Header(step=7, shapes={s.name: s.shape for s in SPECS if s.name not in names}, param_groups=None,
+                        rules={s.name: SOAP for s in SPECS if s.name not in (*names, "embed")}, dtypes=None)
+        return InMemory(records(2, "balanced", 100), header=header)
+
+    def test_they_start_afresh_and_are_named(self):
+        (own,) = records(1, "lpt", 100, filled=False)
+        found = plan(own, self.saved("a"), missing="fresh")
+        keys = ("exp_avg", "left", "step")
+        assert found.restarts == {"a": keys, "embed": keys} and found.masters_from_model == ["a"]
+        assert found.reasons == dict.fromkeys(("a", "embed"), "no state in the checkpoint")
+        pieces = {piece.name: piece for piece in own.pieces}
+        into = {id(pair[0].untyped_storage()): pair for pair in found.copies}
+        assert id(pieces["embed"].master.untyped_storage()) in into
+        assert id(pieces["a"].master.untyped_storage()) not in into
+
+    def test_or_are_refused(self):
+        (own,) = records(1, "lpt", 100, filled=False)
+        with pytest.raises(LayerwiseError, match="holds no state of (a|embed).*on_missing_state to 'fresh'"):
+            plan(own, self.saved("a"), missing="error")
+
+    def test_an_optimizer_without_states_misses_none(self):
+        (own,) = records(1, "lpt", 100, rule=PLAIN, filled=False)
+        found = plan(own, self.saved(), rule=PLAIN, missing="error")
+        assert not found.restarts and not found.reasons
+
+
+class TestAnotherOptimizer:
+    def plan(self, old, new, change):
+        (own,) = records(1, "lpt", 100, rule=new, filled=False)
+        found = plan(own, InMemory(records(2, "balanced", 100, rule=old), old), rule=new, change=change)
+        for into, out_of in found.copies:
+            into.copy_(out_of)
+        return found, own
+
+    @pytest.mark.parametrize("old, new", [(ADAM, MUON), (SGD, MUON), (LION, ADAM), (PLAIN, LION)])
+    def test_is_refused_by_name(self, old, new):
+        with pytest.raises(LayerwiseError, match=f"was updated by {old.family} .*this run updates it by {new.family}"):
+            self.plan(old, new, "error")
+
+    @pytest.mark.parametrize("old, new, kept", [
+        (ADAM, MUON, {"momentum_buffer": "exp_avg"}), (ADAM, LION, {"exp_avg": "exp_avg"}),
+        (LION, MUON, {"momentum_buffer": "exp_avg"}), (MUON, LION, {"exp_avg": "momentum_buffer"}),
+        (SGD, MUON, {}), (MUON, SGD, {}), (MUON, ADAM, {}), (LION, ADAM, {}), (PLAIN, MUON, {}),
+    ])
+    @pytest.mark.parametrize("change", ["reset", "keep_shared"])
+    def test_keeps_an_average_of_the_gradient_and_no_half_of_adams_moments(self, old, new, kept, change):
+        found, own = self.plan(old, new, change)
+        kept = kept if change == "keep_shared" else {}
+        rest = tuple(key for key in new.state_keys if key not in kept)
+        assert found.restarts == ({spec.name: rest for spec in SPECS} if rest else {})
+        assert set(found.reasons) == {spec.name for spec in SPECS}
+        for piece in own.pieces:
+            for key, value in piece.state.items():
+                expected = whole(piece.name, kept[key], value.numel()) if key in kept else torch.zeros_like(value)
+                assert torch.equal(value, expected), (piece.name, key)
+
+    def test_adam_and_adamw_are_one_family(self):
+        found, _ = self.plan(ADAM, ADAM, "error")
+        assert not found.reasons
+
+
+class TestNames:
+    def test_globs_carry_their_text_over(self):
+        rename = {"h.*.attn.*": "layers.*.self.*", "wte.weight": "embed.weight", "h.*": "other.*"}
+        names = ["h.0.attn.q.weight", "h.1.mlp.weight", "wte.weight", "wteXweight", "norm"]
+        assert new_names(names, rename, use_all=True) == {
+            "h.0.attn.q.weight": "layers.0.self.q.weight", "h.1.mlp.weight": "other.1.mlp.weight",
+            "wte.weight": "embed.weight", "wteXweight": "wteXweight", "norm": "norm"}
+
+    def test_a_glob_that_matches_nothing(self):
+        assert new_names(["a"], {"b": "c"}) == {"a": "a"}
+        with pytest.raises(LayerwiseError, match=r"layerwise.rename\['b'\] matches no name in the checkpoint.*a"):
+            new_names(["a"], {"b": "c"}, use_all=True)
+
+    @pytest.mark.parametrize("rename", [{"a": "b"}, {"a": "c", "b": "c"}])
+    def test_two_names_that_become_one(self, rename):
+        with pytest.raises(LayerwiseError, match="gives a and b of the checkpoint one name"):
+            new_names(["a", "b"], rename)
+
+    def test_a_checkpoint_under_new_names(self):
+        saved = Renamed(InMemory(records(2, "balanced", 100)), {"a": "new", "b": "a"})
+        assert saved.header.shapes["new"] == (12, 20) and saved.header.shapes["a"] == (9, 9)
+        assert saved.header.rules.keys() == saved.header.shapes.keys()
+        assert torch.equal(saved.pieces("new", 0, 240)[0].master, whole("a", "fp32", 240))
+        assert torch.equal(saved.pieces("a", 0, 81)[0].master, whole("b", "fp32", 81))
+        assert len(saved.pieces("embed", 0, 350)) == 2

@@ -1,0 +1,190 @@
+"""The list of a checkpoint's files: every byte in one range, every change found, whoever looks."""
+
+import json
+import random
+import zlib
+
+import pytest
+import torch
+
+from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.errors import LayerwiseError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files of torch, with large and small records, in both of its formats, and others."""
+    content = {"large": torch.randn(50_000), "small": torch.randn(3), "views": torch.randn(9, 9).t(),
+               "lp": torch.randn(70_000).bfloat16(), "text": "x" * 100_000, "empty": torch.zeros(0)}
+    folder = tmp_path / "tag"
+    (folder / "zero" / "a.b").mkdir(parents=True)
+    torch.save(content, folder / "zip.pt")
+    torch.save(content, folder / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(content["large"], folder / "zero" / "a.b" / "fp32.pt")
+    (folder / "empty").write_bytes(b"")
+    (folder / "short").write_bytes(b"abc")
+    Manifest.of(folder).write(folder)
+    return folder
+
+
+def test_every_byte_is_in_one_range(folder):
+    manifest = Manifest.read(folder)
+    assert sorted(manifest.files) == ["empty", "old.pt", "short", "zero/a.b/fp32.pt", "zip.pt"]
+    for name, ranges in manifest.files.items():
+        content, start = (folder / name).read_bytes(), 0
+        for r in ranges:
+            assert r.start == start and r.crc32 == zlib.crc32(content[start:start + r.size]), (name, r)
+            start += r.size
+        assert start == len(content)
+    assert len(manifest.files["old.pt"]) == 1
+    # Two records of tensors and the pickle with the text are large; what is between and around them is listed, too.
+    assert len(manifest.files["zip.pt"]) == 2 * 3 + 1
+
+
+def test_checksums_come_from_the_archive_unless_torch_left_them_out(folder, monkeypatch):
+    monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: False)
+    assert [len(r) for r in Manifest.of(folder, ["zip.pt"]).files.values()] == [1]
+    monkeypatch.undo()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.randn(50_000), folder / "zip.pt")
+        Manifest.of(folder).write(folder)
+        Manifest.read(folder).check(folder)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 50])
+def test_all_ranks_together_check_each_range_once(folder, world_size, monkeypatch):
+    manifest, checked = Manifest.read(folder), []
+    monkeypatch.setattr("ds_layerwise.checkpoint.manifest._check_file",
+                        lambda path, size, ranges: checked.extend((path.relative_to(folder).as_posix(), r.start, r.size)
+                                                                  for r in ranges))
+    for rank in range(world_size):
+        manifest.check(folder, rank=rank, world_size=world_size)
+    assert sorted(checked) == sorted((name, r.start, r.size) for name, rs in manifest.files.items() for r in rs)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
+    rng = random.Random(seed)
+    name = rng.choice(["zip.pt", "old.pt", "short", "zero/a.b/fp32.pt"])
+    content = bytearray((folder / name).read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    (folder / name).write_bytes(content)
+    found = 0
+    for rank in range(3):
+        try:
+            Manifest.read(folder).check(folder, rank=rank, world_size=3)
+        except LayerwiseError as e:
+            assert name in str(e) and "damaged or of another save" in str(e)
+            found += 1
+    assert found == 1
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda path: path.unlink(), "zip.pt is missing"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"zip.pt has \d+ bytes, \d+ were saved"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"zip.pt has \d+ bytes, \d+ were saved"),
+    (lambda path: path.write_bytes(b""), r"zip.pt has 0 bytes, \d+ were saved"),
+    (lambda path: (path.parent / "empty").unlink(), "empty is missing"),
+    (lambda path: (path.parent / "empty").write_text("x"), "empty has 1 bytes, 0 were saved"),
+])
+def test_what_is_wrong_is_named(folder, change, message):
+    change(folder / "zip.pt")
+    with pytest.raises(LayerwiseError, match=message):
+        Manifest.read(folder).check(folder)
+
+
+def edited(folder, edit):
+    content = json.loads((folder / FILE_NAME).read_text())
+    edit(content)
+    (folder / FILE_NAME).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda f: (f / FILE_NAME).unlink(), "is missing: the save was never finished"),
+    (lambda f: (f / FILE_NAME).write_text("{"), "is damaged"),
+    (lambda f: (f / FILE_NAME).write_bytes(b"\xff\xfe"), "is damaged"),
+    (lambda f: (f / FILE_NAME).write_text("[]"), "is damaged"),
+    (lambda f: edited(f, lambda c: c["files"].pop("zip.pt")), "is damaged: its own digest does not match"),
+    (lambda f: edited(f, lambda c: c["files"]["zip.pt"][0].__setitem__(1, 0)), "is damaged: its own digest"),
+    (lambda f: edited(f, lambda c: c.update(format=2)), "has format 2, and this version of ds_layerwise reads 1; upgra"),
+])
+def test_a_list_that_cannot_be_trusted(folder, damage, message):
+    damage(folder)
+    with pytest.raises(LayerwiseError, match=f"{FILE_NAME} {message}"):
+        Manifest.read(folder)
+
+
+def test_some_files_and_the_union(folder):
+    whole = Manifest.read(folder)
+    parts = [whole.only(["zip.pt", "not there"]), whole.only(["short"])]
+    assert list(parts[0].files) == ["zip.pt"]
+    assert Manifest.merged(parts).files == {name: whole.files[name] for name in ("zip.pt", "short")}
+    (folder / "zip.pt").unlink()
+    whole.only(["short"]).check(folder)
+
+
+class TestStaging:
+    def write(self, folder, text):
+        staging.begin(folder)
+        (staging.staged(folder) / "file").write_text(text)
+
+    def commit(self, folder):
+        staging.commit(folder, Manifest.of(staging.staged(folder)))
+
+    @pytest.mark.parametrize("exchange", [True, False])
+    def test_the_new_takes_the_place_of_the_old(self, exchange, tmp_path, monkeypatch):
+        if not exchange:
+            monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+        folder = tmp_path / "tag"
+        for text in ("first", "second", "third"):
+            self.write(folder, text)
+            (staging.staged(folder) / text).write_text("")
+            self.commit(folder)
+            assert (folder / "file").read_text() == text
+            assert sorted(p.name for p in folder.iterdir()) == sorted(["file", text, FILE_NAME])
+            Manifest.read(folder).check(folder)
+        assert [p.name for p in tmp_path.iterdir()] == ["tag"]
+
+    def test_this_system_exchanges_at_once(self, tmp_path):
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / name).write_text("")
+        assert staging._exchange(tmp_path / "a", tmp_path / "b")
+        assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
+        assert not staging._exchange(tmp_path / "a", tmp_path / "missing")
+
+    def test_what_an_earlier_save_left_is_cleared_away(self, tmp_path):
+        folder = tmp_path / "tag"
+        self.write(folder, "died")
+        (staging.staged(folder) / "more").write_text("")
+        self.write(folder, "new")
+        self.commit(folder)
+        assert sorted(p.name for p in folder.iterdir()) == sorted(["file", FILE_NAME])
+
+    def test_giving_up_leaves_the_old(self, tmp_path):
+        folder = tmp_path / "tag"
+        self.write(folder, "old")
+        self.commit(folder)
+        self.write(folder, "new")
+        staging.abandon(folder)
+        assert (folder / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["tag"]
+
+    def test_a_death_between_two_renames(self, tmp_path):
+        folder = tmp_path / "tag"
+        self.write(folder, "old")
+        self.commit(folder)
+        folder.rename(tmp_path / "tag.replaced")
+        staging.recover(folder)
+        assert (folder / "file").read_text() == "old"
+        staging.recover(folder)
+        assert [p.name for p in tmp_path.iterdir()] == ["tag"]
+
+    def test_a_pointer(self, tmp_path):
+        for tag in ("a", "b" * 300):
+            staging.point(tmp_path / "latest", tag)
+            assert (tmp_path / "latest").read_text() == tag
+        assert [p.name for p in tmp_path.iterdir()] == ["latest"]
