@@ -5,10 +5,10 @@ Note: what is wrapped, and why there
     aside and the folder is moved into place once every rank has written its part. ``_save_checkpoint`` and
     ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on all ranks, which would wait
     for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs beside the training.
-    ``load_checkpoint`` decides by what a folder holds how to load it, and refuses what must be refused while nothing has been touched; the engine's own
-    ``_load_zero_checkpoint`` refuses every other world size. ``load_module_state_dict`` is where the model's file has
-    been read and nothing of it has been taken over yet. ``_get_all_ckpt_names`` does not know how files of ZeRO-3
-    are called.
+    ``load_checkpoint`` decides by what a folder holds how to load it, and refuses what must be refused while nothing
+    has been touched; the engine's own ``_load_zero_checkpoint`` refuses every other world size.
+    ``load_module_state_dict`` is where the model's file has been read and nothing of it has been taken over yet.
+    ``_get_all_ckpt_names`` does not know how files of ZeRO-3 are called.
 """
 
 from __future__ import annotations
