@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_layerwise import comm
 from ds_layerwise.buffers import FlatBuffer
 from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.folder import ModelFile
 from ds_layerwise.checkpoint.names import Renamed, new_names
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
@@ -143,6 +144,8 @@ class StatefulOptimizer(EngineOptimizer):
             plan = plan_load(self._owned.record(), saved, self._owned.rule_records(), masters=masters, states=states,
                              on_missing_state=self.config.on_missing_state,
                              on_optimizer_change=self.config.on_optimizer_change)
+            if universal and strict:
+                self._check_names(saved, folder)
             others = self._others(saved, folder, strict=strict) if universal else {}
             prepared = PreparedLoad(
                 folder, saved.header, plan, states, masters, universal, others,
@@ -154,34 +157,55 @@ class StatefulOptimizer(EngineOptimizer):
         comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.dp_process_group)
         self._prepared = prepared
 
-    def _others(self, saved: Renamed, folder: Path, *, strict: bool) -> dict[str, Tensor]:
-        """Frozen parameters and buffers, and parameters that are missing in a universal checkpoint."""
-        trained = {spec.name for spec in self.specs}
-        if strict and (missing := trained - saved.header.shapes.keys()):
+    def _check_names(self, saved: Renamed, folder: Path) -> None:
+        """Compare the names in a universal checkpoint with the model's.
+
+        Raises:
+            LayerwiseError: one has what the other lacks.
+        """
+        if missing := {spec.name for spec in self.specs} - saved.header.shapes.keys():
             raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                                  f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
                                  "weights")
-        if strict and (unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys())):
+        if unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys()):
             raise LayerwiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                                  f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                                  "layerwise.rename, or load what fits with load_module_strict=False")
+
+    def _others(self, saved: Renamed, folder: Path, *, strict: bool) -> dict[str, Tensor]:
+        """Frozen parameters and buffers in a universal checkpoint, by name."""
+        trained = {spec.name for spec in self.specs}
         restored = {id(param) for name, param in self._module.named_parameters() if name in trained}
+        exact = self._in_model_file(folder)
         others = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
             if id(value) in restored or not isinstance(value, Tensor):
                 continue
-            if name in saved.header.shapes:
-                numel = value.numel()
-                found = saved.pieces(name, 0, numel)[0].master
-                if found.numel() != numel:
-                    raise LayerwiseError(f"{name} has {found.numel()} elements in the checkpoint, {numel} in the model")
+            if name in exact and exact[name].shape == value.shape:
+                others[name] = exact[name]
+            elif name in saved.header.shapes:
+                found = saved.pieces(name, 0, value.numel())[0].master
+                if found.numel() != value.numel():
+                    raise LayerwiseError(f"{name} has {found.numel()} elements in the checkpoint, {value.numel()} in "
+                                         "the model")
                 others[name] = found
-                # Its other names, if it is tied, stand for it.
-                restored.add(id(value))
             elif strict:
                 raise LayerwiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
                                      "trained, cannot be restored; with load_module_strict=False it keeps its value")
+            # Its other names, if it is tied, stand for it.
+            restored.add(id(value))
         return others
+
+    def _in_model_file(self, folder: Path) -> dict[str, Tensor]:
+        """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to float32, and
+        leaves out those of ZeRO-3."""
+        try:
+            model = ModelFile.read(folder, trust=False)
+        except LayerwiseError:
+            # A client may have put anything into it. The engine loads it next, and that is the user's decision.
+            return {}
+        renamed = new_names(model.module, self.config.rename) if model else {}
+        return {renamed[name]: value for name, value in model.module.items()} if model else {}
 
     def _accumulated_in(self, saved: RegularCheckpoint) -> Accumulated | None:
         first = saved.ours["accumulated"]

@@ -25,6 +25,8 @@ class WithLoss(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = tiny_gpt(tied=True)
+        # More than float32 can count to.
+        self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, step):
         g = torch.Generator().manual_seed(step)

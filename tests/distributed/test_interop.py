@@ -49,6 +49,7 @@ class TestStockIntoOurs(DistributedTest):
         engine = start_stock(stage)
         train_with_loss(engine, 0, 3)
         folder = class_tmpdir / str(stage)
+        engine.module.seen.fill_(2**24 + stage)
         engine.save_checkpoint(folder, tag="saved")
         convert(folder / "saved", folder / "converted", inject=True)
         states = stock_states(engine)
@@ -68,6 +69,7 @@ class TestStockIntoOurs(DistributedTest):
                 engine.load_checkpoint(class_tmpdir / str(stage), tag="converted")
             self.check(engine, expected, policy, printed.getvalue())
             assert (engine.global_steps, engine.optimizer.step_count) == (3, 3)
+            assert engine.module.seen == 2**24 + stage
             for name, value in masters(engine).items():
                 assert torch.equal(engine.module.get_parameter(name), value.bfloat16()), name
             assert_same_on_all_ranks(engine.module)

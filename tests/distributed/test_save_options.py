@@ -164,7 +164,7 @@ class TestLoading(DistributedTest):
         self.saved(tmp_path)
         other = start(Net(odd=True), ds_config(scheduler=WARMUP))
         before = weights(other.module).clone()
-        with pytest.raises(LayerwiseError, match="the checkpoint lacks empty, transposed, unused.bias, unused.weight, w"):
+        with pytest.raises(LayerwiseError, match="the checkpoint lacks empty, transposed, unused.bias, unused.weight"):
             other.load_checkpoint(tmp_path)
         assert torch.equal(weights(other.module), before)
         smaller = start(nn.Sequential(nn.Linear(4, 4)), ds_config(scheduler=WARMUP))

@@ -1,6 +1,6 @@
 """Universal checkpoints: from any world size and layout to any other, and everything that is in them besides states."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import deepspeed.comm as dist
 import pytest
@@ -110,17 +110,19 @@ def everything(**changes):
 class TestWhatComesBack(DistributedTest):
     world_size = [1, 3]
 
-    @pytest.mark.parametrize("form", ["converted", "direct"])
+    @pytest.mark.parametrize("form", ["converted", "direct", "converted, with a client state that may run code"])
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_all_that_is_no_optimizer_state(self, precision, form, tmp_path):
         sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
         engine = everything(**sections)
         train_engine(engine, 3)
-        # What DeepSpeed's converter writes has been through float32.
-        engine.module.fill_buffers(big=2**53 + 1 if form == "direct" else 2**24 - 1)
-        engine.save_checkpoint(tmp_path, tag="saved", client_state={"note": [1, "two"]})
+        # Without the model's file there is what DeepSpeed's converter writes, which has been through float32.
+        runs_code = form.endswith("code")
+        engine.module.fill_buffers(big=2**24 - 1 if runs_code else 2**53 + 1)
+        engine.save_checkpoint(tmp_path, tag="saved", client_state={
+            "note": [1, "two"], "path": PurePosixPath("a") if runs_code else "a"})
         convert(tmp_path / "saved", tmp_path / "converted")
-        folder = "converted" if form == "converted" else "saved_universal"
+        folder = "saved_universal" if form == "direct" else "converted"
 
         other = everything(**sections)
         other.module.spoil()
