@@ -5,7 +5,11 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import json
+import mmap
+import os
+import subprocess
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -179,3 +183,36 @@ def test_every_override_matches_a_parameter_of_the_model():
     overrides = json.loads((ROOT / "ds_configs" / "overrides.json").read_text())["layerwise"]["overrides"]
     for override in overrides:
         assert fnmatch.filter(names, override["name"]), override
+
+
+def test_the_benchmark_of_checkpoints_runs_and_what_it_loads_comes_back():
+    script = ROOT / "examples" / "benchmarks" / "checkpoints.py"
+    done = subprocess.run([sys.executable, str(script), "--small"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = done.stdout[done.stdout.index("0.1 M parameters, fp32"):].splitlines()
+    assert any("ZeRORuntimeException" in line and "DP world size of 3" in line for line in report)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in report if line.startswith("| ")]
+    assert [row[0] for row in cells[1:]] == ["to-universal", "save", "save and fsync", "load", "reshard",
+                                             "load universal"]
+
+
+def test_extra_memory_is_the_peak_over_what_was_there_just_before():
+    measuring = load_example("benchmarks/measuring")
+    samples = {7: [(0.1, 50.0), (0.9, 20.0), (1.2, 25.0), (1.5, 80.0), (1.9, 30.0), (2.5, 99.0)]}
+    assert measuring.extra_mb(samples, measuring.Event("load", "ours", 7, start=1.0, end=2.0, timed=False)) == 60
+    assert measuring.extra_mb(samples, measuring.Event("load", "ours", 8, start=1.0, end=2.0, timed=False)) == 0
+
+
+def test_anonymous_memory_is_what_a_process_writes_not_what_it_maps_and_there_are_its_children(tmp_path):
+    measuring = load_example("benchmarks/measuring")
+    (tmp_path / "file").write_bytes(bytes(1 << 26))
+    before = measuring.anonymous_mb(os.getpid())
+    block = bytearray(os.urandom(1 << 20) * 64)
+    assert 60 < measuring.anonymous_mb(os.getpid()) - before < 75 and len(block) == 1 << 26
+    before = measuring.anonymous_mb(os.getpid())
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert zlib.crc32(mapped) == zlib.crc32(bytes(1 << 26))
+        assert measuring.anonymous_mb(os.getpid()) - before < 5
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in measuring.family(os.getpid())
+        child.communicate(b"\n")

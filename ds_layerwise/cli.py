@@ -1,0 +1,140 @@
+"""``ds-layerwise``: what can be done with a checkpoint without an engine.
+
+Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2 for a refusal, in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ds_layerwise.errors import LayerwiseError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv`` says, by default that of this process; returns the exit code."""
+    options = _parser().parse_args(argv)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
+    try:
+        return commands[options.command](options)
+    except (LayerwiseError, OSError) as e:
+        print(f"ds-layerwise: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ds-layerwise", description="Checkpoints of ds_layerwise, without an engine.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    every = argparse.ArgumentParser(add_help=False)
+    every.add_argument("--workers", type=_positive, metavar="N", default=min(8, len(os.sched_getaffinity(0))),
+                       help="threads that read and write; by default one a core, at most 8 (%(default)s here)")
+    every.add_argument("--trust-client-state", action="store_true",
+                       help="let the model's file run code, which a client state of other than plain values needs")
+    every.add_argument("--quiet", action="store_true", help="no progress bar; there is none without a terminal, either")
+    overwrite = argparse.ArgumentParser(add_help=False)
+    overwrite.add_argument("--overwrite", action="store_true", help="replace an OUT that this command wrote before")
+    checkpoint = "the folder of a checkpoint, or one with a file named latest"
+
+    command = commands.add_parser("to-universal", parents=[every, overwrite],
+                                  help="write a regular checkpoint in DeepSpeed's universal format")
+    command.add_argument("path", metavar="IN", type=Path, help=checkpoint)
+    command.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
+
+    command = commands.add_parser("verify", parents=[every],
+                                  help="check every byte and tensor of a checkpoint, or compare two")
+    command.add_argument("path", metavar="PATH", type=Path, help=f"{checkpoint}, regular or universal")
+    command.add_argument("other", metavar="OTHER", type=Path, nargs="?", help="another one, of any kind and world size")
+    command.add_argument("--weights-only", action="store_true", help="leave the optimizer states out")
+
+    command = commands.add_parser("consolidate", parents=[every, overwrite],
+                                  help="write the float32 weights as safetensors")
+    command.add_argument("path", metavar="PATH", type=Path, help=f"{checkpoint}, regular or universal")
+    command.add_argument("out", metavar="OUT", type=Path,
+                         help="one file if it ends in .safetensors, else a folder as Hugging Face lays it out")
+    command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
+                         help="of everything with a floating point (%(default)s)")
+    command.add_argument("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE",
+                         help="of one file in a folder, such as 500MB or 2GiB (%(default)s)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _num_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
+    return size
+
+
+class _Bars:
+    """Progress bars on stderr, where that is a terminal."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._disable = True if quiet else None
+
+    @contextmanager
+    def __call__(self, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+        with tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=self._disable, leave=False) as bar:
+            yield bar.update
+
+
+# The commands load torch and deepspeed, which takes seconds: help and mistakes in the arguments should not.
+
+
+def _to_universal(options: argparse.Namespace) -> int:
+    from ds_layerwise.checkpoint.convert import to_universal
+    to_universal(options.path, options.out, workers=options.workers, trust=options.trust_client_state,
+                 overwrite=options.overwrite, bars=_Bars(quiet=options.quiet))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ds_layerwise.checkpoint.compare import differences
+    from ds_layerwise.checkpoint.verify import verify
+    bars, states = _Bars(quiet=options.quiet), not options.weights_only
+    reports = []
+    for path in [options.path] + ([options.other] if options.other else []):
+        report = verify(path, states=states, workers=options.workers, trust=options.trust_client_state, bars=bars)
+        print(report.summary)
+        for line in report.warnings:
+            print(f"warning: {line}")
+        for line in report.problems or ["ok"]:
+            print(line)
+        reports.append(report)
+    if any(report.problems for report in reports):
+        return 1
+    opened = [report.contents for report in reports if report.contents is not None]
+    if len(opened) < 2:
+        return 0
+    lines = differences(opened[0], opened[1], states=states, bars=bars)
+    for line in lines or ["equal bit for bit"]:
+        print(line)
+    return 1 if lines else 0
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    from ds_layerwise.checkpoint.consolidate import consolidate
+    consolidate(options.path, options.out, dtype=options.dtype, max_shard_bytes=options.max_shard_size,
+                workers=options.workers, trust=options.trust_client_state, overwrite=options.overwrite,
+                bars=_Bars(quiet=options.quiet))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

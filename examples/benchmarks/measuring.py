@@ -1,0 +1,111 @@
+"""Time of what several ranks do together, and their memory, sampled from outside.
+
+Memory is anonymous memory: what a process allocated, not what files mapped for reading cost. It is ``Pss_Anon`` in
+/proc, so Linux alone; where forks share some, each counts a fair part of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+
+#: By process, when on the monotonic clock, which all processes share, and how many MB.
+Samples = dict[int, list[tuple[float, float]]]
+
+INTERVAL_S = 0.004
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation, as one process saw it: seconds on the monotonic clock, which all processes share."""
+
+    what: str
+    side: str
+    pid: int
+    start: float
+    end: float
+    timed: bool
+
+
+class Clock:
+    """Measures operations that all ranks do together."""
+
+    def __init__(self, watched: Any) -> None:
+        self.events: list[Event] = []
+        self.timed = False
+        self._watched = watched
+
+    def __call__(self, what: str, side: str, operation: Callable[[], Any]) -> None:
+        gc.collect()
+        settle()
+        dist.barrier()
+        if self._watched.is_set():
+            time.sleep(0.05)
+        start = time.monotonic()
+        operation()
+        dist.barrier()
+        self.events.append(Event(what, side, os.getpid(), start, time.monotonic(), self.timed))
+
+
+def anonymous_mb(pid: int) -> float:
+    """Anonymous memory of a process; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss_Anon:"):
+                return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started, directly or not."""
+    found = [pid]
+    for parent in found:
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in tasks.read_text().split()]
+    return found
+
+
+def settle() -> None:
+    """Write out what is to be written, and give freed memory back to the system."""
+    os.sync()
+    with contextlib.suppress(AttributeError, OSError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def watch(processes: Sequence[BaseProcess], watched: Any) -> Samples:
+    """Wait for all ``processes``, and sample them while the event ``watched`` is set.
+
+    Raises:
+        RuntimeError: one failed. The others are killed then.
+    """
+    samples: Samples = defaultdict(list)
+    while any(process.is_alive() for process in processes):
+        for process in processes:
+            if process.exitcode:
+                for other in processes:
+                    other.kill()
+            elif watched.is_set() and process.pid is not None:
+                samples[process.pid].append((time.monotonic(), anonymous_mb(process.pid)))
+        time.sleep(INTERVAL_S if watched.is_set() else 0.1)
+    if codes := [process.exitcode for process in processes if process.exitcode]:
+        raise RuntimeError(f"a process ended with code {codes[0]}")
+    return samples
+
+
+def extra_mb(samples: Samples, event: Event) -> float:
+    """The most that its process had during ``event``, over what it had just before; 0 if nobody looked."""
+    before = [mb for when, mb in samples.get(event.pid, ()) if when < event.start]
+    during = [mb for when, mb in samples.get(event.pid, ()) if event.start <= when <= event.end]
+    return max(during) - before[-1] if before and during else 0.0
