@@ -261,6 +261,8 @@ class LayerwiseConfig:
     """Orthogonalise matrices of equal shape together."""
     save_universal: bool = False
     """Write every checkpoint in DeepSpeed's universal format, too, beside the regular one."""
+    fsync: bool = False
+    """Let no checkpoint count before all of its files are on the disk."""
     on_missing_state: OnMissingState = "fresh"
     """What to do at a load with a parameter of which the checkpoint holds no optimizer state."""
     on_optimizer_change: OnOptimizerChange = "error"
@@ -281,7 +283,7 @@ class LayerwiseConfig:
                 values[key] = _choice(f"layerwise.{key}", value, _LAYERWISE_CHOICES[key])
             elif key == "alignment":
                 values[key] = _whole_number("layerwise.alignment", value, low=1)
-            elif key in ("overlap_param_gather", "batch_matrices", "save_universal"):
+            elif key in ("overlap_param_gather", "batch_matrices", "save_universal", "fsync"):
                 values[key] = _flag(f"layerwise.{key}", value)
             elif key == "rename":
                 values[key] = _renames(f"layerwise.{key}", value)

@@ -5,7 +5,7 @@ Note: what is wrapped, and why there
     is spent. ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out
     before it. ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check``
     would pick another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the
-    wrapper. :mod:`.checkpointing` has the wraps of what saves and loads. Every wrap asks first whether the engine at
+    wrapper. :mod:`.saving` and :mod:`.loading` have more. Every wrap asks first whether the engine at
     hand uses this backend, and else calls the original.
 """
 
@@ -27,7 +27,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import checkpointing, comm
+from ds_layerwise import comm, loading, saving
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
@@ -188,7 +188,8 @@ _WRAPS: dict[str, Callable[..., Any]] = {
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
     "zero_grad": _zero_grad,
-    **checkpointing.WRAPS,
+    **saving.WRAPS,
+    **loading.WRAPS,
 }
 
 

@@ -291,6 +291,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._param_sync.finish()
 
 
+def uses_us(engine: Any) -> bool:
+    """Whether ``engine`` trains with this optimizer."""
+    return isinstance(engine.optimizer, LayerWiseZeroOptimizer)
+
+
 def _work(matrix_shape: tuple[int, ...] | None, steps: int, method: str) -> int:
     if matrix_shape is None:
         return 0

@@ -31,7 +31,7 @@ def staged(folder: Path) -> Path:
 def commit(folder: Path, manifest: Manifest) -> None:
     """Add the list of what was written, and move it to ``folder``. What was there before is removed at the end."""
     manifest.write(staged(folder))
-    _sync(staged(folder))
+    flush(staged(folder))
     if not folder.exists():
         staged(folder).rename(folder)
     elif _exchange(staged(folder), folder):
@@ -42,7 +42,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
         folder.rename(before)
         staged(folder).rename(folder)
         shutil.rmtree(before, ignore_errors=True)
-    _sync(folder.parent)
+    flush(folder.parent)
 
 
 def abandon(folder: Path) -> None:
@@ -65,7 +65,7 @@ def point(pointer: Path, tag: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(pointer)
-    _sync(pointer.parent)
+    flush(pointer.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -75,9 +75,9 @@ def _exchange(one: Path, other: Path) -> bool:
                                                _RENAME_EXCHANGE) == 0
 
 
-def _sync(folder: Path) -> None:
-    """Make the names in ``folder`` last."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Make what ``path`` holds last through a loss of power: a file's bytes, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

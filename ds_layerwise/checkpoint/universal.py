@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
-from ds_layerwise.checkpoint.regular import KEY, RegularCheckpoint, header_of, load_safely, naming, ours_of, travels_as
+from ds_layerwise.checkpoint.regular import (CONVERTED, KEY, RegularCheckpoint, header_of, load_safely, naming, ours_of,
+                                             travels_as)
 from ds_layerwise.errors import LayerwiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.
@@ -53,7 +54,6 @@ class UniversalCheckpoint:
         if not folders:
             raise LayerwiseError(f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint")
         self._folders = {path.relative_to(self._zero).as_posix(): path for path in folders}
-        self._values: dict[Path, Tensor] = {}
         shapes = {name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()}
         if KEY in state_dict:
             with naming(state_path):
@@ -89,14 +89,14 @@ class UniversalCheckpoint:
             return ADAM
         return RuleRecord("an unknown optimizer", tuple(sorted(keys)), None) if keys else None
 
-    def _read(self, path: Path) -> Tensor:
-        if path not in self._values:
-            content = load_safely(path)
-            value = content.get(PARAM) if isinstance(content, dict) else content
-            if not isinstance(value, (Tensor, int, float)):
-                raise LayerwiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
-            self._values[path] = torch.as_tensor(value)
-        return self._values[path]
+    @staticmethod
+    def _read(path: Path) -> Tensor:
+        # Not kept: the system limits how many files a process may have mapped.
+        content = load_safely(path)
+        value = content.get(PARAM) if isinstance(content, dict) else content
+        if not isinstance(value, (Tensor, int, float)):
+            raise LayerwiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
+        return torch.as_tensor(value)
 
     def value(self, name: str, key: str) -> Tensor:
         """The state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape that it was saved in.
@@ -139,26 +139,28 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
         shape, rule = saved.header.shapes[name], saved.header.rules[name]
         numel = torch.Size(shape).numel()
         pieces = saved.pieces(name, 0, numel)
-        first = pieces[0]
         home = folder / "zero" / name
         home.mkdir(parents=True, exist_ok=True)
-        carried = travels_as(key for key in rule.state_keys if key == "step" or first.is_elementwise(key))
-        files: dict[str, Any] = {"fp32": _param(name, [p.master for p in pieces], shape)}
-        zeros = {PARAM: torch.zeros(1).expand(numel).view(shape), CAT_DIM: 0}
-        files |= {"exp_avg": zeros, "exp_avg_sq": zeros, "step": torch.tensor(float(saved.header.step))}
+        in_place = travels_as(key for key in rule.state_keys if key == "step" or pieces[0].is_elementwise(key))
+
+        def write(file: str, content: Any) -> None:
+            torch.save(content, home / file)
+            written.append((home / file).relative_to(folder).as_posix())
+
+        write("fp32.pt", _param(name, [p.master for p in pieces], shape))
         for key in rule.state_keys:
             values = [p.state[key] for p in pieces]
             if key == "step":
-                files["step"] = values[0].clone()
-            elif key in carried:
-                files[carried[key]] = _param(name, values, shape)
+                write("step.pt", values[0].clone())
+            elif key in in_place:
+                write(f"{in_place[key]}.pt", _param(name, values, shape))
             else:
                 (home / OWN_STATES).mkdir(exist_ok=True)
-                whole = _param(name, values, shape) if first.is_elementwise(key) else {PARAM: values[0].clone()}
-                files[f"{OWN_STATES}/{key}"] = whole
-        for key, content in files.items():
-            torch.save(content, home / f"{key}.pt")
-            written.append(f"zero/{name}/{key}.pt")
+                whole = _param(name, values, shape) if pieces[0].is_elementwise(key) else {PARAM: values[0].clone()}
+                write(f"{OWN_STATES}/{key}.pt", whole)
+        for key in set(CONVERTED) - set(in_place.values()):
+            zeros = {PARAM: torch.zeros(1).expand(numel).view(shape), CAT_DIM: 0}
+            write(f"{key}.pt", torch.tensor(float(saved.header.step)) if key == "step" else zeros)
     return written
 
 

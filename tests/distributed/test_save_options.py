@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ds_layerwise
+from ds_layerwise.checkpoint import staging
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, masters, on_rank_0, states
@@ -56,6 +57,22 @@ class TestSaving(DistributedTest):
         with pytest.raises(LayerwiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
             engine.save_checkpoint(tmp_path, tag=dist.get_rank())
         assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_every_file_on_the_disk_before_it_counts(self, fsync, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config(layerwise={"fsync": fsync, "save_universal": True}))
+        flushed, flush, commit = set(), staging.flush, staging.commit
+        committed = []
+        monkeypatch.setattr(staging, "flush", lambda path: flushed.add(path.name) or flush(path))
+        monkeypatch.setattr(staging, "commit", lambda *args: committed.append(set(flushed)) or commit(*args))
+        engine.save_checkpoint(tmp_path, tag="tag")
+        everyone = [None] * 2
+        dist.all_gather_object(everyone, flushed)
+        written = {p.name for p in tmp_path.glob("tag*/**/*") if p.suffix == ".pt"}
+        assert len(written) > 5
+        assert written <= everyone[0] | everyone[1] if fsync else not written & (everyone[0] | everyone[1])
+        if dist.get_rank() == 0:
+            assert len(committed) == 2 and (not fsync or "mp_rank_00_model_states.pt" in committed[1])
 
     def test_without_a_folder(self):
         with pytest.raises(ValueError, match="save_dir must be a non-empty string"):

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ds_layerwise
-from ds_layerwise import checkpointing
+from ds_layerwise import saving
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerwiseError
@@ -290,9 +290,9 @@ class TestFullDisk(DistributedTest):
         assert {path.name for path in folder.iterdir() if staging.INCOMPLETE in path.name} == set()
 
     @pytest.mark.parametrize("rank, module, function, limit", [
-        (0, checkpointing, "_commit_decoupled", 4000),  # not even the model's file
-        (0, checkpointing, "_commit_decoupled", 18000),  # the model's, but not the optimizer's
-        (1, checkpointing, "_commit_decoupled", 4000),
+        (0, saving, "_commit_decoupled", 4000),  # not even the model's file
+        (0, saving, "_commit_decoupled", 18000),  # the model's, but not the optimizer's
+        (1, saving, "_commit_decoupled", 4000),
         (0, universal, "write_parameters", 2000),
         (1, universal, "write_parameters", 1000),
         (0, universal, "write_common", 1000),

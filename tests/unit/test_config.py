@@ -106,6 +106,7 @@ def test_what_to_do_at_a_load():
     ({"overrides": [{"name": "*", "optimizer": "adam"}]}, "optimizer must be one of 'matrix', 'scalar'"),
     ("balanced", "layerwise must be an object"),
     ({"save_universal": 1}, "layerwise.save_universal must be true or false, got 1"),
+    ({"fsync": "yes"}, "layerwise.fsync must be true or false, got 'yes'"),
     ({"on_missing_state": "zero"}, "layerwise.on_missing_state must be one of 'fresh', 'error', got 'zero'"),
     ({"on_optimizer_change": True}, "on_optimizer_change must be one of 'error', 'reset', 'keep_shared', got True"),
     ({"rename": ["a"]}, "layerwise.rename must be an object of names in checkpoints to names in the model"),

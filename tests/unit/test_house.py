@@ -27,7 +27,7 @@ FLOORS = {
     "zero_base": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
-    "checkpointing": 13,
+    "saving": 13, "loading": 13,
     "engine": 14,
     "cli": 15, "run": 15,
 }
@@ -36,7 +36,7 @@ FLOORS = {
 PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "checkpointing",
+MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving", "loading",
                         "engine", "run"}
 
 MAX_FILE_LINES = 400
