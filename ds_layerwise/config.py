@@ -365,3 +365,8 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
         raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
                           "gradient_clipping to 0")
+    checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
+    if isinstance(checkpoint, Mapping) and checkpoint.get("use_node_local_storage") and \
+            isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
+        raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."
+                          "use_node_local_storage is true; remove one of the two")

@@ -121,9 +121,6 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     """The same once more in the universal format, each rank a part of the parameters, out of the files just written."""
     folder, regular = save.save_dir / save.universal_tag, staging.staged(save.folder)
     with comm.Alike(None):
-        if engine.use_node_local_storage():
-            raise LayerwiseError("layerwise.save_universal needs a disk that all ranks share, and checkpoint."
-                                 "use_node_local_storage says there is none; remove one of the two")
         if engine.global_rank == 0:
             staging.begin(folder)
     staged, rank = staging.staged(folder), engine.global_rank

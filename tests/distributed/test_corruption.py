@@ -94,7 +94,7 @@ def cases(format, world_size, num_random):
         yield Case(format, world_size, "swap", "zero/big/fp32.pt", "zero/big/exp_avg.pt")
         for do, file in [("newer_format", "zero/optimizer_state.pt"), ("forget", "zero/optimizer_state.pt"),
                          ("remove", "zero/big/exp_avg.pt"), ("remove", "zero/big/fp32.pt"),
-                         ("remove", "zero/running/fp32.pt"), ("garbage", "zero/optimizer_state.pt")]:
+                         ("garbage", "zero/optimizer_state.pt")]:
             yield Case(format, world_size, f"{do} and list", file, "rules" if do == "forget" else None)
 
 

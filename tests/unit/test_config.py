@@ -126,6 +126,7 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
     ({"prescale_gradients": True}, "prescale_gradients must be False"),
     ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor must be 1"),
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
+    ({"checkpoint": {"use_node_local_storage": True}, "layerwise": {"save_universal": True}}, "needs a disk that all"),
 ])
 def test_what_cannot_be_honoured_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
