@@ -46,6 +46,13 @@ class Pending:
             finish, self._finish = self._finish, None
             finish()
 
+    def then(self, more: Callable[[], object]) -> Pending:
+        """The same, with ``more`` to do locally at the end."""
+        def finish() -> None:
+            self.wait()
+            more()
+        return Pending(finish=finish)
+
 
 def rank_of(group: Group) -> int:
     """This process's rank within ``group``."""
@@ -109,8 +116,8 @@ def global_rank(group: Group, rank: int) -> int:
     return rank if group is None else int(dist.get_global_rank(group, rank))
 
 
-def sum_scalar(value: Tensor, *, group: Group) -> Tensor:
-    """The sum of a 0-d tensor over ``group``, the same on every rank. ``value`` is overwritten."""
+def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
+    """The sum of ``value`` over ``group``, the same on every rank. ``value`` is overwritten."""
     if size_of(group) > 1:
         dist.all_reduce(value, group=group)
     return value

@@ -317,7 +317,7 @@ def _renames(where: str, value: object) -> dict[str, str]:
 
 #: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
 _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "zero_optimization.stage": ((1,), "this backend takes the place of ZeRO stage 1; set it to 1"),
+    "zero_optimization.stage": ((1, 2), "this backend takes the place of ZeRO stages 1 and 2; set it to one of them"),
     "zero_optimization.reduce_scatter": ((True,), "gradients are always reduced to their owners; remove it"),
     "zero_optimization.round_robin_gradients": ((False,), "the layout is layerwise.layout's; remove it"),
     "zero_optimization.parameter_alignment": ((False,), "set layerwise.alignment instead"),
@@ -358,10 +358,16 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         for key in path.split("."):
             value = value.get(key, allowed[0]) if isinstance(value, Mapping) else allowed[0]
         if value is not None and value not in allowed:
-            raise ConfigError(f"{path} must be {allowed[0]!r} with this optimizer, got {value!r}: {way_out}")
+            raise ConfigError(f"{path} must be {' or '.join(map(repr, allowed))} with this optimizer, got {value!r}: "
+                              f"{way_out}")
     zero = ds_config.get("zero_optimization") or {}
     if not isinstance(zero, Mapping) or "stage" not in zero:
-        raise ConfigError("zero_optimization.stage must be 1 with this optimizer, but is not set")
+        raise ConfigError("zero_optimization.stage must be 1 or 2 with this optimizer, but is not set")
+    types = ds_config.get("data_types")
+    asked = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    if zero["stage"] == 2 and asked not in (None, "fp32", "float32", "float"):
+        raise ConfigError(f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {asked!r}: owners add up "
+                          "averaged gradients in float32; remove it")
     if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
         raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
                           "gradient_clipping to 0")

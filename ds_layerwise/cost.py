@@ -104,11 +104,13 @@ class RankMemory:
         return self.params + self.grads + self.masters + self.states
 
 
-def memory_bytes(layout: Layout, *, grads_stored_as: Mapping[str, str] | None = None, whole_state_bytes: int = 4,
-                 split_state_bytes: int = 8) -> tuple[RankMemory, ...]:
-    """What each rank holds.
+def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str, str] | None = None,
+                 whole_state_bytes: int = 4, split_state_bytes: int = 8) -> tuple[RankMemory, ...]:
+    """What each rank holds between two steps.
 
     Args:
+        stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during a backward pass
+            there are at most two buckets of gradients, and what their shards are received in, beside.
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
         whole_state_bytes: optimizer state of one element of a whole parameter: 4 is one float32 momentum.
         split_state_bytes: the same for the parameters that are cut: 8 is Adam's two float32 moments.
@@ -121,11 +123,11 @@ def memory_bytes(layout: Layout, *, grads_stored_as: Mapping[str, str] | None = 
     masters, states = [0] * layout.world_size, [0] * layout.world_size
     for dtype in layout.dtypes:
         params += _itemsize(dtype) * layout.buffer_numel(dtype)
-        grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype)
+        grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
     reduced = [0] * layout.world_size
     for bucket in layout.buckets:
         master_bytes = 0 if bucket.dtype == "float32" else 4
-        reduced_bytes = 0 if stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
+        reduced_bytes = 0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += master_bytes * numel
             reduced[rank] += reduced_bytes * numel

@@ -36,17 +36,19 @@ class Owned:
 
     Args:
         values: the parameter buffer; masters start as its shards.
-        grads: the gradient buffer.
+        grads: the gradient buffer; None if averaged gradients have memory of their own.
         rules: the rule of each placement.
         batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
     """
 
-    def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer, grads: FlatBuffer,
-                 rules: Mapping[Placement, UpdateRule], *, batch_matrices: bool) -> None:
+    def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
+                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *, batch_matrices: bool) -> None:
         self.layout, self.rank, self.rules = layout, rank, rules
         self._routes, self._values = routes, values
         self.masters = ShardBuffer(layout, rank, [_float32(values.shard(b, rank)) for b in layout.buckets])
-        self.reduced = ShardBuffer(layout, rank, [_float32(grads.shard(b, rank)) for b in layout.buckets])
+        self.reduced = ShardBuffer(layout, rank, [
+            torch.zeros_like(self.masters.bucket(b.index)) if grads is None else _float32(grads.shard(b, rank))
+            for b in layout.buckets])
         self.pieces = self.masters.pieces
         """By bucket, what this rank holds, in memory order."""
         self.states: dict[str, State] = {}
@@ -108,6 +110,11 @@ class Owned:
         """By parameter name, over all ranks, what a checkpoint needs to know of its optimizer."""
         return {slot.name: _rule_record(self.rules[self._routes[slot.name].optimizer])
                 for bucket in self.layout.buckets for slot in bucket.slots}
+
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""
+        rule = self.rules[self._routes[name].optimizer]
+        return tuple(key for key in _rule_record(rule).state_keys if key in rule.state_keys or key == "step")
 
     def record(self) -> ShardRecord:
         """All of it by name, as views into live memory."""

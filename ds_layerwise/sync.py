@@ -14,6 +14,26 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout
 
 
+def late_gradient(name: str, bucket: int) -> StepError:
+    """The error for a gradient that comes when its bucket is gone."""
+    return StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; with several "
+                     "backward passes in one step, or reentrant activation checkpointing, set "
+                     "zero_optimization.overlap_comm to false and mark only the last backward pass as the boundary "
+                     "(engine.set_gradient_accumulation_boundary)")
+
+
+def nothing_reduced() -> StepError:
+    """The error for a step without gradients."""
+    return StepError("step() before the gradients were reduced: no backward pass reached the boundary of gradient "
+                     "accumulation; call engine.backward(loss) first")
+
+
+def no_gradient() -> StepError:
+    """The error for a question about averaged gradients at a time when there are none."""
+    return StepError("averaged gradients are there between the backward pass that reaches the boundary of gradient "
+                     "accumulation (at stage 2, any backward pass) and the step, not now")
+
+
 class GradSync:
     """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners' shards.
 
@@ -23,7 +43,7 @@ class GradSync:
         reduced: where the averaged gradient of this rank's shards ends up, float32; may alias ``grads``.
         in_flight: buckets under way at a time; it bounds the memory for what is received.
 
-    Life of a step: ``accumulate`` for every gradient of every micro-batch, ``finish`` once, ``reset``.
+    Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and ``finish`` once, ``reset``.
     """
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
@@ -50,11 +70,23 @@ class GradSync:
         """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
         return {} if self._launched else {name: self._grads.param(name) for name in sorted(self._has_grad)}
 
-    def add(self, name: str, values: Tensor) -> None:
-        """Add ``values`` to what has accumulated for ``name``."""
-        view = self._grads.param(name).view(values.shape)
-        view.add_(values) if name in self._has_grad else view.copy_(values)
-        self._has_grad.add(name)
+    def divisor(self) -> float:
+        """What ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Raises:
+            StepError: it holds none now.
+        """
+        if not self.finished:
+            raise no_gradient()
+        return 1.0
+
+    def restore(self, name: str, start: int, values: Tensor) -> None:
+        """Add ``values`` to what has accumulated from element ``start`` of ``name`` on."""
+        whole = self._grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+            self._has_grad.add(name)
+        whole[start:start + values.numel()].add_(values)
 
     @torch.no_grad()
     def accumulate(self, name: str, *, launch: bool) -> None:
@@ -69,11 +101,13 @@ class GradSync:
             return
         bucket = self._bucket_of[name]
         if bucket < self._launched:
-            raise StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; with "
-                            "several backward passes in one step, or reentrant activation checkpointing, set "
-                            "zero_optimization.overlap_comm to false and mark only the last backward pass as the "
-                            "boundary (engine.set_gradient_accumulation_boundary)")
-        self.add(name, grad)
+            raise late_gradient(name, bucket)
+        view = self._grads.param(name).view(grad.shape)
+        if name in self._has_grad:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._has_grad.add(name)
         param.grad = None
         if launch and name not in self._arrived:
             self._arrived.add(name)
@@ -83,7 +117,7 @@ class GradSync:
             while self._launched < len(self._missing) and not self._missing[self._launched]:
                 self._launch()
 
-    def finish(self) -> None:
+    def reduce(self) -> None:
         """Reduce what is left, including parameters without a gradient, and wait.
 
         Raises:
@@ -96,6 +130,15 @@ class GradSync:
             self._launch()
         self._wait()
         self.finished = True
+
+    def finish(self) -> None:
+        """Make sure that ``reduced`` holds the averages of this step.
+
+        Raises:
+            StepError: nothing was reduced, because no backward pass reached the boundary.
+        """
+        if not self.finished:
+            raise nothing_reduced()
 
     def _wait(self, left: int = 0) -> None:
         """Wait until at most ``left`` buckets are under way."""
@@ -111,6 +154,150 @@ class GradSync:
         self._pending.append(comm.reduce_to_owners(
             self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index), group=self._group,
             divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket.dtype)))
+        self._launched += 1
+
+
+class EagerGradSync:
+    """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients of other owners.
+
+    Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then they are copied
+    into a bucket that lives as long as it travels, and are None. Their sums over ranks are added up in float32.
+    Reduction follows accumulation where :class:`GradSync` has it the other way round, so with several micro-batches
+    the two round differently; of whole numbers they make the same sums.
+
+    Args:
+        params: the trainable parameters by name.
+        reduced: where the averaged gradient of this rank's shards is added up, float32.
+        wire_dtype: what gradients travel in, by dtype of the layout.
+        in_flight: buckets under way at a time; it bounds the memory beside ``reduced``.
+
+    Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, group: comm.Group,
+                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
+        self.layout, self.reduced = layout, reduced
+        self._params, self._group = params, group
+        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
+        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+        self._pending: deque[comm.Pending] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients: the next one starts a new step."""
+        self._wait()
+        self._empty = [True] * len(self.layout.buckets)
+        self._passes = 0
+        self._start_pass()
+        self.finished = False
+
+    def _start_pass(self) -> None:
+        self._arrived: set[str] = set()
+        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
+        self._launched = 0
+
+    def divisor(self) -> float:
+        """What ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Raises:
+            StepError: it holds none now.
+        """
+        if not self._passes or self._launched:
+            raise no_gradient()
+        return 1.0 if self.finished else self._divide_by
+
+    def restore(self, name: str, start: int, values: Tensor) -> None:
+        """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
+        if not self._passes:
+            for index in range(len(self._empty)):
+                self.reduced.bucket(index).zero_()
+            self._empty = [False] * len(self._empty)
+            self._passes = 1
+        for piece in self.reduced.pieces[self._bucket_of[name]]:
+            first = max(start, piece.param_start)
+            last = min(start + values.numel(), piece.param_start + piece.numel)
+            if piece.name == name and first < last:
+                self.reduced.piece(name)[first - piece.param_start:last - piece.param_start].add_(
+                    values[first - start:last - start])
+
+    def accumulated(self) -> dict[str, Tensor]:
+        """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""
+        if self.finished or self._launched or not self._passes:
+            return {}
+        return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
+
+    @torch.no_grad()
+    def accumulate(self, name: str, *, launch: bool) -> None:
+        """Note that ``param.grad`` of ``name`` is there; with ``launch``, start every bucket that this completes.
+
+        Raises:
+            StepError: the bucket of ``name`` was reduced already in this pass, so this gradient would be lost.
+        """
+        if self._params[name].grad is None:
+            return
+        bucket = self._bucket_of[name]
+        if bucket < self._launched:
+            raise late_gradient(name, bucket)
+        if launch and name not in self._arrived:
+            self._arrived.add(name)
+            self._missing[bucket] -= 1
+            while self._launched < len(self._missing) and not self._missing[self._launched]:
+                self._launch()
+
+    def reduce(self) -> None:
+        """Reduce what is left of this micro-batch, including parameters without a gradient, and wait.
+
+        Raises:
+            StepError: a parameter has a new gradient, but its bucket was reduced already.
+        """
+        for name, param in self._params.items():
+            if param.grad is not None:
+                self.accumulate(name, launch=False)
+        while self._launched < len(self.layout.buckets):
+            self._launch()
+        self._wait()
+        self._passes += 1
+        self._start_pass()
+
+    def finish(self) -> None:
+        """Turn the sums of this step into averages.
+
+        Raises:
+            StepError: there was no backward pass.
+        """
+        if self.finished:
+            return
+        if not self._passes:
+            raise nothing_reduced()
+        for index in range(len(self.layout.buckets)):
+            if self._divide_by != 1:
+                self.reduced.bucket(index).div_(self._divide_by)
+        self.finished = True
+
+    def _wait(self, left: int = 0) -> None:
+        while len(self._pending) > left:
+            self._pending.popleft().wait()
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        bucket = self.layout.buckets[self._launched]
+        self._wait(self._in_flight - 1)
+        device, wire_dtype = self.reduced.bucket(bucket.index).device, self._wire_dtype(bucket.dtype)
+        travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=device)
+        for slot in bucket.slots:
+            param = self._params[slot.name]
+            if param.grad is not None:
+                start = slot.start - bucket.start
+                travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
+                param.grad = None
+        total = self.reduced.bucket(bucket.index)
+        out = total if self._empty[bucket.index] else torch.empty_like(total)
+        self._empty[bucket.index] = False
+        pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._group, divide_by=1,
+                                        wire_dtype=wire_dtype)
+        if out is not total:
+            pending = pending.then(lambda: total.add_(out))
+        self._pending.append(pending)
         self._launched += 1
 
 

@@ -17,7 +17,7 @@ _WIDTH = 110
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layout, *,
                    rules: Mapping[str, str], stored_as: Mapping[str, str], wire_as: Mapping[str, str],
-                   state_bytes: tuple[int, int]) -> str:
+                   state_bytes: tuple[int, int], stage: int) -> str:
     """Plain text for a log, without colours.
 
     Args:
@@ -25,11 +25,12 @@ def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layo
         stored_as: by dtype of the layout, what gradients are accumulated in.
         wire_as: by dtype of the layout, what gradients travel in.
         state_bytes: bytes of state of one element under the matrix and under the scalar optimizer.
+        stage: of ZeRO.
     """
     report = LayoutReport.of(layout, specs)
     console = Console(file=io.StringIO(), width=_WIDTH, no_color=True)
     console.print(_parameters(routes, specs, rules))
-    console.print(_costs(report, layout, stored_as, wire_as, state_bytes))
+    console.print(_costs(report, layout, stored_as, wire_as, state_bytes, stage))
     idle = sum(1 for numel in report.whole_numel if not numel)
     if idle:
         console.print(f"{idle} of {layout.world_size} ranks own no matrix: there are fewer matrices than ranks, or one "
@@ -54,9 +55,9 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], rules: 
 
 
 def _costs(report: LayoutReport, layout: Layout, stored_as: Mapping[str, str], wire_as: Mapping[str, str],
-           state_bytes: tuple[int, int]) -> Table:
-    memory = [rank.total for rank in memory_bytes(layout, grads_stored_as=stored_as, whole_state_bytes=state_bytes[0],
-                                                  split_state_bytes=state_bytes[1])]
+           state_bytes: tuple[int, int], stage: int) -> Table:
+    memory = [rank.total for rank in memory_bytes(layout, stage=stage, grads_stored_as=stored_as,
+                                                  whole_state_bytes=state_bytes[0], split_state_bytes=state_bytes[1])]
     table = Table(title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -70,7 +71,10 @@ def _costs(report: LayoutReport, layout: Layout, stored_as: Mapping[str, str], w
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:
         wire = wire_elements(layout, dtype)
-        sent = sum(wire.reduce) * DTYPE_BYTES[wire_as[dtype]] + sum(wire.gather) * DTYPE_BYTES[dtype]
+        reduced = sum(wire.reduce) * DTYPE_BYTES[wire_as[dtype]] / layout.world_size / 2**20
+        gathered = sum(wire.gather) * DTYPE_BYTES[dtype] / layout.world_size / 2**20
+        sent = f"{reduced + gathered:,.1f} MiB a step" if stage == 1 else \
+            f"{reduced:,.1f} MiB a backward pass and {gathered:,.1f} MiB a step"
         table.add_row(f"{dtype} parameters", f"gradients accumulate in {stored_as[dtype]}, travel in {wire_as[dtype]}; "
-                      f"a rank sends {sent / layout.world_size / 2**20:,.1f} MiB a step")
+                      f"a rank sends {sent}")
     return table

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise import comm, cost
-from ds_layerwise.buffers import FlatBuffer, dtype_name
+from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import Route, route_parameters
-from ds_layerwise.sync import GradSync, ParamSync
+from ds_layerwise.state_access import StateAccess
+from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
 from ds_layerwise.zero_base import timed
 from ds_layerwise.zero_state import StatefulOptimizer
@@ -86,7 +86,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
-        self.step_count, self._deferred = 0, False
+        self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [[param] for param in self._params.values()]
 
@@ -123,7 +123,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             view.copy_(param.data)
             param.data = view
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
-        self._grads = FlatBuffer(layout, device, stored_as=stored_as)
+        self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
         rules = self.optimizer.config
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
                             {"matrix": matrix_rule(rules), "scalar": scalar_rule(rules)},
@@ -132,10 +132,14 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             self.optimizer.state[self._params[name]] = state
 
     def _init_hooks(self, model: nn.Module) -> None:
-        s = self.settings
-        self._grad_sync = GradSync(
-            self.layout, self._params, self._grads, self._owned.reduced, group=s.group, divide_by=s.divide_by,
-            wire_dtype=lambda dtype: s.wire_dtype or self._grads.dtype(dtype))
+        s, reduced = self.settings, self._owned.reduced
+        self._grad_sync: GradSync | EagerGradSync
+        if self._grads is None:
+            self._grad_sync = EagerGradSync(self.layout, self._params, reduced, group=s.group, divide_by=s.divide_by,
+                                            wire_dtype=self._wire_dtype)
+        else:
+            self._grad_sync = GradSync(self.layout, self._params, self._grads, reduced, group=s.group,
+                                       divide_by=s.divide_by, wire_dtype=self._wire_dtype)
         self._param_sync = ParamSync(self.layout, self._values, group=s.group)
         if self.config.overlap_param_gather:
             self._param_sync.overlap_with_forward(model)
@@ -143,6 +147,15 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._hooks = [register_grad_hook(param, self._make_hook(name, every))
                        for name, param in self._params.items()]
         owners.update((param, name) for name, param in self._params.items())
+        self._access = [StateAccess(name, param, self._owned, group=s.group, wait=self._param_sync.finish,
+                                    gradient_divisor=self._grad_sync.divisor)
+                        for name, param in self._params.items()]
+        for access in self._access:
+            access.attach()
+
+    def _wire_dtype(self, dtype: str) -> torch.dtype:
+        """What gradients of parameters of ``dtype`` travel in."""
+        return self.settings.wire_dtype or (DTYPES[dtype] if self._grads is None else self._grads.dtype(dtype))
 
     def _make_hook(self, name: str, every: Sequence[nn.Parameter]) -> Any:
         def gradient_is_ready(*_: Any) -> None:
@@ -164,21 +177,24 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         engine = self._engine()
         return bool(self.settings.overlap_comm and self._backward_active_depth > 0 and engine is not None
                     and engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
-                    and engine.is_gradient_accumulation_boundary())
+                    and (self.settings.stage == 2 or engine.is_gradient_accumulation_boundary()))
 
     # --- one step --------------------------------------------------------------------------------------------------
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Finish the reduction of this step. The engine calls it at the boundary, after backward."""
+        """Finish the reduction after a backward pass. The engine calls it at the boundary; see the next one."""
         if self._backward_active_depth and not self._hooks_fired_this_backward:
             # torch.autograd.grad runs this, too: what a backward pass without our parameters leaves is for step().
-            self._deferred = True
+            self._deferred += 1
             return
-        self._grad_sync.finish()
+        self._grad_sync.reduce()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """The engine's other name for the same, after ``coalesce_grad_reduction``."""
+        """The same at stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
         self.reduce_gradients()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Stage 2, before ``step`` where the user says when a step is over; ``step`` does what there is to do."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -187,11 +203,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         Raises:
             StepError: gradients have not been reduced, because no backward pass reached the boundary.
         """
-        if self._deferred and not self._grad_sync.finished:
-            self._grad_sync.finish()
-        if not self._grad_sync.finished:
-            raise StepError("step() before the gradients were reduced: no backward pass reached the boundary of "
-                            "gradient accumulation; call engine.backward(loss) first")
+        for _ in range(self._deferred):
+            # Other ranks may have had gradients in that pass.
+            if not self._grad_sync.finished:
+                self._grad_sync.reduce()
+        self._grad_sync.finish()
         timers = self.settings.timers
         with timed(timers, "optimizer_gradients"):
             factor = self._clip_factor()
@@ -218,7 +234,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.overflow = False
         if not (s.compute_grad_norm or s.check_overflow):
             return 1 / scale
-        norm = float(comm.sum_scalar(self._owned.sum_of_squares(), group=self.dp_process_group).sqrt()) / scale
+        norm = float(comm.sum_over_ranks(self._owned.sum_of_squares(), group=self.dp_process_group).sqrt()) / scale
         self.overflow = s.check_overflow and not math.isfinite(norm)
         self._global_grad_norm = None if not s.compute_grad_norm else math.inf if self.overflow else norm
         clip = (norm + _CLIP_EPS) / self.clip_grad if self.clip_grad > 0 else 1.0
@@ -227,7 +243,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
         self._grad_sync.reset()
-        self._deferred = False
+        self._deferred = 0
         for param in self._params.values():
             param.grad = None
 
@@ -269,12 +285,12 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
         wanted, dtypes = self.optimizer.config, self.layout.dtypes
-        stored_as = {dtype: self._grads.dtype(dtype) for dtype in dtypes}
+        stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
         return start_up_table(
             self.routes, self.specs, self.layout,
             rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
             stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
-            wire_as={dtype: dtype_name(self.settings.wire_dtype or stored_as[dtype]) for dtype in dtypes},
+            wire_as={dtype: dtype_name(self._wire_dtype(dtype)) for dtype in dtypes}, stage=self.settings.stage,
             state_bytes=(4 * len(self._owned.rules["matrix"].state_keys),
                          4 * len(self._owned.rules["scalar"].state_keys)))
 
@@ -287,6 +303,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             hook.remove()
         for param in self._params.values():
             owners.pop(param, None)
+        for access in self._access:
+            access.detach()
         self._param_sync.remove_hooks()
         self._param_sync.finish()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ds_layerwise.config import LayerwiseConfig
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.owned import Owned
-from ds_layerwise.sync import GradSync
+from ds_layerwise.sync import EagerGradSync, GradSync
 from ds_layerwise.zero_base import EngineOptimizer
 
 
@@ -36,8 +35,8 @@ class Accumulated:
     """What a step that was not over had accumulated, for this rank to go on from."""
 
     micro_batches: int
-    gradients: list[Mapping[str, Tensor]]
-    """Of every rank of the save that this one stands in for."""
+    gradients: list[tuple[str, int, Tensor]]
+    """Name, first element and values of what this rank adds up."""
     scale: float
     """What their sum is multiplied with, so that the average over all ranks is what it was."""
 
@@ -72,7 +71,7 @@ class StatefulOptimizer(EngineOptimizer):
     _module: nn.Module
     _owned: Owned
     _values: FlatBuffer
-    _grad_sync: GradSync
+    _grad_sync: GradSync | EagerGradSync
     _prepared: PreparedLoad | None = None
     #: After a load, by parameter, why its optimizer state is not the checkpoint's.
     fresh_states: dict[str, str] = {}
@@ -110,7 +109,8 @@ class StatefulOptimizer(EngineOptimizer):
             return None
         engine = self._engine()
         gas = engine.gradient_accumulation_steps()
-        return {"micro_batches": engine.micro_steps % gas, "of": gas,
+        starts = {p.name: p.param_start for p in self._owned.record().pieces} if self.settings.stage == 2 else {}
+        return {"micro_batches": engine.micro_steps % gas, "of": gas, "starts": starts,
                 "gradients": {name: regular.alone(values) for name, values in gradients.items()}}
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -211,8 +211,10 @@ class StatefulOptimizer(EngineOptimizer):
         first = saved.ours["accumulated"]
         if first is None:
             return None
-        found = [entry for rank in range(self.rank, saved.world_size, self.world_size)
-                 if (entry := saved.accumulated(rank)) is not None]
+        # Owners need their part of everything; at stage 1 each rank stands in for some of those that saved.
+        ranks = range(saved.world_size) if self.settings.stage == 2 else range(self.rank, saved.world_size,
+                                                                               self.world_size)
+        found = [entry for rank in ranks if (entry := saved.accumulated(rank)) is not None]
         engine = self._engine()
         gas = engine.gradient_accumulation_steps()
         if first["of"] != gas:
@@ -223,8 +225,8 @@ class StatefulOptimizer(EngineOptimizer):
         renamed = new_names(saved.header.shapes, self.config.rename)
         trained = {spec.name for spec in self.specs}
         return Accumulated(first["micro_batches"], [
-            {renamed[name]: values for name, values in entry["gradients"].items() if renamed[name] in trained}
-            for entry in found], scale)
+            (renamed[name], entry["starts"].get(name, 0), values)
+            for entry in found for name, values in entry["gradients"].items() if renamed[name] in trained], scale)
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -270,9 +272,8 @@ class StatefulOptimizer(EngineOptimizer):
         if accumulated is None:
             return
         engine.micro_steps += accumulated.micro_batches
-        for gradients in accumulated.gradients:
-            for name, values in gradients.items():
-                self._grad_sync.add(name, values * accumulated.scale if accumulated.scale != 1 else values)
+        for name, start, values in accumulated.gradients:
+            self._grad_sync.restore(name, start, values * accumulated.scale if accumulated.scale != 1 else values)
 
     def _report(self, prepared: PreparedLoad) -> None:
         """Say once, for all ranks, what could not be taken over."""

@@ -58,11 +58,11 @@ def recipe_for(module, **kwargs):
                   muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, **kwargs)
 
 
-def ds_config(*, gas=1, clip=0.0, bucket_numel=600, overlap=True, layerwise=None, params=None, **changes):
+def ds_config(*, gas=1, clip=0.0, bucket_numel=600, overlap=True, stage=1, layerwise=None, params=None, **changes):
     """A DeepSpeed config; ``changes`` are top-level sections."""
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas, "gradient_clipping": clip,
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": bucket_numel, "overlap_comm": overlap},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_numel, "overlap_comm": overlap},
         "optimizer": {"type": "LayerWiseMuon", "params": {**MUON, **(params or {})}},
         "layerwise": layerwise or {}, "steps_per_print": 10**9, **changes,
     }
@@ -93,6 +93,9 @@ def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
 def reduced_gradients(engine):
     """This rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
     optimizer = engine.optimizer
+    if optimizer.settings.stage == 2:
+        # They are sums until the step.
+        optimizer._grad_sync.finish()
     return {piece.name: (piece.param_start, optimizer._owned.reduced.piece(piece.name).clone())
             for pieces in optimizer._owned.pieces for piece in pieces}
 
@@ -126,6 +129,7 @@ def poison(engine):
         first, last = bucket.shard(optimizer.rank)
         own = ~used[first - bucket.start:last - bucket.start]
         for buffer in (optimizer._values, optimizer._grads):
-            buffer.bucket(bucket)[~used] = float("nan")
+            if buffer is not None:
+                buffer.bucket(bucket)[~used] = float("nan")
         for shards in (optimizer._owned.masters, optimizer._owned.reduced):
             shards.bucket(bucket.index)[own] = float("nan")

@@ -28,7 +28,16 @@ def assert_trained_as(engine, expected):
     assert_same_on_all_ranks(engine.module)
 
 
-class TestTwoMicroBatches(DistributedTest):
+class Backward(DistributedTest):
+    """Every test in here runs at both stages."""
+
+    stage = 1
+
+    def config(self, **changes):
+        return ds_config(stage=self.stage, **changes)
+
+
+class TestTwoMicroBatches(Backward):
     """Two micro-batches a step, told apart from the engine's own accumulation."""
 
     world_size = 2
@@ -39,7 +48,7 @@ class TestTwoMicroBatches(DistributedTest):
 
     @pytest.mark.parametrize("overlap", [True, False])
     def test_plain_backward(self, overlap):
-        engine = start(Net(), ds_config(gas=2, clip=5.0, overlap=overlap))
+        engine = start(Net(), self.config(gas=2, clip=5.0, overlap=overlap))
         for step in range(STEPS):
             for micro in range(2):
                 self.loss(engine, step, micro).backward()
@@ -48,7 +57,7 @@ class TestTwoMicroBatches(DistributedTest):
 
     @pytest.mark.parametrize("overlap", [True, False])
     def test_no_sync(self, overlap):
-        engine = start(Net(), ds_config(clip=5.0, overlap=overlap))
+        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         for step in range(STEPS):
             with engine.no_sync():
                 engine.backward(self.loss(engine, step, 0) / 2)
@@ -58,7 +67,7 @@ class TestTwoMicroBatches(DistributedTest):
 
     @pytest.mark.parametrize("overlap", [True, False])
     def test_a_boundary_set_by_hand(self, overlap):
-        engine = start(Net(), ds_config(clip=5.0, overlap=overlap))
+        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         for step in range(STEPS):
             for micro in range(2):
                 engine.set_gradient_accumulation_boundary(micro == 1)
@@ -67,7 +76,7 @@ class TestTwoMicroBatches(DistributedTest):
         assert_trained_as(engine, oracle(gas=2))
 
     def test_the_callers_own_accumulation(self):
-        engine = start(Net(), ds_config(gas=2, clip=5.0, overlap=False, managed_gradient_accumulation=False))
+        engine = start(Net(), self.config(gas=2, clip=5.0, overlap=False, managed_gradient_accumulation=False))
         for step in range(STEPS):
             for micro in range(2):
                 engine.backward(self.loss(engine, step, micro))
@@ -76,7 +85,7 @@ class TestTwoMicroBatches(DistributedTest):
 
     @pytest.mark.parametrize("overlap", [True, False])
     def test_coalesced_reduction(self, overlap):
-        engine = start(Net(), ds_config(clip=5.0, overlap=overlap))
+        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         for step in range(STEPS):
             with engine.coalesce_grad_reduction():
                 engine.backward(self.loss(engine, 50, 0))  # thrown away, while it is still on the parameters
@@ -88,7 +97,7 @@ class TestTwoMicroBatches(DistributedTest):
         assert_trained_as(engine, oracle(gas=2))
 
     def test_a_second_coalesced_reduction_is_an_error(self):
-        engine = start(Net(), ds_config(clip=5.0))
+        engine = start(Net(), self.config(clip=5.0))
         with engine.coalesce_grad_reduction():
             engine.backward(self.loss(engine, 0, 0))
         with pytest.raises(StepError, match="after its bucket"):
@@ -96,7 +105,7 @@ class TestTwoMicroBatches(DistributedTest):
                 engine.backward(self.loss(engine, 0, 1))
 
     def test_two_forward_passes_then_two_plain_backward_passes(self):
-        engine = start(Net(), ds_config(clip=5.0, overlap=False))
+        engine = start(Net(), self.config(clip=5.0, overlap=False))
         for step in range(STEPS):
             losses = [self.loss(engine, step, micro) / 2 for micro in range(2)]
             for micro in range(2):
@@ -106,13 +115,13 @@ class TestTwoMicroBatches(DistributedTest):
         assert_trained_as(engine, oracle(gas=2))
 
     def test_another_batch_size_in_the_middle_of_a_run(self):
-        engine = start(Net(), ds_config(clip=5.0))
+        engine = start(Net(), self.config(clip=5.0))
         engine.set_train_batch_size(2 * dist.get_world_size())
         train_engine(engine, STEPS, gas=2)
         assert_trained_as(engine, oracle(gas=2))
 
     def test_an_evaluation_between_backward_and_step(self):
-        engine = start(Net(), ds_config(gas=2, clip=5.0))
+        engine = start(Net(), self.config(gas=2, clip=5.0))
         for step in range(STEPS):
             for micro in range(2):
                 engine.backward(self.loss(engine, step, micro))
@@ -125,7 +134,7 @@ class TestTwoMicroBatches(DistributedTest):
 
     @pytest.mark.parametrize("who", ["engine", "optimizer"])
     def test_zero_grad_drops_what_was_accumulated(self, who):
-        engine = start(Net(), ds_config(gas=2, clip=5.0))
+        engine = start(Net(), self.config(gas=2, clip=5.0))
         for step in range(STEPS):
             engine.backward(self.loss(engine, 50, 0))
             (engine if who == "engine" else engine.optimizer).zero_grad()
@@ -147,24 +156,24 @@ class NeverTogether(Net):
         return whole_number_loss(self, place, {"square.weight", "norm.weight"} if place[0] % 2 else set())
 
 
-class TestUnused(DistributedTest):
+class TestUnused(Backward):
     world_size = 2
 
     @pytest.mark.parametrize("net", [SometimesUnused, NeverTogether])
     @pytest.mark.parametrize("gas", [1, 2])
     def test_a_gradient_of_an_earlier_step_is_never_used_again(self, net, gas):
         for overlap in (True, False):
-            engine = start(net(), ds_config(gas=gas, clip=5.0, overlap=overlap))
+            engine = start(net(), self.config(gas=gas, clip=5.0, overlap=overlap))
             train_engine(engine, STEPS, gas=gas)
             assert_trained_as(engine, oracle(net, gas=gas))
             engine.destroy()
 
 
-class TestWhenBucketsStart(DistributedTest):
+class TestWhenBucketsStart(Backward):
     world_size = 2
 
     def test_only_inside_the_last_backward_pass_of_a_step(self):
-        engine = start(Net(), ds_config(gas=2, bucket_numel=1))
+        engine = start(Net(), self.config(gas=2, bucket_numel=1))
         sync, inside = engine.optimizer._grad_sync, []
         launch = sync._launch
 
@@ -200,7 +209,7 @@ class TestWhenBucketsStart(DistributedTest):
                 return Tiled.apply(self.head, hidden) + hidden.square().mean()
 
         module, plain = Model(), Model()
-        engine = start(module, ds_config(bucket_numel=1))
+        engine = start(module, self.config(bucket_numel=1))
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
         engine.backward(engine(x))
         plain(x).backward()
@@ -209,7 +218,7 @@ class TestWhenBucketsStart(DistributedTest):
             torch.testing.assert_close(values, expected, msg=name)
 
     def test_few_at_a_time(self):
-        engine = start(Net(), ds_config(bucket_numel=1))
+        engine = start(Net(), self.config(bucket_numel=1))
         sync, under_way = engine.optimizer._grad_sync, []
         launch = sync._launch
 
@@ -222,7 +231,7 @@ class TestWhenBucketsStart(DistributedTest):
         assert max(under_way) == 2 and len(under_way) > 4
 
     def test_never_while_the_engine_reduces_nothing(self):
-        engine = start(Net(), ds_config())
+        engine = start(Net(), self.config())
         engine.enable_backward_allreduce = False
         for micro in range(2):
             engine.backward(engine((0, micro, dist.get_rank())))
@@ -243,14 +252,14 @@ class Checkpointed(nn.Module):
         return x.square().mean()
 
 
-class TestAutograd(DistributedTest):
+class TestAutograd(Backward):
     world_size = 2
 
     @pytest.mark.parametrize("direct", [True, False])
     def test_activation_checkpointing_changes_nothing(self, direct):
         results = []
         for reentrant in (None, True, False):
-            engine = start(Checkpointed(reentrant=reentrant), ds_config(gas=2, bucket_numel=1, clip=1.0))
+            engine = start(Checkpointed(reentrant=reentrant), self.config(gas=2, bucket_numel=1, clip=1.0))
             generator = torch.Generator().manual_seed(dist.get_rank())
             for _ in range(6):
                 loss = engine(torch.randn(4, 8, generator=generator))
@@ -273,7 +282,7 @@ class TestAutograd(DistributedTest):
             return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
         plain, inputs = make(), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-        engine = start(make(), ds_config(overlap=overlap))
+        engine = start(make(), self.config(overlap=overlap))
         engine.backward(loss(engine, inputs[dist.get_rank()]))
         (sum(loss(plain, x) for x in inputs) / 2).backward()
         for name, (first, values) in reduced_gradients(engine).items():
@@ -282,7 +291,7 @@ class TestAutograd(DistributedTest):
         engine.step()
 
     def test_a_gradient_is_asked_for_between_two_backward_passes(self):
-        engine = start(Net(), ds_config(clip=5.0, overlap=False))
+        engine = start(Net(), self.config(clip=5.0, overlap=False))
         for step in range(STEPS):
             losses = [engine((step, micro, dist.get_rank())) / 2 for micro in range(2)]
             engine.set_gradient_accumulation_boundary(False)
@@ -302,7 +311,7 @@ class TestAutograd(DistributedTest):
             def forward(self, x):
                 return (self.layer(x) if dist.get_rank() else x).sum()
 
-        engine = start(Model(), ds_config(clip=1.0))
+        engine = start(Model(), self.config(clip=1.0))
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
             engine.step()
@@ -310,11 +319,15 @@ class TestAutograd(DistributedTest):
         assert_same_on_all_ranks(engine.module)
 
     def test_create_graph_does_not_keep_the_graph(self):
-        engine = start(Net(), ds_config())
+        engine = start(Net(), self.config())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the cycle between a parameter and its gradient
             engine((0, 0, dist.get_rank())).square().backward(create_graph=True)
-        assert not any(engine.optimizer._grads.bucket(b).requires_grad for b in engine.optimizer.layout.buckets)
+        optimizer = engine.optimizer
+        kept = [optimizer._owned.reduced.bucket(b.index) for b in optimizer.layout.buckets]
+        if self.stage == 1:
+            kept += [optimizer._grads.bucket(b) for b in optimizer.layout.buckets]
+        assert not any(gradient.requires_grad for gradient in kept)
 
     @pytest.mark.parametrize("direct", [True, False])
     def test_after_an_exception_in_backward(self, direct):
@@ -332,7 +345,7 @@ class TestAutograd(DistributedTest):
                 loss = super().forward(place)
                 return Fails.apply(loss) if place[0] == 50 else loss
 
-        engine = start(SometimesFailing(), ds_config(clip=5.0, overlap=False))
+        engine = start(SometimesFailing(), self.config(clip=5.0, overlap=False))
         with pytest.raises(ZeroDivisionError):
             engine.backward(engine((50, 0, dist.get_rank())))
         engine.zero_grad()
@@ -343,20 +356,100 @@ class TestAutograd(DistributedTest):
         assert_trained_as(engine, oracle())
 
 
-class TestDropped(DistributedTest):
+class TestDropped(Backward):
     world_size = 2
 
     def test_what_is_under_way_is_over_before_the_next_gradient(self):
-        engine = start(Net(), ds_config(clip=5.0))
+        engine = start(Net(), self.config(clip=5.0))
         sync = engine.optimizer._grad_sync
-        finish, sync.finish = sync.finish, lambda: None
+        reduce, sync.reduce = sync.reduce, lambda: None
         engine.backward(engine((50, 0, dist.get_rank())))
         assert sync._pending
         engine.zero_grad()
         assert not sync._pending
-        sync.finish = finish
+        sync.reduce = reduce
         train_engine(engine, STEPS)
         assert_trained_as(engine, oracle())
+
+
+class TestTwoMicroBatchesAtStage2(TestTwoMicroBatches):
+    stage = 2
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_no_sync(self, overlap):
+        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
+        with pytest.raises(AssertionError, match="no_sync context manager is incompatible with gradient partitioning"):
+            with engine.no_sync():
+                pass
+
+    def test_a_second_coalesced_reduction_is_an_error(self):
+        """It is none here: it adds up, as two backward passes do."""
+        engine = start(Net(), self.config(clip=5.0))
+        for step in range(STEPS):
+            for micro in range(2):
+                with engine.coalesce_grad_reduction():
+                    engine.backward(self.loss(engine, step, micro) / 2)
+            engine.step()
+        assert_trained_as(engine, oracle(gas=2))
+
+    def test_several_backward_passes_at_the_boundary(self):
+        engine = start(Net(), self.config(clip=5.0))
+        for step in range(STEPS):
+            for micro in range(2):
+                engine.backward(self.loss(engine, step, micro) / 2)
+            engine.step()
+        assert_trained_as(engine, oracle(gas=2))
+
+    def test_a_step_without_a_backward_pass(self):
+        engine = start(Net(), self.config())
+        with pytest.raises(StepError, match="before the gradients were reduced"):
+            engine.step()
+
+
+class TestUnusedAtStage2(TestUnused):
+    stage = 2
+
+
+class TestWhenBucketsStartAtStage2(TestWhenBucketsStart):
+    stage = 2
+
+    def test_only_inside_the_last_backward_pass_of_a_step(self):
+        """Inside every one of them, rather."""
+        engine = start(Net(), self.config(gas=2, bucket_numel=1))
+        sync, inside = engine.optimizer._grad_sync, []
+        launch = sync._launch
+
+        def recording():
+            inside.append((engine.micro_steps % 2, torch._C._current_graph_task_id() != -1))
+            launch()
+
+        sync._launch = recording
+        train_engine(engine, 1, gas=2)
+        num_buckets = len(engine.optimizer.layout.buckets)
+        assert inside == [(0, True)] * num_buckets + [(1, True)] * num_buckets
+
+    def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):
+        engine = start(Net(), self.config(bucket_numel=1))
+        sync, kept = engine.optimizer._grad_sync, []
+        launch = sync._launch
+
+        def recording():
+            launch()
+            names = {slot.name for bucket in sync.layout.buckets[:sync._launched] for slot in bucket.slots}
+            kept.extend(name for name in names if engine.module.get_parameter(name).grad is not None)
+
+        sync._launch = recording
+        train_engine(engine, 1)
+        assert not kept
+        assert engine.optimizer._grads is None
+
+
+class TestAutogradAtStage2(TestAutograd):
+    stage = 2
+
+
+class TestDroppedAtStage2(TestDropped):
+    stage = 2
 
 
 class TestSeveralEngines(DistributedTest):

@@ -107,8 +107,8 @@ class TestToUniversal(DistributedTest):
             raise RuntimeError("[enforce fail] file write failed\nand more lines")
         monkeypatch.setattr(universal, "write_parameters", full)
         assert_refused("cannot be written: [enforce fail]", "to-universal", source, tmp_path / "new")
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "latest", universal.LATEST, "notes", "out", "saved", "zero_to_fp32.py", "zero_to_torch.py"]
+        assert {path.name for path in tmp_path.iterdir() if path.suffix != ".py"} == {
+            "latest", universal.LATEST, "notes", "out", "saved"}
 
     @pytest.mark.world_size(1)
     def test_objects_of_the_client_are_read_if_trusted(self, tmp_path):

@@ -9,8 +9,8 @@ import torch
 from ds_layerwise import LayerWiseZeroOptimizer
 from tests.harness import DistributedTest
 from tests.reference import LossScale, train, trainable
-from tests.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, relative_error, start,
-                            train_engine)
+from tests.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
+                            relative_error, start, train_engine)
 
 STEPS = 8
 
@@ -30,15 +30,16 @@ DTYPES = {
 class TestPrecision(DistributedTest):
     world_size = [1, 2, 4]
 
-    @pytest.mark.parametrize("case", DTYPES)
-    def test_masters_and_gradients(self, case):
+    @pytest.mark.parametrize("case, stage", [(case, 1) for case in DTYPES] + [
+        (case, 2) for case in DTYPES if case != "fp32, bf16 accumulation"])
+    def test_masters_and_gradients(self, case, stage):
         allow_fp16()
         of_oracle, sections = DTYPES[case]
         for gas in (1, 4):
             expected = train(Net, lambda *place: place, lambda module, place: module(place),
                              recipe_for(Net(), gas=gas, clip=5.0, **of_oracle), STEPS)
             module = Net()
-            engine = start(module, ds_config(gas=gas, clip=5.0, **sections))
+            engine = start(module, ds_config(gas=gas, clip=5.0, stage=stage, **sections))
             assert type(engine.optimizer) is LayerWiseZeroOptimizer
             scale = engine.optimizer.loss_scale
 
@@ -210,3 +211,11 @@ class TestRounding(DistributedTest):
         for index in range(len(engine.optimizer.layout.buckets)):
             for values in engine.optimizer._owned.reduced.views(index):
                 assert values.unique().tolist() == [expected]
+
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    def test_owners_add_up_in_float32_at_stage_2(self, sections):
+        engine = start(Sum(), ds_config(stage=2, **sections))
+        for factor in (256.0, 1.0):
+            engine.backward(engine(factor))
+        for _, values in reduced_gradients(engine).values():
+            assert values.unique().tolist() == [257]

@@ -185,7 +185,7 @@ def load_what_is_left(scenario, folders, may_be_new=(1, 2)):
         engine.save_checkpoint(folder, tag=scenario.tag)
         tags = {"first", scenario.tag}
         tags |= {f"{tag}_universal" for tag in tags} if scenario.universal else set()
-        assert {path.name for path in folder.iterdir()} == {*tags, *pointers, "zero_to_fp32.py", "zero_to_torch.py"}
+        assert {path.name for path in folder.iterdir() if path.suffix != ".py"} == {*tags, *pointers}
         assert len(list((folder / scenario.tag).glob("*optim_states.pt"))) == dist.get_world_size()
         train_engine(engine, 1, first=step + 2)
         for tag in [scenario.tag, f"{scenario.tag}_universal"][:len(pointers)]:
@@ -394,13 +394,16 @@ class TestWhatCannotBeSaved(DistributedTest):
                 engine.save_checkpoint(tmp_path, tag="second")
             monkeypatch.undo()
         dist.barrier()
-        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"first"}
+        left = {path.name for path in tmp_path.iterdir() if path.is_dir()} - {"first"}
+        # Interrupted ranks agree on nothing: the one that was behind may have made the folder once more.
+        assert not left or (how == "interrupted everywhere" and left == {"second.incomplete"})
         assert (tmp_path / "latest").read_text() == "first"
         engine.load_checkpoint(tmp_path)
         assert_equal_states(whole_states(engine), states)
         train_engine(engine, 1, first=1)
         states = whole_states(engine)
         engine.save_checkpoint(tmp_path, tag="second")
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"first", "second"}
         train_engine(engine, 1, first=2)
         engine.load_checkpoint(tmp_path)
         assert_equal_states(whole_states(engine), states)

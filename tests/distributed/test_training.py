@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_layerwise import comm
+from ds_layerwise.cost import memory_bytes
 from tests.harness import DistributedTest
 from tests.models import (CONV_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch, square_loss, tiny_gpt,
                           token_batch, token_loss)
@@ -32,13 +34,14 @@ def assert_gradients_equal(gradients, expected):
 class TestAgainstTheOracle(DistributedTest):
     world_size = [1, 2, 3, 4]
 
+    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("variant", VARIANTS)
-    def test_twenty_steps(self, variant):
+    def test_twenty_steps(self, variant, stage):
         for gas, clip in ((1, 0.0), (4, 0.0), (1, 5.0), (4, 5.0)):
             expected = oracle(variant, gas=gas, clip=clip)
             assert clip == 0 or expected.steps[0].clip_factor > 2, "the bound does not bind"
             module = Net(**VARIANTS[variant])
-            engine = start(module, ds_config(gas=gas, clip=clip))
+            engine = start(module, ds_config(gas=gas, clip=clip, stage=stage))
 
             def check(step, gradients):
                 assert_gradients_equal(gradients, expected.steps[step].grads)
@@ -122,6 +125,10 @@ class TestInvariance(DistributedTest):
             for overlap in (True, False):
                 results.append(self.trained(ds_config(gas=2, clip=5.0, bucket_numel=bucket_numel, overlap=overlap,
                                                       **changes)))
+        # Whole numbers that bf16 holds: it does not matter whether ranks or micro-batches are added first.
+        for bucket_numel, overlap in ((1, True), (600, True), (600, False), (10**9, True)):
+            results.append(self.trained(ds_config(gas=2, clip=5.0, stage=2, bucket_numel=bucket_numel, overlap=overlap,
+                                                  **changes)))
         for layerwise in ({"layout": "lpt"}, {"layout": "size_matching"}, {"overlap_param_gather": True},
                           {"batch_matrices": False}, {"alignment": 1}):
             results.append(self.trained(ds_config(gas=2, clip=5.0, layerwise=layerwise, **changes)))
@@ -145,9 +152,9 @@ class TestInvariance(DistributedTest):
         # A gradient of 8 times fp16's default scale would overflow.
         section = {"enabled": True, **({"initial_scale_power": 4} if precision == "fp16" else {})}
         changes = {} if precision == "fp32" else {precision: section}
-        for layout in ("balanced", "lpt"):
+        for layout, stage in (("balanced", 1), ("lpt", 1), ("balanced", 2)):
             module = Net(odd=True)
-            engine = start(module, ds_config(clip=5.0, layerwise={"layout": layout}, **changes))
+            engine = start(module, ds_config(clip=5.0, stage=stage, layerwise={"layout": layout}, **changes))
             assert engine.optimizer.layout.buckets
             for step in range(5):
                 poison(engine)
@@ -161,6 +168,54 @@ class TestInvariance(DistributedTest):
                 for key, value in state.items():
                     assert value.isfinite().all(), (name, key)
             engine.destroy()
+
+
+class TestMemory(DistributedTest):
+    world_size = [1, 3]
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_it_is_what_the_table_says(self, stage, precision, monkeypatch):
+        engine = start(Net(odd=True), ds_config(stage=stage, bucket_numel=600, layerwise={"alignment": 1},
+                                                **({"bf16": {"enabled": True}} if precision == "bf16" else {})))
+        optimizer = engine.optimizer
+        beside = {"now": 0, "most": 0}
+        reduce_to_owners = comm.reduce_to_owners
+
+        def counting(bucket, shard_numels, out, **options):
+            own = {t.untyped_storage().data_ptr() for t in kept(optimizer)}
+            size = sum(t.nbytes for t in (bucket, out) if t.untyped_storage().data_ptr() not in own)
+            size += dist.get_world_size() * out.numel() * options["wire_dtype"].itemsize
+            beside["now"] += size
+            beside["most"] = max(beside["most"], beside["now"])
+            pending = reduce_to_owners(bucket, shard_numels, out, **options)
+            wait = pending.wait
+            pending.wait = lambda: (wait(), beside.update(now=beside["now"] - size))
+            return pending
+
+        monkeypatch.setattr(comm, "reduce_to_owners", counting)
+        train_engine(engine, 2)
+        layout, itemsize = optimizer.layout, 2 if precision == "bf16" else 4
+        predicted = memory_bytes(layout, stage=stage)[optimizer.rank].total
+        assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(optimizer)}.values()
+                   ) == predicted
+        largest = max(bucket.numel for bucket in layout.buckets)
+        shard = max(numel for bucket in layout.buckets for numel in bucket.shard_numels)
+        # Two buckets under way, each with what its shards are received in and added up in.
+        received = shard * (dist.get_world_size() * itemsize + 4)
+        assert beside["most"] <= 2 * (largest * itemsize * (stage == 2) + received)
+        if stage == 2:
+            grads = memory_bytes(layout, stage=2)[optimizer.rank].grads
+            assert grads == sum(4 * bucket.shard_numels[optimizer.rank] for bucket in layout.buckets)
+
+
+def kept(optimizer):
+    """Every tensor with one element for each of a parameter that the optimizer keeps from step to step."""
+    owned, buckets = optimizer._owned, optimizer.layout.buckets
+    buffers = [buffer for buffer in (optimizer._values, optimizer._grads) if buffer is not None]
+    return [*(buffer.bucket(bucket) for buffer in buffers for bucket in buckets),
+            *(shards.bucket(bucket.index) for shards in (owned.masters, owned.reduced) for bucket in buckets),
+            *(value for state in owned.states.values() for key, value in state.items() if key != "step")]
 
 
 class TestOverlapWithForward(DistributedTest):
@@ -238,13 +293,13 @@ class TestOverlapWithBackward(DistributedTest):
     def test_buckets_start_inside_the_boundarys_backward_alone(self, overlap):
         engine = start(Net(), ds_config(gas=2, overlap=overlap))
         sync, started = engine.optimizer._grad_sync, []
-        finish = sync.finish
+        reduce = sync.reduce
 
-        def recording_finish():
+        def recording():
             started.append(sync._launched)
-            finish()
+            reduce()
 
-        sync.finish = recording_finish
+        sync.reduce = recording
         every = len(engine.optimizer.layout.buckets)
         for step in range(2):
             engine.backward(engine((step, 0, dist.get_rank())))

@@ -126,6 +126,8 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
     ({"prescale_gradients": True}, "prescale_gradients must be False"),
     ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor must be 1"),
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
+    ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
+     "data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),
     ({"checkpoint": {"use_node_local_storage": True}, "layerwise": {"save_universal": True}}, "needs a disk that all"),
 ])
 def test_what_cannot_be_honoured_is_refused(change, message):

@@ -86,6 +86,14 @@ def test_gradients_that_accumulate_in_float32_need_no_copy_of_the_reduced_shard(
     assert rank0 == RankMemory(2 * 192 + 4 * 192, 4 * 192 + 4 * 192, 4 * 128, 2 * 124 + 4 * 64)
 
 
+def test_at_stage_2_a_rank_keeps_gradients_of_its_shards_alone():
+    # Shards of rank 0: 128 of the bfloat16 buffer, 64 of the float32 buffer; all gradients are float32.
+    found = memory_bytes(layout(), stage=2)
+    assert [rank.grads for rank in found] == [4 * (128 + 64), 4 * 64, 4 * (64 + 64)]
+    for one, two in zip(memory_bytes(layout()), found, strict=True):
+        assert (two.params, two.masters, two.states) == (one.params, one.masters, one.states)
+
+
 def test_memory_of_a_dtype_without_a_known_size_is_refused():
     with pytest.raises(LayoutError, match="the size of 'int3' is not known; known: float64"):
         memory_bytes(layout(), grads_stored_as={"bfloat16": "int3"})

@@ -23,7 +23,7 @@ FLOORS = {
     "optimizers": 6,
     "owned": 7, "table": 7,
     "comm": 8,
-    "sync": 9,
+    "sync": 9, "state_access": 9,
     "zero_base": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
