@@ -98,7 +98,8 @@ class Manifest:
         for name, ranges in self.files.items():
             mine = []
             for byte_range in ranges:
-                if first <= seen < last or (not byte_range.size and rank == 0):
+                # What is empty and last starts where all bytes end.
+                if first <= seen < last or (seen == total and rank == world_size - 1):
                     mine.append(byte_range)
                 seen += byte_range.size
             if mine:

@@ -22,7 +22,8 @@ def folder(tmp_path):
     torch.save(content, folder / "zip.pt")
     torch.save(content, folder / "old.pt", _use_new_zipfile_serialization=False)
     torch.save(content["large"], folder / "zero" / "a.b" / "fp32.pt")
-    (folder / "empty").write_bytes(b"")
+    for name in ("empty", "in the middle", "zz empty"):
+        (folder / name).write_bytes(b"")
     (folder / "short").write_bytes(b"abc")
     Manifest.of(folder).write(folder)
     return folder
@@ -30,7 +31,8 @@ def folder(tmp_path):
 
 def test_every_byte_is_in_one_range(folder):
     manifest = Manifest.read(folder)
-    assert sorted(manifest.files) == ["empty", "old.pt", "short", "zero/a.b/fp32.pt", "zip.pt"]
+    assert sorted(manifest.files) == ["empty", "in the middle", "old.pt", "short", "zero/a.b/fp32.pt",
+                                      "zip.pt", "zz empty"]
     for name, ranges in manifest.files.items():
         content, start = (folder / name).read_bytes(), 0
         for r in ranges:
@@ -90,6 +92,7 @@ def test_one_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
     (lambda path: path.write_bytes(b""), r"zip.pt has 0 bytes, \d+ were saved"),
     (lambda path: (path.parent / "empty").unlink(), "empty is missing"),
     (lambda path: (path.parent / "empty").write_text("x"), "empty has 1 bytes, 0 were saved"),
+    (lambda path: (path.parent / "zz empty").unlink(), "zz empty is missing"),
 ])
 def test_what_is_wrong_is_named(folder, change, message):
     change(folder / "zip.pt")
@@ -182,6 +185,14 @@ class TestStaging:
         assert (folder / "file").read_text() == "old"
         staging.recover(folder)
         assert [p.name for p in tmp_path.iterdir()] == ["tag"]
+
+    def test_a_death_after_both_renames(self, tmp_path):
+        folder = tmp_path / "tag"
+        for name, text in (("tag.replaced", "old"), ("tag", "new")):
+            self.write(tmp_path / name, text)
+            self.commit(tmp_path / name)
+        staging.recover(folder)
+        assert (folder / "file").read_text() == "new"
 
     def test_a_pointer(self, tmp_path):
         for tag in ("a", "b" * 300):
