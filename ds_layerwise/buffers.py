@@ -37,6 +37,11 @@ class FlatBuffer:
         self._params = {name: self._tensors[bucket.dtype][slot.start:slot.stop]
                         for name, (bucket, slot) in slots.items()}
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The memory: one tensor a dtype."""
+        return tuple(self._tensors.values())
+
     def dtype(self, name: str) -> torch.dtype:
         """What this buffer stores the layout's dtype ``name`` as."""
         return self._tensors[name].dtype
@@ -70,6 +75,11 @@ class ShardBuffer:
             origin = bucket.shard(rank)[0]
             for piece in pieces:
                 self._views[piece.name] = shard[piece.start - origin:piece.start - origin + piece.numel]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The memory: one tensor a bucket."""
+        return self._shards
 
     def bucket(self, index: int) -> Tensor:
         """This rank's shard of bucket ``index``, padding included."""

@@ -24,7 +24,7 @@ class StateAccess:
         gradient_divisor: what this rank's reduced gradient must be divided by now to be the average of the step so far.
 
             Raises :class:`StepError` where there is none.
-        wait: returns once no value of the parameter is under way.
+        wait: returns once no value of the parameter is under way; raises where some of it is away.
     """
 
     def __init__(self, name: str, param: nn.Parameter, owned: Owned, *, group: comm.Group,
@@ -61,6 +61,7 @@ class StateAccess:
         Raises:
             StepError: the parameter's optimizer keeps no such state; on every rank.
         """
+        self._wait()
         if optim_state_key is None:
             return self._whole(lambda: self._owned.masters.piece(self.name))
         key = self._key(optim_state_key)
@@ -80,9 +81,9 @@ class StateAccess:
         Raises:
             StepError: no such state, or ``value`` has another number of elements; on every rank.
         """
+        self._wait()
         if optim_state_key is None:
             self._check(value)
-            self._wait()
             self._param.data.copy_(value.reshape(self._param.shape))
             self._set(lambda: self._owned.masters.piece(self.name), value)
             return
@@ -101,6 +102,7 @@ class StateAccess:
         Raises:
             StepError: it has not been reduced, or the step is over; on every rank.
         """
+        self._wait()
         divisor = self._gradient_divisor()
         return self._whole(lambda: self._owned.reduced.piece(self.name)).div_(divisor)
 
@@ -111,6 +113,7 @@ class StateAccess:
         Raises:
             StepError: there is no gradient now, or ``value`` has another number of elements; on every rank.
         """
+        self._wait()
         divisor = self._gradient_divisor()
         self._check(value)
         self._set(lambda: self._owned.reduced.piece(self.name), value * divisor if divisor != 1 else value)

@@ -11,8 +11,6 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import nn
 
-from ds_layerwise.errors import StepError
-
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and schedulers look for.
@@ -99,20 +97,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Part of the same flush; the epilogue that follows does it all."""
-
-    # --- what is not there -------------------------------------------------------------------------------------------
-
-    def offload_states(self, *_: Any, **__: Any) -> None:
-        """Not supported.
-
-        Raises:
-            StepError: always.
-        """
-        raise StepError("engine.offload_states() is not supported by ds_layerwise; its masters and states stay where "
-                        "the model is")
-
-    def reload_states(self, *_: Any, **__: Any) -> None:
-        """Nothing is ever offloaded, so there is nothing to reload."""
 
 
 @contextmanager

@@ -147,11 +147,15 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._hooks = [register_grad_hook(param, self._make_hook(name, every))
                        for name, param in self._params.items()]
         owners.update((param, name) for name, param in self._params.items())
-        self._access = [StateAccess(name, param, self._owned, group=s.group, wait=self._param_sync.finish,
+        self._access = [StateAccess(name, param, self._owned, group=s.group, wait=self._ready_for_access,
                                     gradient_divisor=self._grad_sync.divisor)
                         for name, param in self._params.items()]
         for access in self._access:
             access.attach()
+
+    def _ready_for_access(self) -> None:
+        self.check_not_offloaded()
+        self._param_sync.finish()
 
     def _wire_dtype(self, dtype: str) -> torch.dtype:
         """What gradients of parameters of ``dtype`` travel in."""
@@ -203,6 +207,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         Raises:
             StepError: gradients have not been reduced, because no backward pass reached the boundary.
         """
+        self.check_not_offloaded()
         for _ in range(self._deferred):
             # Other ranks may have had gradients in that pass.
             if not self._grad_sync.finished:
@@ -274,7 +279,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._param_sync.finish()
 
     def checkpoint_event_prologue(self) -> None:
-        """Before a save or a load: no parameter may be under way."""
+        """Before a save or a load: no parameter may be under way, and nothing away."""
+        self.reload_states()
         self.wait_for_params()
 
     def checkpoint_event_epilogue(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
@@ -23,10 +26,11 @@ from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerwiseError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.offload import Parking
 from ds_layerwise.owned import Owned
-from ds_layerwise.sync import EagerGradSync, GradSync
+from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.zero_base import EngineOptimizer
 
 
@@ -71,17 +75,79 @@ class StatefulOptimizer(EngineOptimizer):
     _module: nn.Module
     _owned: Owned
     _values: FlatBuffer
+    _grads: FlatBuffer | None
+    _params: dict[str, nn.Parameter]
+    _param_sync: ParamSync
     _grad_sync: GradSync | EagerGradSync
     _prepared: PreparedLoad | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parking = Parking()
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {spec.name: spec.shape for spec in self.specs}
+
     #: After a load, by parameter, why its optimizer state is not the checkpoint's.
     fresh_states: dict[str, str] = {}
+
+    # --- away and back -----------------------------------------------------------------------------------------------
+
+    def offload_states(self, include: Container[Any] | None = None, device: Any = None, pin_memory: bool = True,
+                       non_blocking: bool = False) -> None:
+        """Move what ``include`` names to the host: members of DeepSpeed's ``OffloadStateTypeEnum``; None for all.
+
+        Where masters are the model's parameters, and averaged gradients the gradient buffer, they go with those.
+        Saving brings everything back by itself; for anything else, :meth:`reload_states` comes first.
+        """
+        self._param_sync.finish()
+        for kind, tensors in self._memory().items():
+            if include is None or kind in include:
+                self._parking.park(kind.value, tensors, pin_memory=pin_memory)
+        if OffloadStateTypeEnum.lp_params.value in self._parking.kinds:
+            for param in self._params.values():
+                # Whoever uses it meets an error of its shape.
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        get_accelerator().empty_cache()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what :meth:`offload_states` has moved."""
+        self._parking.unpark()
+        for name, param in self._params.items():
+            if not param.numel():
+                param.data = self._values.param(name).view(self._shapes[name])
+
+    def check_not_offloaded(self) -> None:
+        """Refuse to go on without what is away.
+
+        Raises:
+            StepError: something is.
+        """
+        if self._parking.kinds:
+            raise StepError(f"{', '.join(self._parking.kinds)} are offloaded; call engine.reload_states() first")
+
+    def _memory(self) -> dict[OffloadStateTypeEnum, list[Tensor]]:
+        """Every tensor by its kind; memory that two kinds share belongs to the first."""
+        kind, owned = OffloadStateTypeEnum, self._owned
+        tensors = {kind.lp_params: self._values.tensors,
+                   kind.contiguous_grad_buffer: () if self._grads is None else self._grads.tensors,
+                   kind.lp_grads: owned.reduced.tensors, kind.hp_params: owned.masters.tensors,
+                   kind.optim_states: [value for state in owned.states.values() for value in state.values()
+                                       if value.dim()]}
+        taken: set[int] = set()
+        memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
+        for each, those in tensors.items():
+            memory[each] = [t for t in those if t.untyped_storage()._cdata not in taken]
+            taken |= {t.untyped_storage()._cdata for t in memory[each]}
+        return memory
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         return Header(
-            step=self.step_count, shapes={spec.name: spec.shape for spec in self.specs},
+            step=self.step_count, shapes=self._shapes,
             rules=self._owned.rule_records(), dtypes=self.layout.dtypes,
             param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
 
@@ -90,6 +156,7 @@ class StatefulOptimizer(EngineOptimizer):
 
         Tensors are views into live memory: save or copy them before the next step.
         """
+        self.check_not_offloaded()
         return {
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -128,6 +195,7 @@ class StatefulOptimizer(EngineOptimizer):
         Raises:
             LayerwiseError: on every rank, if any rank finds something missing or wrong.
         """
+        self.reload_states()
         with comm.Alike(self.dp_process_group):
             opened: RegularCheckpoint | UniversalCheckpoint
             if universal:
@@ -136,7 +204,7 @@ class StatefulOptimizer(EngineOptimizer):
                 opened = RegularCheckpoint(folder, rank=self.rank)
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, self.config.rename, use_all=universal)
-            check_shapes({spec.name: spec.shape for spec in self.specs}, saved.header.shapes)
+            check_shapes(self._shapes, saved.header.shapes)
             groups = saved.header.param_groups
             if states and groups is not None and len(groups) != len(self.param_groups):
                 raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "

@@ -19,7 +19,7 @@ FLOORS = {
     "cost": 2,
     "planner": 3,
     "model_shapes": 4,
-    "routing": 5, "orthogonalize": 5, "buffers": 5, "checkpoint": 5,
+    "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
     "optimizers": 6,
     "owned": 7, "table": 7,
     "comm": 8,
