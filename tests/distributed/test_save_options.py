@@ -129,10 +129,14 @@ class TestLoading(DistributedTest):
         engine.save_checkpoint(folder, client_state={"epoch": 4, "seen": [1, 2]})
         return engine
 
-    def test_everything(self, tmp_path):
+    def test_everything(self, tmp_path, monkeypatch):
         engine = self.saved(tmp_path)
         other = start(Net(), ds_config(scheduler=WARMUP))
+        load, mapped = torch.load, []
+        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: mapped.append(kwargs.get("mmap")) or load(
+            *args, **kwargs))
         _, client = other.load_checkpoint(tmp_path)
+        assert mapped and all(mapped), "a file was read into memory"
         assert client["epoch"] == 4 and client["seen"] == [1, 2]
         assert (other.global_steps, other.get_lr()) == (3, engine.get_lr())
         assert_equal_states(states(other), states(engine))
