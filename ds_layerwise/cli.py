@@ -23,6 +23,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` says, by default that of this process; returns the exit code."""
     options = _parser().parse_args(argv)
+    # All of it works on the host, and DeepSpeed says on stdout that it looks for a device, unless it is told.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
     try:
