@@ -254,22 +254,6 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _restore_from_bit16_weights(self) -> None:
-        """Masters from the model's weights, after only those were loaded."""
-        for index in range(len(self.layout.buckets)):
-            self._owned.values_to_masters(index)
-
-    refresh_fp32_params = _restore_from_bit16_weights
-
-    @torch.no_grad()
-    def update_lp_params(self) -> None:
-        """The model's weights from the masters, on every rank."""
-        for index in range(len(self.layout.buckets)):
-            self._owned.masters_to_values(index)
-            self._param_sync.launch(index)
-        self._param_sync.finish()
-
     def wait_for_params(self) -> None:
         """Wait until every parameter has its new value.
 

@@ -362,12 +362,21 @@ class StatefulOptimizer(EngineOptimizer):
         """Let go of the files of :meth:`prepare_load`."""
         self._prepared = None
 
+    @torch.no_grad()
     def _restore_from_bit16_weights(self) -> None:
-        raise NotImplementedError
+        """Masters from the model's weights, after only those were loaded."""
+        for index in range(len(self.layout.buckets)):
+            self._owned.values_to_masters(index)
 
+    refresh_fp32_params = _restore_from_bit16_weights
+
+    @torch.no_grad()
     def update_lp_params(self) -> None:
         """The model's weights from the masters, on every rank."""
-        raise NotImplementedError
+        for index in range(len(self.layout.buckets)):
+            self._owned.masters_to_values(index)
+            self._param_sync.launch(index)
+        self._param_sync.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step."""

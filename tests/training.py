@@ -100,6 +100,25 @@ def reduced_gradients(engine):
             for pieces in optimizer._owned.pieces for piece in pieces}
 
 
+def whole_gradients(engine):
+    """The averaged gradients, whole and 1-D, put together from all ranks."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, reduced_gradients(engine))
+    whole = {}
+    for pieces in everyone:
+        for name, (first, values) in pieces.items():
+            whole.setdefault(name, []).append((first, values))
+    return {name: torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])]) for name, parts in whole.items()}
+
+
+def start_adamw(module):
+    """An engine of DeepSpeed's own AdamW, for what of ``module`` is trained, with this package registered."""
+    config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
+    del config["layerwise"]
+    return ds_layerwise.initialize(model=module, config=config, model_parameters=[
+        p for p in module.parameters() if p.requires_grad])[0]
+
+
 def weights(module):
     """All parameters as one vector."""
     return torch.cat([p.detach().float().flatten() for p in module.parameters()])

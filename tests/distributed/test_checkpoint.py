@@ -16,7 +16,7 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.harness import DistributedTest
-from tests.training import Net, allow_fp16, ds_config, reduced_gradients, start, train_engine, weights
+from tests.training import Net, allow_fp16, ds_config, start, start_adamw, train_engine, weights, whole_gradients
 
 
 def micro_batches(engine, first, last, *, gas):
@@ -72,7 +72,7 @@ class TestInsideAStep(DistributedTest):
         folder = class_tmpdir / f"{precision} {dist.get_world_size()}"
         engine.save_checkpoint(folder)
         self.reduce(engine)
-        whole = self.whole_gradients(engine)
+        whole = whole_gradients(engine)
         on_rank_0(lambda: torch.save(whole, folder / "expected.pt"))
 
     @pytest.mark.world_size([1, 2, 3, 4])
@@ -89,7 +89,7 @@ class TestInsideAStep(DistributedTest):
             assert not engine.is_gradient_accumulation_boundary()
             self.reduce(engine)
             expected = torch.load(folder / "expected.pt")
-            for name, value in self.whole_gradients(engine).items():
+            for name, value in whole_gradients(engine).items():
                 atol = 1e-5 if precision == "fp32" else 0.25
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=atol if saved_by % 2 else 1e-6)
             engine.optimizer.zero_grad()
@@ -120,15 +120,6 @@ class TestInsideAStep(DistributedTest):
     def config(self, precision, **changes):
         return ds_config(gas=4, **({"bf16": {"enabled": True}} if precision == "bf16" else {}), **changes)
 
-    def whole_gradients(self, engine):
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, reduced_gradients(engine))
-        whole = {}
-        for pieces in everyone:
-            for name, (first, values) in pieces.items():
-                whole.setdefault(name, []).append((first, values))
-        return {name: torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])]) for name, parts in whole.items()}
-
 
 class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
@@ -151,15 +142,11 @@ class TestDeepSpeedsTools(DistributedTest):
 
     def test_stocks_own_result_lacks_frozen_parameters(self, tmp_path):
         """What the script makes of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
-        module = Net(frozen=True)
-        config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
-        del config["layerwise"]
-        stock, *_ = ds_layerwise.initialize(model=module, config=config, model_parameters=[
-            p for p in module.parameters() if p.requires_grad])
+        stock = start_adamw(Net(frozen=True))
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path)
         found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-        assert module.state_dict().keys() - found.keys() == {"tall.weight", "norm.bias"}
+        assert stock.module.state_dict().keys() - found.keys() == {"tall.weight", "norm.bias"}
 
     def test_the_converter_finds_every_state(self, tmp_path):
         engine = start(Net(), ds_config(bf16={"enabled": True}))
@@ -237,10 +224,7 @@ class TestRefusedLoads(DistributedTest):
         self.assert_refused(tmp_path, "no files named .*load_optimizer_states=False")
 
     def test_stocks_own_checkpoint(self, tmp_path):
-        module = Net()
-        config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
-        del config["layerwise"]
-        stock, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config)
+        stock = start_adamw(Net())
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path, tag="tag")
         self.assert_refused(tmp_path, "was not written by ds_layerwise|cannot be read")

@@ -7,13 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-import ds_layerwise
 from ds_layerwise.checkpoint import staging
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.harness import DistributedTest
-from tests.training import Net, ds_config, start, train_engine, weights
+from tests.training import Net, ds_config, start, start_adamw, train_engine, weights
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 8}}
 
@@ -264,15 +263,12 @@ class TestDeepSpeedsWriters(DistributedTest):
         Manifest.read(tmp_path / "global_step3").check(tmp_path / "global_step3")
 
     def test_an_engine_of_stock_saves_as_it_did(self, tmp_path):
-        config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
-        del config["layerwise"]
-        module = Net()
-        stock, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config)
+        stock = start_adamw(Net())
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path, client_state={"epoch": 1})
         assert sorted(os.listdir(tmp_path / "global_step1")) == [
             "mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))]
-        before = weights(module).clone()
+        before = weights(stock.module).clone()
         train_engine(stock, 1)
         _, client = stock.load_checkpoint(tmp_path)
-        assert torch.equal(weights(module), before) and client["epoch"] == 1
+        assert torch.equal(weights(stock.module), before) and client["epoch"] == 1

@@ -12,18 +12,7 @@ import ds_layerwise
 from ds_layerwise.errors import StepError
 from tests.checkpoints import whole_states
 from tests.harness import DistributedTest
-from tests.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, reduced_gradients, train_engine
-
-
-def whole_gradients(engine):
-    """The averaged gradients, whole, put together from all ranks."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, reduced_gradients(engine))
-    whole = {}
-    for pieces in everyone:
-        for name, (first, values) in pieces.items():
-            whole.setdefault(name, []).append((first, values))
-    return {name: torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])]) for name, parts in whole.items()}
+from tests.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, train_engine, whole_gradients
 
 
 class TestStateAccess(DistributedTest):

@@ -9,12 +9,11 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-import ds_layerwise
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
 from ds_layerwise.checkpoint.regular import load_safely
 from tests.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
 from tests.harness import DistributedTest
-from tests.training import Net, ds_config, start, train_engine
+from tests.training import Net, ds_config, start, start_adamw, train_engine
 from tests.universal import convert
 
 
@@ -209,10 +208,7 @@ class TestVerify(DistributedTest):
             "latest\n"))
 
     def test_stocks_own_is_refused(self, tmp_path):
-        module = Net()
-        config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
-        del config["layerwise"]
-        stock, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config)
+        stock = start_adamw(Net())
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path, tag="tag")
         for command in (["verify", tmp_path], ["to-universal", tmp_path, tmp_path / "out"]):
