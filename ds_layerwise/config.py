@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
@@ -58,6 +58,12 @@ def _flag(where: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where} must be true or false, got {value!r}")
     return value
+
+
+def _only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
+    for key in section:
+        if key not in known:
+            raise unknown_key(where, key, known)
 
 
 def _choice(where: str, value: object, literal: Any) -> Any:
@@ -132,6 +138,7 @@ class OptimizerConfig:
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> OptimizerConfig:
         """Parse DeepSpeed's ``optimizer`` section, ``{"type": ..., "params": {...}}``."""
+        _only_known("optimizer", section, ("type", "params", "legacy_fusion"))
         params = dict(section.get("params") or {})
         if section.get("legacy_fusion"):
             raise ConfigError("optimizer.legacy_fusion is not supported by this backend; remove it")
@@ -141,9 +148,7 @@ class OptimizerConfig:
         known = {f.name for f in fields(cls)} | set(_ALWAYS_TRUE) | {"adam_w_mode"}
         if not general:
             known.remove("matrix_optimizer")
-        for key in params:
-            if key not in known:
-                raise unknown_key("optimizer.params", key, known)
+        _only_known("optimizer.params", params, known)
         for key in _ALWAYS_TRUE:
             if params.pop(key, True) is not True:
                 raise ConfigError(f"optimizer.params.{key} must be true, got false: {_ALWAYS_TRUE[key]}; remove it")
@@ -229,9 +234,7 @@ class Override:
         if not isinstance(entry, Mapping):
             raise ConfigError(f"{where} must be an object like {{\"name\": \"*.bias\", ...}}, got {entry!r}")
         known = [f.name for f in fields(cls)]
-        for key in entry:
-            if key not in known:
-                raise unknown_key(where, key, known)
+        _only_known(where, entry, known)
         if not isinstance(entry.get("name"), str) or not entry["name"]:
             raise ConfigError(f"{where}.name must be a glob over parameter names, got {entry.get('name')!r}")
         if len(entry) == 1:
@@ -325,19 +328,22 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.elastic_checkpoint": ((False,), "remove it"),
     "zero_optimization.offload_optimizer.device": (("none",), "masters and states stay on the device; remove it"),
     "zero_optimization.offload_param.device": (("none",), "parameters stay on the device; remove it"),
+    "zero_optimization.offload_optimizer.ratio": ((1,), "masters and states stay on the device; remove it"),
     "zero_optimization.cpu_offload": ((False,), "masters and states stay on the device; remove it"),
+    "zero_optimization.cpu_offload_param": ((False,), "parameters stay on the device; remove it"),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such stage any more; remove it"),
     "zero_optimization.zenflow": ((None,), "remove it"),
-    "zero_optimization.zero_hpz_partition_size": ((1,), "it belongs to ZeRO stage 3; remove it"),
-    "zero_optimization.zero_quantized_weights": ((False,), "it belongs to ZeRO stage 3; remove it"),
-    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "it belongs to ZeRO stage 3; remove it"),
-    "zero_optimization.zero_quantized_gradients": ((False,), "it belongs to ZeRO stage 3; remove it"),
-    "zero_optimization.mics_shard_size": ((-1,), "it belongs to ZeRO stage 3; remove it"),
+    **{f"zero_optimization.{key}": ((neutral,), "it belongs to ZeRO stage 3; remove it") for key, neutral in {
+        "offload_optimizer.super_offload": False, "pipeline_loading_checkpoint": False, "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False, "zeropp_loco_param": None,
+        "zero_quantized_gradients": False, "mics_shard_size": -1, "mics_hierarchical_params_gather": False}.items()},
     "prescale_gradients": ((False,), "sums are taken in float32, where scaling first gains nothing; remove it"),
     "gradient_predivide_factor": ((1, 1.0), "sums are taken in float32, where dividing first gains nothing; remove it"),
     "sparse_gradients": ((False,), "sparse gradients cannot be cut into shards; remove it"),
     "fp16.fp16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
-    "bf16.bf16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
-    "bf16.bf16_optimizer_states": ((False,), "states are float32; remove it"),
+    **{f"{section}.bf16_{what}": ((False,), "masters and states are float32; remove it")
+       for section in ("bf16", "bfloat16") for what in ("master_weights_and_grads", "optimizer_states")},
+    "amp.enabled": ((False,), "use the bf16 or fp16 section instead"),
     "torch_autocast.enabled": ((False,), "use the bf16 or fp16 section instead"),
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
@@ -345,6 +351,17 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "sequence_parallel_size": ((1,), "remove it"),
     "expert_parallel.enabled": ((False,), "experts of other ranks have no owner here; remove it"),
 }
+
+#: What Hugging Face fills in, and DeepSpeed reads as it stands, or takes for false.
+_NEVER_AUTO = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "managed_gradient_accumulation",
+               "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype")
+
+
+def _at(ds_config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    value: Any = ds_config
+    for key in path.split("."):
+        value = value.get(key, default) if isinstance(value, Mapping) else default
+    return value
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
@@ -354,17 +371,20 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         ConfigError: names the key, its value, what it may say and the way out.
     """
     for path, (allowed, way_out) in _MUST_BE.items():
-        value: Any = ds_config
-        for key in path.split("."):
-            value = value.get(key, allowed[0]) if isinstance(value, Mapping) else allowed[0]
+        value = _at(ds_config, path, allowed[0])
         if value is not None and value not in allowed:
             raise ConfigError(f"{path} must be {' or '.join(map(repr, allowed))} with this optimizer, got {value!r}: "
                               f"{way_out}")
+    for path in _NEVER_AUTO:
+        if _at(ds_config, path) == "auto":
+            raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
+    _number("gradient_clipping", ds_config.get("gradient_clipping", 1.0), low=0)
     zero = ds_config.get("zero_optimization") or {}
     if not isinstance(zero, Mapping) or "stage" not in zero:
         raise ConfigError("zero_optimization.stage must be 1 or 2 with this optimizer, but is not set")
-    types = ds_config.get("data_types")
-    asked = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    _only_known("data_types", ds_config.get("data_types") or {},
+                ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"))
+    asked = _at(ds_config, "data_types.grad_accum_dtype")
     if zero["stage"] == 2 and asked not in (None, "fp32", "float32", "float"):
         raise ConfigError(f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {asked!r}: owners add up "
                           "averaged gradients in float32; remove it")

@@ -106,6 +106,7 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         return original()
     matrix_rule(_sections(engine)[0])
     refuse_unsupported(given)
+    _refuse_what_is_not_read(engine._config, given)
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
@@ -115,6 +116,21 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
                           "orthogonalised as a whole")
     return original()
+
+
+#: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
+_NOT_IN_EVERY_RELEASE = {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True,
+                         "data_types.param_dtype": None, "data_types.buffer_dtype": None,
+                         "data_types.keep_in_fp32_modules": "auto"}
+
+
+def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
+    for path, default in _NOT_IN_EVERY_RELEASE.items():
+        *sections, key = path.split(".")
+        section = given.get(sections[0]) or {} if sections else given
+        if section.get(key, default) != default and not hasattr(config, key):
+            raise ConfigError(f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
+                              "remove it, or install a newer DeepSpeed")
 
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:

@@ -1,0 +1,178 @@
+"""docs/config_keys.md against DeepSpeed's own list of keys, and against what the package does with each."""
+
+import ast
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime import constants
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+
+from ds_layerwise.config import OptimizerConfig, refuse_unsupported
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from tests.config_table import DOCUMENT, config_with, read_table
+
+TESTS = Path(__file__).parents[1]
+ROWS = read_table(DOCUMENT.read_text())
+BASE = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWise", "params": {}}, "gradient_clipping": 0.0}
+NEWEST, OLDEST = "0.19.8", "0.18.9"
+
+MODELS = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
+    "bf16": DeepSpeedBF16Config,
+    "fp16": DeepSpeedFP16Config,
+}
+
+#: The keys of DeepSpeed 0.18.9.
+OLD_KEYS = {
+    "zero_optimization": """
+        stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+        allgather_partitions allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param
+        offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload
+        stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold param_persistence_threshold
+        stage3_model_persistence_threshold model_persistence_threshold stage3_max_live_parameters max_live_parameters
+        stage3_max_reuse_distance max_reuse_distance stage3_gather_16bit_weights_on_model_save
+        gather_16bit_weights_on_model_save stage3_module_granularity_threshold module_granularity_threshold
+        stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential
+        allgather_sequential stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
+        round_robin_gradients zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
+        zero_quantized_gradients zeropp_loco_param mics_shard_size mics_hierarchical_params_gather
+        memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
+        enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module""",
+    "zero_optimization.offload_optimizer": """
+        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc""",
+    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.leaf_module": "classes names name_suffixes",
+    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
+    "fp16": """
+        enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+        min_loss_scale fp16_master_weights_and_grads""",
+}
+
+
+def keys_of(model):
+    return set(model.model_fields) | {field.alias for field in model.model_fields.values() if field.alias}
+
+
+def in_table(section, *releases):
+    return {row.key for row in ROWS if row.section == section and (not releases or row.releases in releases)}
+
+
+def parse(row, **changes):
+    """What the engine's first check does with a config that has the row's value."""
+    config = {**config_with(row.path, changes.pop("value", row.value), BASE), **changes}
+    OptimizerConfig.from_section(config["optimizer"])
+    refuse_unsupported(config)
+
+
+def rows(*verdicts):
+    chosen = [row for row in ROWS if row.verdict in verdicts]
+    return pytest.mark.parametrize("row", chosen, ids=[row.path for row in chosen])
+
+
+def test_the_table_is_read():
+    assert {row.verdict for row in ROWS} == {"honoured", "refused", "same", "not ours"}
+    assert {row.releases for row in ROWS} == {"both", "newest only", "oldest only", "ours"}
+    assert len({row.path for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("section", MODELS)
+def test_every_key_is_in_the_table_and_no_other(section):
+    installed, old = keys_of(MODELS[section]), set(OLD_KEYS[section].split())
+    assert in_table(section, "both", "oldest only") == old
+    assert installed <= in_table(section)
+    if deepspeed.__version__.startswith(NEWEST):
+        assert in_table(section, "both", "newest only") == installed
+    if deepspeed.__version__.startswith(OLDEST):
+        assert installed == old
+
+
+def test_every_key_that_has_no_model_is_in_the_table():
+    names = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    ours = re.compile(r"((gradient|communication)_\w+|\w+_gradients|\w+_communication_\w+|\w+_gradient_\w+)")
+    assert {name for name in names if ours.fullmatch(name)} - {constants.GRADIENT_CLIPPING} <= in_table("")
+    assert constants.GRADIENT_CLIPPING in in_table("")
+    types = {getattr(constants, name) for name in ("GRAD_ACCUM_DTYPE", "PARAM_DTYPE", "BUFFER_DTYPE",
+                                                   "KEEP_IN_FP32_MODULES") if hasattr(constants, name)}
+    assert types <= in_table("data_types")
+    assert {constants.TYPE, constants.OPTIMIZER_PARAMS, constants.LEGACY_FUSION} == in_table("optimizer")
+
+
+def test_every_parameter_of_stock_muon_is_in_the_table():
+    stock = {*getattr(DeepSpeedEngine, "_MUON_HALF_KEYS", ()), *getattr(DeepSpeedEngine, "_ADAM_HALF_KEYS", ())}
+    assert stock <= in_table("optimizer.params", "both")
+    assert set(OptimizerConfig.__dataclass_fields__) <= in_table("optimizer.params")
+
+
+@rows("refused")
+def test_refused_means_refused(row):
+    with pytest.raises(ConfigError, match=re.escape(row.key)):
+        parse(row)
+    if row.section != "optimizer.params" and row.section != "optimizer" and not isinstance(row.value, dict):
+        with pytest.raises(ConfigError, match=re.escape(row.key)):
+            parse(row, value="auto")
+
+
+@rows("honoured", "same", "not ours")
+def test_accepted_means_accepted(row):
+    parse(row)
+
+
+@pytest.mark.parametrize("path", sorted({row.test for row in ROWS}))
+def test_the_test_is_there(path):
+    file, *names = path.split("::")
+    body = ast.parse((TESTS / file).read_text()).body
+    for name in names:
+        found = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name]
+        assert found, f"{file} has no {name}"
+        body = found[0].body
+
+
+@pytest.mark.parametrize("path", [
+    "gradient_clipping", "managed_gradient_accumulation", "bf16.enabled", "bfloat16.enabled", "fp16.enabled",
+    "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype", "gradient_predivide_factor"])
+def test_what_nobody_filled_in_is_named(path):
+    with pytest.raises(ConfigError, match=f"{re.escape(path)} .*'auto'"):
+        refuse_unsupported(config_with(path, "auto", BASE))
+
+
+@pytest.mark.parametrize("value", [-1.0, None, "1.0", True, float("nan")])
+def test_a_bound_of_the_norm_is_a_number(value):
+    with pytest.raises(ConfigError, match="gradient_clipping must be"):
+        refuse_unsupported({**BASE, "gradient_clipping": value})
+
+
+@pytest.mark.parametrize("path, message", [
+    ("data_types.grad_acum_dtype", "data_types.grad_acum_dtype is not an option; did you mean 'grad_accum_dtype'"),
+    ("optimizer.parms", "optimizer.parms is not an option; did you mean 'params'"),
+])
+def test_a_misspelled_key_is_not_ignored(path, message):
+    config = config_with(path, "bf16", BASE)
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig.from_section(config["optimizer"])
+        refuse_unsupported(config)
+
+
+@pytest.mark.parametrize("key", ["bf16_master_weights_and_grads", "bf16_optimizer_states"])
+def test_the_old_name_of_bf16_is_no_way_around(key):
+    with pytest.raises(ConfigError, match=f"bfloat16.{key} must be False"):
+        refuse_unsupported({**BASE, "bfloat16": {"enabled": True, key: True}})
+
+
+def test_hyper_parameters_reach_the_groups():
+    given = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.99], "eps": 1e-6}
+    optimizer = LayerwiseOptimizer([torch.nn.Parameter(torch.zeros(2, 2))], OptimizerConfig.from_section(
+        {"type": "LayerWise", "params": given}))
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in given} == {**given, "betas": (0.8, 0.99)}
