@@ -34,7 +34,83 @@ def no_gradient() -> StepError:
                      "accumulation (at stage 2, any backward pass) and the step, not now")
 
 
-class GradSync:
+class _BucketOrder:
+    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, group: comm.Group,
+                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
+        self.layout, self.reduced = layout, reduced
+        self._params, self._group = params, group
+        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
+        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+        self._pending: deque[comm.Pending] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients: the next one starts a new step."""
+        # A backward pass that an exception ended may have left buckets under way, which read what it writes next.
+        self._wait()
+        self._start_pass()
+        self.finished = False
+
+    def _start_pass(self) -> None:
+        self._arrived: set[str] = set()
+        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
+        self._launched = 0
+
+    @torch.no_grad()
+    def accumulate(self, name: str, *, launch: bool) -> None:
+        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that this completes.
+
+        Raises:
+            StepError: the bucket of ``name`` was reduced already, so this gradient would be lost.
+        """
+        if self._params[name].grad is None:
+            return
+        bucket = self._bucket_of[name]
+        if bucket < self._launched:
+            raise late_gradient(name, bucket)
+        self._take(name)
+        if launch and name not in self._arrived:
+            self._arrived.add(name)
+            self._missing[bucket] -= 1
+            # Buckets start in index order on every rank: a rank whose gradients arrive in another order would
+            # otherwise enter the collectives in another order, and hang.
+            while self._launched < len(self._missing) and not self._missing[self._launched]:
+                self._launch()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what is left, including parameters without a gradient, and wait.
+
+        Raises:
+            StepError: a parameter has a new gradient, but its bucket was reduced already.
+        """
+        for name, param in self._params.items():
+            if param.grad is not None:
+                self.accumulate(name, launch=False)
+        while self._launched < len(self.layout.buckets):
+            self._launch()
+        self._wait()
+        self._end_pass()
+
+    def _wait(self, left: int = 0) -> None:
+        """Wait until at most ``left`` buckets are under way."""
+        while len(self._pending) > left:
+            self._pending.popleft().wait()
+
+    def _take(self, name: str) -> None:
+        """Do what must be done with a gradient before its bucket starts."""
+
+    def _launch(self) -> None:
+        """Start the next bucket."""
+        self._launched += 1
+
+    def _end_pass(self) -> None:
+        """All buckets have arrived."""
+
+
+class GradSync(_BucketOrder):
     """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners' shards.
 
     Args:
@@ -49,22 +125,14 @@ class GradSync:
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
                  group: comm.Group, divide_by: float, wire_dtype: Callable[[str], torch.dtype],
                  in_flight: int = 2) -> None:
-        self.layout, self.reduced = layout, reduced
-        self._params, self._grads, self._group = params, grads, group
-        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
-        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
-        self._pending: deque[comm.Pending] = deque()
-        self.reset()
+        self._grads = grads
+        super().__init__(layout, params, reduced, group=group, divide_by=divide_by, wire_dtype=wire_dtype,
+                         in_flight=in_flight)
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
-        # A backward pass that an exception ended may have left buckets under way, which read what it writes next.
-        self._wait()
+        super().reset()
         self._has_grad: set[str] = set()
-        self._arrived: set[str] = set()
-        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
-        self._launched = 0
-        self.finished = False
 
     def accumulated(self) -> dict[str, Tensor]:
         """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
@@ -88,20 +156,12 @@ class GradSync:
             self._has_grad.add(name)
         whole[start:start + values.numel()].add_(values)
 
-    @torch.no_grad()
-    def accumulate(self, name: str, *, launch: bool) -> None:
-        """Take over ``param.grad`` of ``name``; with ``launch``, start every bucket that this completes.
-
-        Raises:
-            StepError: the bucket of ``name`` was reduced already, so this gradient would be lost.
-        """
+    def _take(self, name: str) -> None:
+        """Add the gradient into the bucket; None stays behind."""
         param = self._params[name]
         grad = param.grad
         if grad is None:
             return
-        bucket = self._bucket_of[name]
-        if bucket < self._launched:
-            raise late_gradient(name, bucket)
         view = self._grads.param(name).view(grad.shape)
         if name in self._has_grad:
             view.add_(grad)
@@ -109,26 +169,8 @@ class GradSync:
             view.copy_(grad)
             self._has_grad.add(name)
         param.grad = None
-        if launch and name not in self._arrived:
-            self._arrived.add(name)
-            self._missing[bucket] -= 1
-            # Buckets start in index order on every rank: a rank whose gradients arrive in another order would
-            # otherwise enter the collectives in another order, and hang.
-            while self._launched < len(self._missing) and not self._missing[self._launched]:
-                self._launch()
 
-    def reduce(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait.
-
-        Raises:
-            StepError: a parameter has a new gradient, but its bucket was reduced already.
-        """
-        for name, param in self._params.items():
-            if param.grad is not None:
-                self.accumulate(name, launch=False)
-        while self._launched < len(self.layout.buckets):
-            self._launch()
-        self._wait()
+    def _end_pass(self) -> None:
         self.finished = True
 
     def finish(self) -> None:
@@ -139,11 +181,6 @@ class GradSync:
         """
         if not self.finished:
             raise nothing_reduced()
-
-    def _wait(self, left: int = 0) -> None:
-        """Wait until at most ``left`` buckets are under way."""
-        while len(self._pending) > left:
-            self._pending.popleft().wait()
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
@@ -157,7 +194,7 @@ class GradSync:
         self._launched += 1
 
 
-class EagerGradSync:
+class EagerGradSync(_BucketOrder):
     """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients of other owners.
 
     Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then they are copied
@@ -174,27 +211,11 @@ class EagerGradSync:
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, group: comm.Group,
-                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
-        self.layout, self.reduced = layout, reduced
-        self._params, self._group = params, group
-        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
-        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
-        self._pending: deque[comm.Pending] = deque()
-        self.reset()
-
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
-        self._wait()
+        super().reset()
         self._empty = [True] * len(self.layout.buckets)
         self._passes = 0
-        self._start_pass()
-        self.finished = False
-
-    def _start_pass(self) -> None:
-        self._arrived: set[str] = set()
-        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
-        self._launched = 0
 
     def divisor(self) -> float:
         """What ``reduced`` must be divided by to hold the averages of the step so far.
@@ -226,36 +247,7 @@ class EagerGradSync:
             return {}
         return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
 
-    @torch.no_grad()
-    def accumulate(self, name: str, *, launch: bool) -> None:
-        """Note that ``param.grad`` of ``name`` is there; with ``launch``, start every bucket that this completes.
-
-        Raises:
-            StepError: the bucket of ``name`` was reduced already in this pass, so this gradient would be lost.
-        """
-        if self._params[name].grad is None:
-            return
-        bucket = self._bucket_of[name]
-        if bucket < self._launched:
-            raise late_gradient(name, bucket)
-        if launch and name not in self._arrived:
-            self._arrived.add(name)
-            self._missing[bucket] -= 1
-            while self._launched < len(self._missing) and not self._missing[self._launched]:
-                self._launch()
-
-    def reduce(self) -> None:
-        """Reduce what is left of this micro-batch, including parameters without a gradient, and wait.
-
-        Raises:
-            StepError: a parameter has a new gradient, but its bucket was reduced already.
-        """
-        for name, param in self._params.items():
-            if param.grad is not None:
-                self.accumulate(name, launch=False)
-        while self._launched < len(self.layout.buckets):
-            self._launch()
-        self._wait()
+    def _end_pass(self) -> None:
         self._passes += 1
         self._start_pass()
 
@@ -274,11 +266,6 @@ class EagerGradSync:
                 self.reduced.bucket(index).div_(self._divide_by)
         self.finished = True
 
-    def _wait(self, left: int = 0) -> None:
-        while len(self._pending) > left:
-            self._pending.popleft().wait()
-
-    @torch.no_grad()
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
         self._wait(self._in_flight - 1)

@@ -245,13 +245,6 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         clip = (norm + _CLIP_EPS) / self.clip_grad if self.clip_grad > 0 else 1.0
         return 1 / (scale * (clip if clip > 1 else 1.0))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step, reduced or not."""
-        self._grad_sync.reset()
-        self._deferred = 0
-        for param in self._params.values():
-            param.grad = None
-
     # --- parameters ------------------------------------------------------------------------------------------------
 
     def wait_for_params(self) -> None:

@@ -69,6 +69,7 @@ class StatefulOptimizer(EngineOptimizer):
     rank: int
     world_size: int
     step_count: int
+    _deferred: int
     clip_grad: float
     settings: Any
     _engine: Any
@@ -379,5 +380,8 @@ class StatefulOptimizer(EngineOptimizer):
         self._param_sync.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step."""
-        raise NotImplementedError
+        """Forget the gradients of this step, reduced or not."""
+        self._grad_sync.reset()
+        self._deferred = 0
+        for param in self._params.values():
+            param.grad = None
