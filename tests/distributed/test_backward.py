@@ -172,7 +172,8 @@ class TestUnused(Backward):
 class TestWhenBucketsStart(Backward):
     world_size = 2
 
-    def test_only_inside_the_last_backward_pass_of_a_step(self):
+    def launches(self):
+        """Of a step of two micro-batches: for every bucket the micro-batch, and whether autograd was at work."""
         engine = start(Net(), self.config(gas=2, bucket_numel=1))
         sync, inside = engine.optimizer._grad_sync, []
         launch = sync._launch
@@ -183,7 +184,11 @@ class TestWhenBucketsStart(Backward):
 
         sync._launch = recording
         train_engine(engine, 1, gas=2)
-        assert inside == [(1, True)] * len(engine.optimizer.layout.buckets)
+        return inside, len(engine.optimizer.layout.buckets)
+
+    def test_only_inside_the_last_backward_pass_of_a_step(self):
+        inside, num_buckets = self.launches()
+        assert inside == [(1, True)] * num_buckets
 
     def test_not_in_a_backward_pass_inside_the_forward_pass(self):
         class Tiled(torch.autograd.Function):  # as DeepSpeed's TiledFusedLogitsLoss
@@ -415,17 +420,7 @@ class TestWhenBucketsStartAtStage2(TestWhenBucketsStart):
 
     def test_only_inside_the_last_backward_pass_of_a_step(self):
         """Inside every one of them, rather."""
-        engine = start(Net(), self.config(gas=2, bucket_numel=1))
-        sync, inside = engine.optimizer._grad_sync, []
-        launch = sync._launch
-
-        def recording():
-            inside.append((engine.micro_steps % 2, torch._C._current_graph_task_id() != -1))
-            launch()
-
-        sync._launch = recording
-        train_engine(engine, 1, gas=2)
-        num_buckets = len(engine.optimizer.layout.buckets)
+        inside, num_buckets = self.launches()
         assert inside == [(0, True)] * num_buckets + [(1, True)] * num_buckets
 
     def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):
