@@ -71,8 +71,8 @@ class HostMemory:
         memory between two steps, such as a checkpoint, finds what it should. On a device without streams, a CPU, all
         of that takes place at once, and the copies are made all the same.
 
-    Use :meth:`put` for everything first, then ``with memory:`` around every step, :meth:`bring` and :meth:`send_back`
-    in it, for each bucket, in descending order.
+    Use :meth:`put` for every bucket first, in ascending order, then ``with memory:`` around every step, :meth:`bring`
+    and :meth:`send_back` in it, in descending order.
 
     Args:
         device: where the work is done.
@@ -82,6 +82,7 @@ class HostMemory:
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
         self._device, self._pin = device, pin_memory
         self._buckets: dict[int, _HostBucket] = {}
+        self._following: dict[int, int | None] = {}
         self._slots: list[_Slot] = []
         self._coming: dict[int, _Slot] = {}
         self._here: dict[int, _Slot] = {}
@@ -95,6 +96,7 @@ class HostMemory:
             memory = get_accelerator().pin_memory(memory)
         if self._incoming is None and not get_accelerator().is_synchronized_device():
             self._incoming, self._outgoing = get_accelerator().Stream(), get_accelerator().Stream()
+        self._following[index] = next(reversed(self._buckets), None)
         self._buckets[index] = bucket = _HostBucket(memory, {key: t.shape for key, t in tensors.items()})
         views = bucket.views(memory)
         for key, view in views.items():
@@ -128,11 +130,10 @@ class HostMemory:
             return {}
         if index not in self._coming:
             self._start(index)
-        following = max((other for other in self._buckets if other < index), default=None)
         slot = self._here[index] = self._coming.pop(index)
         if slot.arrived is not None:
             get_accelerator().current_stream().wait_event(slot.arrived)
-        if following is not None:
+        if (following := self._following[index]) is not None:
             self._start(following)
         return self._buckets[index].views(slot.memory)
 
