@@ -49,6 +49,14 @@ def predicted(engine):
                         host_ratio=optimizer.settings.host_ratio)[optimizer.rank]
 
 
+def assert_weights_are_masters(engine):
+    """Every parameter is its master, rounded."""
+    masters = whole_states(engine)
+    for name, p in engine.module.named_parameters():
+        if p.numel():
+            assert torch.equal(masters[name, "fp32"].to(p.dtype), p.detach().flatten()), name
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """What goes each way: {"in": bytes of every copy, "out": the same}. Stale device memory is NaN."""
@@ -99,6 +107,7 @@ class TestAgainstNone(DistributedTest):
                     torch.testing.assert_close(found[name][1], values, rtol=0, atol=0, equal_nan=True)
             assert_equal_states(whole_states(engine), whole_states(plain), ratio)
             assert torch.equal(weights(engine.module), weights(plain.module)), ratio
+            assert_weights_are_masters(engine)
             steps, sizes = engine.optimizer.step_count, list(on_host(engine).values())
             assert sum(sizes) == predicted(engine).host and (sum(sizes) > 0) == (ratio > 0)
             for way in copies.values():
@@ -133,6 +142,7 @@ class TestAgainstNone(DistributedTest):
         for (name, key), value in whole_states(engine).items():
             wanted = expected.params[name] if key == "fp32" else expected.state[name].get(key)
             assert key == "step" or relative_error(value, wanted.flatten()) < 1e-5, (name, key)
+        assert_weights_are_masters(engine)
 
 
 class TestMemory(DistributedTest):

@@ -108,6 +108,9 @@ def test_on_the_host_go_whole_pieces_until_there_are_enough():
     assert [pieces_on_host(layout(), 0, ratio) for ratio in (0, 0.01, 0.33, 0.5, 0.67, 1)] == [
         frozenset(), {"a"}, {"a", "d"}, {"a", "b"}, {"a", "b", "d"}, {"a", "b", "d"}]
     assert pieces_on_host(layout(), 1, 1.0) == {"d"}
+    halves = Layout("lpt", 1, 64, tuple(Bucket(i, "float16", True, 64 * i, (64,), (Slot(name, 64 * i, 64),))
+                                        for i, name in enumerate("abcd")))
+    assert [pieces_on_host(halves, 0, ratio) for ratio in (0.25, 0.5, 0.75)] == [{"a"}, {"a", "c"}, {"a", "b", "c"}]
 
 
 def test_memory_on_the_host_and_off_it():

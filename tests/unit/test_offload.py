@@ -1,5 +1,6 @@
 """Host memory on a device with streams, played by queues that do as little as they may, or as much."""
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -130,13 +131,17 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(accelerator):
         memory.send_back(4)
 
 
-def test_two_buckets_at_a_time_are_on_the_device(accelerator):
+def test_two_buckets_at_a_time_are_on_the_device_and_none_between_steps(accelerator):
     memory = HostMemory(torch.device("cpu"), pin_memory=False)
     for index, each in tensors().items():
         memory.put(index, each)
     taken = set()
     with memory:
+        slots = [weakref.ref(slot.memory) for slot in memory._slots]
         for index in reversed(range(8)):
-            taken |= {t.untyped_storage().data_ptr() for t in memory.bring(index).values()}
+            taken |= {t.data_ptr() for (_, key), t in memory.bring(index).items() if key == "fp32"}
             memory.send_back(index)
-    assert len(taken) == 2
+        assert taken == {slot().data_ptr() for slot in slots} and len(taken) == 2
+    for stream in accelerator.streams:
+        stream.queue, stream.done = [], 0
+    assert [slot() for slot in slots] == [None, None]
