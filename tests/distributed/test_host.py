@@ -194,8 +194,10 @@ class TestMemory(DistributedTest):
         tuned["zero_optimization"]["offload_optimizer"].update(
             nvme_path="/nvme", buffer_count=5, pipeline_read=True, pipeline_write=True, fast_init=True,
             cpuadam_cores_perc=0.5)
-        whole = config(1)
+        whole, none = config(1), config(0.5)
         del whole["zero_optimization"]["offload_optimizer"]["ratio"]
+        none["zero_optimization"]["offload_optimizer"]["device"] = "none"
+        assert not on_host(start(Net(), none))
         train_engine(plain, 2)
         for made in (old, tuned, whole):
             engine = start(Net(), made)
