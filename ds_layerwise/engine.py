@@ -27,7 +27,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import comm, loading, saving
+from ds_layerwise import autocast, comm, loading, saving
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
@@ -106,6 +106,7 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         return original()
     matrix_rule(_sections(engine)[0])
     refuse_unsupported(given)
+    autocast.check_section(given)
     _refuse_what_is_not_read(engine._config, given)
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
@@ -216,14 +217,18 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
                        ("data_types.grad_accum_dtype", accumulation)):
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
-    check_overflow = engine.fp16_enabled() or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
+    autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
+    compute_dtype = autocast_dtype or model_dtype
+    loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
+    check_overflow = compute_dtype == torch.float16 or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
     group = engine.seq_data_parallel_group
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
-        model_dtype=model_dtype,
+        compute_dtype=compute_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         wire_dtype=config.communication_data_type,
+        autocast=autocast_dtype is not None,
         divide_by=float(comm.size_of(group)) if engine.gradient_average else 1.0,
         bucket_numel=engine.zero_reduce_bucket_size(),
         overlap_comm=bool(engine.zero_overlap_comm()),
@@ -231,8 +236,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         check_overflow=check_overflow,
         # 0.18.9 has no such key and always computes the norm.
         compute_grad_norm=getattr(config.zero_config, "compute_grad_norm", True),
-        dynamic_loss_scale=engine.dynamic_loss_scale(),
+        dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
-        loss_scale_args=engine.dynamic_loss_scale_args(),
+        loss_scale_args=loss_scale,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
     )

@@ -25,7 +25,7 @@ class ParamSpec:
     """What a planner knows of one parameter.
 
     ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the Newton-Schulz
-    FLOPs of one step, 0 for what is cut.
+    FLOPs of one step, 0 for what is cut. ``wire`` is the dtype that the gradient travels in; a bucket has one.
 
     Raises:
         LayoutError: no name, no elements, or work that nobody would do.
@@ -36,6 +36,7 @@ class ParamSpec:
     dtype: str
     whole: bool
     work: int = 0
+    wire: str = "float32"
 
     def __post_init__(self) -> None:
         if not self.name or not self.dtype:

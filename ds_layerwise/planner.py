@@ -51,13 +51,14 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
     _check(specs, world_size, bucket_numel, policy, alignment)
-    streams: dict[tuple[str, bool], list[_Item]] = defaultdict(list)
+    streams: dict[tuple[str, bool, str], list[_Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
-        streams[spec.dtype, spec.whole].append(_Item(spec.name, position, spec.numel, span, spec.work, spec.dtype))
+        streams[spec.dtype, spec.whole, spec.wire].append(
+            _Item(spec.name, position, spec.numel, span, spec.work, spec.dtype))
     drafts: list[_Draft] = []
     whole_buckets: list[list[_Item]] = []
-    for (_, whole), items in streams.items():
+    for (_, whole, _), items in streams.items():
         if not whole:
             drafts += [_split(bucket, world_size, alignment) for bucket in _cut_stream(items, bucket_numel)]
         elif policy == "size_matching":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_layerwise import comm
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.errors import StepError
-from ds_layerwise.layout import Layout
+from ds_layerwise.layout import Bucket, Layout
 
 
 def late_gradient(name: str, bucket: int) -> StepError:
@@ -38,7 +38,7 @@ class _BucketOrder:
     """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, group: comm.Group,
-                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
+                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = 2) -> None:
         self.layout, self.reduced = layout, reduced
         self._params, self._group = params, group
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
@@ -123,7 +123,7 @@ class GradSync(_BucketOrder):
     """
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
-                 group: comm.Group, divide_by: float, wire_dtype: Callable[[str], torch.dtype],
+                 group: comm.Group, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
                  in_flight: int = 2) -> None:
         self._grads = grads
         super().__init__(layout, params, reduced, group=group, divide_by=divide_by, wire_dtype=wire_dtype,
@@ -190,7 +190,7 @@ class GradSync(_BucketOrder):
         self._wait(self._in_flight - 1)
         self._pending.append(comm.reduce_to_owners(
             self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index), group=self._group,
-            divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket.dtype)))
+            divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
         self._launched += 1
 
 
@@ -205,7 +205,7 @@ class EagerGradSync(_BucketOrder):
     Args:
         params: the trainable parameters by name.
         reduced: where the averaged gradient of this rank's shards is added up, float32.
-        wire_dtype: what gradients travel in, by dtype of the layout.
+        wire_dtype: what the gradients of a bucket travel in.
         in_flight: buckets under way at a time; it bounds the memory beside ``reduced``.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
@@ -269,7 +269,7 @@ class EagerGradSync(_BucketOrder):
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
         self._wait(self._in_flight - 1)
-        device, wire_dtype = self.reduced.bucket(bucket.index).device, self._wire_dtype(bucket.dtype)
+        device, wire_dtype = self.reduced.bucket(bucket.index).device, self._wire_dtype(bucket)
         travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=device)
         for slot in bucket.slots:
             param = self._params[slot.name]

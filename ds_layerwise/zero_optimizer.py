@@ -14,10 +14,10 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_layerwise import comm, cost
+from ds_layerwise import autocast, comm, cost
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.owned import Owned
@@ -43,11 +43,14 @@ class Settings:
     stage: int
     group: comm.Group
     """The process group over which gradients are averaged and ownership is dealt out."""
-    model_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    """What the model computes in; in float16 the loss is scaled."""
     accumulation_dtype: torch.dtype | None
     """What micro-batches are added up in; None for each parameter's own dtype."""
     wire_dtype: torch.dtype | None
     """What gradients travel in; None for the dtype that they are accumulated in."""
+    autocast: bool
+    """Whether ``torch_autocast`` is on, which decides for each parameter what its gradient travels in."""
     divide_by: float
     bucket_numel: int
     overlap_comm: bool
@@ -80,10 +83,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.rank, self.world_size = comm.rank_of(settings.group), comm.size_of(settings.group)
         self.partition_gradients = settings.stage == 2
         self.clip_grad = settings.clip_grad
-        self._init_loss_scaling(settings.model_dtype, static_scale=settings.static_loss_scale,
+        self._init_loss_scaling(settings.compute_dtype, static_scale=settings.static_loss_scale,
                                 dynamic=settings.dynamic_loss_scale, args=settings.loss_scale_args)
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
+        self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
@@ -101,13 +105,14 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             specs = [
                 ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
                           whole=routes[name].optimizer == "matrix",
-                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method))
+                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method),
+                          wire=dtype_name(self._travels_in(param)))
                 for name, param in model.named_parameters() if name in routes
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
-                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
+                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, gradient sent in {spec.wire}"
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]
@@ -157,9 +162,16 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.check_not_offloaded()
         self._param_sync.finish()
 
-    def _wire_dtype(self, dtype: str) -> torch.dtype:
-        """What gradients of parameters of ``dtype`` travel in."""
-        return self.settings.wire_dtype or (DTYPES[dtype] if self._grads is None else self._grads.dtype(dtype))
+    def _travels_in(self, param: nn.Parameter) -> torch.dtype:
+        s = self.settings
+        if s.autocast:
+            return autocast.travels_in(param)
+        accumulated = s.accumulation_dtype if s.stage == 1 else None
+        return s.wire_dtype or accumulated or param.dtype
+
+    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        """What the gradients of ``bucket`` travel in."""
+        return self._wire_dtypes[bucket.slots[0].name]
 
     def _make_hook(self, name: str, every: Sequence[nn.Parameter]) -> Any:
         def gradient_is_ready(*_: Any) -> None:
@@ -272,8 +284,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         return start_up_table(
             self.routes, self.specs, self.layout,
             rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
-            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
-            wire_as={dtype: dtype_name(self._wire_dtype(dtype)) for dtype in dtypes}, stage=self.settings.stage,
+            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes}, stage=self.settings.stage,
             state_bytes=(4 * len(self._owned.rules["matrix"].state_keys),
                          4 * len(self._owned.rules["scalar"].state_keys)))
 
@@ -286,6 +297,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             hook.remove()
         for param in self._params.values():
             owners.pop(param, None)
+            autocast.forget(param)
         for access in self._access:
             access.detach()
         self._param_sync.remove_hooks()
