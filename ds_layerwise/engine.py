@@ -220,7 +220,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     compute_dtype = autocast_dtype or model_dtype
     loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
-    check_overflow = compute_dtype == torch.float16 or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
+    check_overflow = compute_dtype == torch.float16 or (
+        engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
     group = engine.seq_data_parallel_group
     return Settings(
         stage=engine.zero_optimization_stage(),

@@ -337,17 +337,21 @@ class ParamSync:
         late: list[int] | None = None
         inside = False
 
+        # A compiler would trace these with the modules that they hook, and cannot: they wait for collectives.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_model(*_: object) -> None:
             nonlocal inside
             inside = True
             self.finish() if late is None else self.wait(late)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after_model(*_: object) -> None:
             nonlocal inside, late
             inside = False
             late = sorted({index for module, indices in needs.items() if module not in ran for index in indices},
                           reverse=True)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_module(module: nn.Module, _args: object) -> None:
             ran.add(module)
             # A deep copy of the model keeps these hooks, and its modules are none of ours.

@@ -143,10 +143,14 @@ class TestSection(DistributedTest):
         for stage in (1, 2):
             module, kind = Mixed(), {"norm.weight": torch.bfloat16, "norm.bias": torch.bfloat16}
             oracle = Oracle(Mixed(), stage=stage, gas=1, dtype=torch.bfloat16, wire=kind)
-            engine, _ = train_and_compare(module, ds_config(clip=1.0, stage=stage, torch_autocast=section), oracle, gas=1)
-            engine.destroy()
-            # The next engine on the same module is not told anything by the one before.
-            assert "travel in float32;" in start(module, ds_config(stage=stage)).optimizer.describe()
+            config = ds_config(clip=1.0, stage=stage, torch_autocast=section)
+            engine, _ = train_and_compare(module, config, oracle, gas=1)
+            for other in (None, self.config("bfloat16", stage=stage)):
+                # The next engine on the same module is not told anything by the one before.
+                engine.destroy()
+                engine = start(module, other or ds_config(stage=stage))
+                lower = {spec.name for spec in engine.optimizer.specs if spec.wire == "bfloat16"}
+                assert lower == (set(SAFE) if other else set())
 
     def test_a_module_that_cannot_be_found(self):
         section = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.Lineer"]}
