@@ -25,6 +25,7 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise import autocast, comm, loading, saving
@@ -222,10 +223,13 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
     check_overflow = compute_dtype == torch.float16 or (
         engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
-    group = engine.seq_data_parallel_group
+    group, mpu = engine.seq_data_parallel_group, engine.mpu
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
+        model_group=None if mpu is None else mpu.get_model_parallel_group(),
+        part=0 if mpu is None else mpu.get_model_parallel_rank(),
+        tensor_rank=bwc_tensor_model_parallel_rank(mpu),
         compute_dtype=compute_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         wire_dtype=config.communication_data_type,
