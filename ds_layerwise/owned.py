@@ -79,8 +79,12 @@ class Owned:
             total += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()
         return total
 
-    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float) -> None:
-        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values."""
+    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
+               leave_out: Collection[str] = ()) -> None:
+        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
+
+        Nothing of the parameters ``leave_out`` changes.
+        """
         gradients = self.reduced.views(index)
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -90,9 +94,11 @@ class Owned:
             hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
                           weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
                           momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
-            self.rules[update.placement].update_([self._shaped(self.masters, n) for n in update.names],
-                                                 [self._shaped(self.reduced, n) for n in update.names],
-                                                 [self.states[n] for n in update.names], hyper)
+            names = [name for name in update.names if name not in leave_out]
+            if names:
+                self.rules[update.placement].update_([self._shaped(self.masters, n) for n in names],
+                                                     [self._shaped(self.reduced, n) for n in names],
+                                                     [self.states[n] for n in names], hyper)
         self.masters_to_values(index)
 
     def masters_to_values(self, index: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ds_layerwise import autocast, comm, cost
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.guard import Guard
 from ds_layerwise.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
@@ -96,6 +97,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._counted_elsewhere = self._replicated()
         self._init_buffers(next(iter(self._params.values())).device)
+        self._guard = Guard(model, self._params, self._values,
+                            (param for group in optimizer.param_groups for param in group["params"]))
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
@@ -230,7 +233,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
 
         Raises:
-            StepError: gradients have not been reduced, because no backward pass reached the boundary.
+            StepError: gradients have not been reduced, because no backward pass reached the boundary; or parameters are
+                no longer what they were, see :class:`~ds_layerwise.guard.Guard`.
         """
         self.check_not_offloaded()
         for _ in range(self._deferred):
@@ -238,6 +242,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             if not self._grad_sync.finished:
                 self._grad_sync.reduce()
         self._grad_sync.finish()
+        frozen = self._guard.check()
         timers = self.settings.timers
         with timed(timers, "optimizer_gradients"):
             factor = self._clip_factor()
@@ -250,7 +255,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             self._param_sync.finish()
             # The forward pass needs the parameters of the last bucket first.
             for index in reversed(range(len(self.layout.buckets))):
-                self._owned.update(index, self.param_groups, factor)
+                self._owned.update(index, self.param_groups, factor, leave_out=frozen)
                 self._param_sync.launch(index)
             self.optimizer.mark_step()
         with timed(timers, "optimizer_allgather"):

@@ -236,6 +236,25 @@ class TestOutputs(Graphs):
             engine.destroy()
 
 
+    def test_a_loss_that_is_computed_outside(self):
+        """Of outputs that are no scalars, in every way to begin a backward pass from them."""
+        ways = {"engine.backward": lambda engine, out: engine.backward(out.square().sum()),
+                "backward": lambda engine, out: out.square().sum().backward(),
+                "backward of the output": lambda engine, out: out.backward(2 * out.detach()),
+                "engine.scale": lambda engine, out: engine.scale(out.square().sum()).backward(),
+                "undivided": lambda engine, out: engine.backward(out.square().sum() / 2, scale_wrt_gas=False)}
+        for begin in ways.values():
+            engine = self.engine(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), gas=2)
+            expected = self.expected(engine.module, lambda rank: [
+                (batch(0, micro, rank), lambda out: out.square().sum()) for micro in range(2)], gas=2)
+            for micro in range(2):
+                begin(engine, engine(batch(0, micro, dist.get_rank())))
+                if micro:
+                    assert_gradients(engine, expected)
+                engine.step()
+            engine.destroy()
+
+
 class TestOutputsAtStage2(TestOutputs):
     stage = 2
 

@@ -21,7 +21,7 @@ FLOORS = {
     "model_shapes": 4,
     "autocast": 5, "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
     "optimizers": 6,
-    "owned": 7, "table": 7,
+    "owned": 7, "table": 7, "guard": 7,
     "comm": 8,
     "sync": 9, "state_access": 9,
     "zero_base": 10,
