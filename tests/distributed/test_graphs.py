@@ -235,7 +235,6 @@ class TestOutputs(Graphs):
                     engine.step()
             engine.destroy()
 
-
     def test_a_loss_that_is_computed_outside(self):
         """Of outputs that are no scalars, in every way to begin a backward pass from them."""
         ways = {"engine.backward": lambda engine, out: engine.backward(out.square().sum()),
