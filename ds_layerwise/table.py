@@ -69,12 +69,13 @@ def _costs(report: LayoutReport, layout: Layout, wires: Mapping[str, str], store
                   f"and states, {max_over_mean(memory):.3f} x the mean")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:
-        sizes = [(bucket.numel, wires[bucket.slots[0].name]) for bucket in layout.buckets if bucket.dtype == dtype]
-        sent_of_all = (layout.world_size - 1) / layout.world_size / 2**20
-        reduced = sum(numel * DTYPE_BYTES[wire] for numel, wire in sizes) * sent_of_all
-        gathered = sum(numel * DTYPE_BYTES[dtype] for numel, _ in sizes) * sent_of_all
+        # All but its own shard to their owners, and its own shard to all others: on the mean over ranks, as much.
+        sent_once = [(bucket.numel * (1 - 1 / len(bucket.shard_numels)) / 2**20, wires[bucket.slots[0].name])
+                     for bucket in layout.buckets if bucket.dtype == dtype]
+        reduced = sum(numel * DTYPE_BYTES[wire] for numel, wire in sent_once)
+        gathered = sum(numel * DTYPE_BYTES[dtype] for numel, _ in sent_once)
         sent = f"{reduced + gathered:,.1f} MiB a step" if stage == 1 else \
             f"{reduced:,.1f} MiB a backward pass and {gathered:,.1f} MiB a step"
         table.add_row(f"{dtype} parameters", f"gradients accumulate in {stored_as[dtype]}, travel in "
-                      f"{' and '.join(sorted({wire for _, wire in sizes}))}; a rank sends {sent}")
+                      f"{' and '.join(sorted({wire for _, wire in sent_once}))}; a rank sends {sent}")
     return table
