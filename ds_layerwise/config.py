@@ -342,7 +342,6 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     **{f"{section}.bf16_{what}": ((False,), "masters and states are float32; remove it")
        for section in ("bf16", "bfloat16") for what in ("master_weights_and_grads", "optimizer_states")},
     "amp.enabled": ((False,), "use the bf16 or fp16 section instead"),
-    "torch_autocast.enabled": ((False,), "use the bf16 or fp16 section instead"),
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
     "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),

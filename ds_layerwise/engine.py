@@ -19,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
+import torch
 from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY,
                                             UNIVERSAL_CHECKPOINT_VERSION_VALUE)
 from deepspeed.moe.layer import MoE
@@ -30,7 +31,7 @@ from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import comm, loading, saving
+from ds_layerwise import autocast, comm, loading, saving
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
@@ -135,6 +136,7 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         return original()
     matrix_rule(_sections(engine)[0])
     refuse_unsupported(given)
+    autocast.check_section(given)
     _refuse_what_is_not_read(engine._config, given)
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
@@ -252,7 +254,11 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
                        ("data_types.grad_accum_dtype", accumulation)):
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
-    check_overflow = engine.fp16_enabled() or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
+    autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
+    compute_dtype = autocast_dtype or model_dtype
+    loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
+    check_overflow = compute_dtype == torch.float16 or (
+        engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
     group, mpu = engine.seq_data_parallel_group, engine.mpu
     offload = config.zero_config.offload_optimizer
     on_host = offload is not None and offload.device == "cpu"
@@ -263,9 +269,10 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         model_group=None if mpu is None else mpu.get_model_parallel_group(),
         part=0 if mpu is None else mpu.get_model_parallel_rank(),
         tensor_rank=bwc_tensor_model_parallel_rank(mpu),
-        model_dtype=model_dtype,
+        compute_dtype=compute_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         wire_dtype=config.communication_data_type,
+        autocast=autocast_dtype is not None,
         divide_by=float(comm.size_of(group)) if engine.gradient_average else 1.0,
         bucket_numel=engine.zero_reduce_bucket_size(),
         overlap_comm=bool(engine.zero_overlap_comm()),
@@ -273,9 +280,9 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         check_overflow=check_overflow,
         # 0.18.9 has no such key and always computes the norm.
         compute_grad_norm=getattr(config.zero_config, "compute_grad_norm", True),
-        dynamic_loss_scale=engine.dynamic_loss_scale(),
+        dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
-        loss_scale_args=engine.dynamic_loss_scale_args(),
+        loss_scale_args=loss_scale,
         host_ratio=offload.ratio if on_host else 0.0,
         pin_memory=on_host and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),

@@ -119,10 +119,11 @@ class Owned:
             total += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()
         return total
 
-    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float) -> None:
+    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
+               leave_out: Collection[str] = ()) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
-        Inside ``with owned.host:``, last bucket first.
+        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
         """
         gradients = self.reduced.views(index)
         if factor != 1 and gradients:
@@ -134,12 +135,14 @@ class Owned:
             hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
                           weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
                           momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
-            self.rules[update.placement].update_(
-                [brought.get((n, MASTER), self.masters.piece(n)).view_as(self._shaped(self.reduced, n))
-                 for n in update.names],
-                [self._shaped(self.reduced, n) for n in update.names],
-                [{key: brought.get((n, key), value) for key, value in self.states[n].items()} for n in update.names],
-                hyper)
+            names = [name for name in update.names if name not in leave_out]
+            if names:
+                self.rules[update.placement].update_(
+                    [brought.get((n, MASTER), self.masters.piece(n)).view_as(self._shaped(self.reduced, n))
+                     for n in names],
+                    [self._shaped(self.reduced, n) for n in names],
+                    [{key: brought.get((n, key), value) for key, value in self.states[n].items()} for n in names],
+                    hyper)
         self._write_values(index, brought)
         self.host.send_back(index)
 

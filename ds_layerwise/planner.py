@@ -51,14 +51,14 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
     _check(specs, world_size, bucket_numel, policy, alignment)
-    streams: dict[tuple[str, bool, int], list[_Item]] = defaultdict(list)
+    streams: dict[tuple[str, bool, int, str], list[_Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
-        streams[spec.dtype, spec.whole, spec.variants].append(
+        streams[spec.dtype, spec.whole, spec.variants, spec.wire].append(
             _Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.variants))
     drafts: list[_Draft] = []
     whole_buckets: dict[int, list[list[_Item]]] = defaultdict(list)
-    for (_, whole, variants), items in streams.items():
+    for (_, whole, variants, _), items in streams.items():
         holders = world_size // variants
         if not whole:
             drafts += [_split(bucket, holders, alignment) for bucket in _cut_stream(items, bucket_numel)]

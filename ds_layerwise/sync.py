@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_layerwise import comm
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.errors import StepError
-from ds_layerwise.layout import Layout
+from ds_layerwise.layout import Bucket, Layout
 
 #: By the number of variants of a bucket's parameters, the ranks of one variant.
 Groups = Mapping[int, comm.Group]
@@ -41,7 +41,7 @@ class _BucketOrder:
     """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: Groups,
-                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
+                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = 2) -> None:
         self.layout, self.reduced = layout, reduced
         self._params, self._groups = params, groups
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
@@ -126,7 +126,7 @@ class GradSync(_BucketOrder):
     """
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
-                 groups: Groups, divide_by: float, wire_dtype: Callable[[str], torch.dtype],
+                 groups: Groups, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
                  in_flight: int = 2) -> None:
         self._grads = grads
         super().__init__(layout, params, reduced, groups=groups, divide_by=divide_by, wire_dtype=wire_dtype,
@@ -193,7 +193,7 @@ class GradSync(_BucketOrder):
         self._wait(self._in_flight - 1)
         self._pending.append(comm.reduce_to_owners(
             self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
-            group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket.dtype)))
+            group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
         self._launched += 1
 
 
@@ -208,7 +208,7 @@ class EagerGradSync(_BucketOrder):
     Args:
         params: the trainable parameters by name.
         reduced: where the averaged gradient of this rank's shards is added up, float32.
-        wire_dtype: what gradients travel in, by dtype of the layout.
+        wire_dtype: what the gradients of a bucket travel in.
         in_flight: buckets under way at a time; it bounds the memory beside ``reduced``.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
@@ -272,7 +272,7 @@ class EagerGradSync(_BucketOrder):
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
         self._wait(self._in_flight - 1)
-        device, wire_dtype = self.reduced.bucket(bucket.index).device, self._wire_dtype(bucket.dtype)
+        device, wire_dtype = self.reduced.bucket(bucket.index).device, self._wire_dtype(bucket)
         travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=device)
         for slot in bucket.slots:
             param = self._params[slot.name]
@@ -340,17 +340,21 @@ class ParamSync:
         late: list[int] | None = None
         inside = False
 
+        # A compiler would trace these with the modules that they hook, and cannot: they wait for collectives.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_model(*_: object) -> None:
             nonlocal inside
             inside = True
             self.finish() if late is None else self.wait(late)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after_model(*_: object) -> None:
             nonlocal inside, late
             inside = False
             late = sorted({index for module, indices in needs.items() if module not in ran for index in indices},
                           reverse=True)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_module(module: nn.Module, _args: object) -> None:
             ran.add(module)
             # A deep copy of the model keeps these hooks, and its modules are none of ours.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ds_layerwise.cost import DTYPE_BYTES, LayoutReport, RankMemory, max_over_mean, memory_bytes, wire_elements
+from ds_layerwise.cost import DTYPE_BYTES, LayoutReport, RankMemory, max_over_mean, memory_bytes
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.routing import Route
 
@@ -16,14 +16,13 @@ _WIDTH = 110
 
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layout, *,
-                   rules: Mapping[str, str], stored_as: Mapping[str, str], wire_as: Mapping[str, str],
-                   state_bytes: tuple[int, int], stage: int, host_ratio: float = 0.0) -> str:
+                   rules: Mapping[str, str], stored_as: Mapping[str, str], state_bytes: tuple[int, int], stage: int,
+                   host_ratio: float = 0.0) -> str:
     """Plain text for a log, without colours.
 
     Args:
         rules: the name of the ``matrix`` and of the ``scalar`` optimizer.
         stored_as: by dtype of the layout, what gradients are accumulated in.
-        wire_as: by dtype of the layout, what gradients travel in.
         state_bytes: bytes of state of one element under the matrix and under the scalar optimizer.
         stage: of ZeRO.
         host_ratio: how much of masters and states lives in host memory.
@@ -33,7 +32,7 @@ def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layo
     console.print(_parameters(routes, specs, rules))
     memory = memory_bytes(layout, stage=stage, grads_stored_as=stored_as, whole_state_bytes=state_bytes[0],
                           split_state_bytes=state_bytes[1], host_ratio=host_ratio)
-    console.print(_costs(report, layout, stored_as, wire_as, memory, stage))
+    console.print(_costs(report, layout, {spec.name: spec.wire for spec in specs}, stored_as, memory, stage))
     idle = sum(1 for numel in report.whole_numel if not numel)
     if idle:
         console.print(f"{idle} of {layout.world_size} ranks own no matrix: there are fewer matrices than ranks, or one "
@@ -57,7 +56,7 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], rules: 
     return table
 
 
-def _costs(report: LayoutReport, layout: Layout, stored_as: Mapping[str, str], wire_as: Mapping[str, str],
+def _costs(report: LayoutReport, layout: Layout, wires: Mapping[str, str], stored_as: Mapping[str, str],
            memory: Sequence[RankMemory], stage: int) -> Table:
     total = [rank.total for rank in memory]
     table = Table(title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False)
@@ -76,11 +75,13 @@ def _costs(report: LayoutReport, layout: Layout, stored_as: Mapping[str, str], w
                       "its device to work on them (less with a smaller reduce_bucket_size)")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:
-        wire = wire_elements(layout, dtype)
-        reduced = sum(wire.reduce) * DTYPE_BYTES[wire_as[dtype]] / layout.world_size / 2**20
-        gathered = sum(wire.gather) * DTYPE_BYTES[dtype] / layout.world_size / 2**20
+        # All but its own shard to their owners, and its own shard to all others: on the mean over ranks, as much.
+        sent_once = [(bucket.numel * (1 - 1 / len(bucket.shard_numels)) / 2**20, wires[bucket.slots[0].name])
+                     for bucket in layout.buckets if bucket.dtype == dtype]
+        reduced = sum(numel * DTYPE_BYTES[wire] for numel, wire in sent_once)
+        gathered = sum(numel * DTYPE_BYTES[dtype] for numel, _ in sent_once)
         sent = f"{reduced + gathered:,.1f} MiB a step" if stage == 1 else \
             f"{reduced:,.1f} MiB a backward pass and {gathered:,.1f} MiB a step"
-        table.add_row(f"{dtype} parameters", f"gradients accumulate in {stored_as[dtype]}, travel in {wire_as[dtype]}; "
-                      f"a rank sends {sent}")
+        table.add_row(f"{dtype} parameters", f"gradients accumulate in {stored_as[dtype]}, travel in "
+                      f"{' and '.join(sorted({wire for _, wire in sent_once}))}; a rank sends {sent}")
     return table

@@ -15,12 +15,13 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_layerwise import comm, cost
+from ds_layerwise import autocast, comm, cost
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerwiseConfig, Placement
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.guard import Guard
+from ds_layerwise.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.optimizers.rule import UpdateRule
@@ -55,11 +56,14 @@ class Settings:
     """Which part this rank holds, as DeepSpeed numbers them in the names of its files."""
     tensor_rank: int
     """Which part of every tensor that is cut this rank holds."""
-    model_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    """What the model computes in; in float16 the loss is scaled."""
     accumulation_dtype: torch.dtype | None
     """What micro-batches are added up in; None for each parameter's own dtype."""
     wire_dtype: torch.dtype | None
     """What gradients travel in; None for the dtype that they are accumulated in."""
+    autocast: bool
+    """Whether ``torch_autocast`` is on, which decides for each parameter what its gradient travels in."""
     divide_by: float
     bucket_numel: int
     overlap_comm: bool
@@ -95,12 +99,15 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.rank, self.world_size = comm.rank_of(settings.group), comm.size_of(settings.group)
         self.partition_gradients = settings.stage == 2
         self.clip_grad = settings.clip_grad
-        self._init_loss_scaling(settings.model_dtype, static_scale=settings.static_loss_scale,
+        self._init_loss_scaling(settings.compute_dtype, static_scale=settings.static_loss_scale,
                                 dynamic=settings.dynamic_loss_scale, args=settings.loss_scale_args)
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
+        self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._counted_elsewhere = self._replicated()
         self._init_buffers(next(iter(self._params.values())).device)
+        self._guard = Guard(model, self._params, self._values,
+                            (param for group in optimizer.param_groups for param in group["params"]))
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
@@ -117,14 +124,16 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             specs = [
                 ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
                           whole=routes[name].optimizer == "matrix", variants=self._variants(name, param),
-                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method))
+                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method),
+                          wire=dtype_name(self._travels_in(param)))
                 for name, param in model.named_parameters() if name in routes
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
             self._names = expert_names({spec.name: spec.variants for spec in specs})
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
-                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, {spec.variants} variants"
+                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, {spec.variants} variants, "
+                     f"gradient sent in {spec.wire}"
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]
@@ -198,9 +207,16 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.check_not_offloaded()
         self._param_sync.finish()
 
-    def _wire_dtype(self, dtype: str) -> torch.dtype:
-        """What gradients of parameters of ``dtype`` travel in."""
-        return self.settings.wire_dtype or (DTYPES[dtype] if self._grads is None else self._grads.dtype(dtype))
+    def _travels_in(self, param: nn.Parameter) -> torch.dtype:
+        s = self.settings
+        if s.autocast:
+            return autocast.travels_in(param)
+        accumulated = s.accumulation_dtype if s.stage == 1 else None
+        return s.wire_dtype or accumulated or param.dtype
+
+    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        """What the gradients of ``bucket`` travel in."""
+        return self._wire_dtypes[bucket.slots[0].name]
 
     def _make_hook(self, name: str, every: Sequence[nn.Parameter]) -> Any:
         def gradient_is_ready(*_: Any) -> None:
@@ -246,7 +262,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
 
         Raises:
-            StepError: gradients have not been reduced, because no backward pass reached the boundary.
+            StepError: gradients have not been reduced, because no backward pass reached the boundary; or parameters are
+                no longer what they were, see :class:`~ds_layerwise.guard.Guard`.
         """
         self.check_not_offloaded()
         for _ in range(self._deferred):
@@ -254,6 +271,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             if not self._grad_sync.finished:
                 self._grad_sync.reduce()
         self._grad_sync.finish()
+        frozen = self._guard.check()
         timers = self.settings.timers
         with timed(timers, "optimizer_gradients"):
             factor = self._clip_factor()
@@ -267,7 +285,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             with self._owned.host:
                 # The forward pass needs the parameters of the last bucket first.
                 for index in reversed(range(len(self.layout.buckets))):
-                    self._owned.update(index, self.param_groups, factor)
+                    self._owned.update(index, self.param_groups, factor, leave_out=frozen)
                     self._param_sync.launch(index)
             self.optimizer.mark_step()
         with timed(timers, "optimizer_allgather"):
@@ -329,8 +347,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         return start_up_table(
             self.routes, self.specs, self.layout,
             rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
-            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
-            wire_as={dtype: dtype_name(self._wire_dtype(dtype)) for dtype in dtypes}, stage=self.settings.stage,
+            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes}, stage=self.settings.stage,
             state_bytes=self._state_bytes, host_ratio=self.settings.host_ratio)
 
     def destroy(self) -> None:
@@ -342,6 +359,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             hook.remove()
         for param in self._params.values():
             owners.pop(param, None)
+            autocast.forget(param)
         for access in self._access:
             access.detach()
         self._param_sync.remove_hooks()

@@ -344,7 +344,7 @@ class StatefulOptimizer(EngineOptimizer):
         # A scale that another dtype needed says nothing about this one.
         scaler = header.loss_scaler
         both_half = "float16" in self.layout.dtypes and "float16" in (header.dtypes or ())
-        if both_half and scaler is not None and scaler.dynamic == self.loss_scaler.dynamic:
+        if scaler is not None and scaler.dynamic == self.loss_scaler.dynamic and (both_half or scaler.dynamic):
             self.loss_scaler = scaler
 
     def _resume_step(self, accumulated: Accumulated | None) -> None:

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
+from ds_layerwise.autocast import check_section
 from ds_layerwise.config import OptimizerConfig, refuse_unsupported
 from ds_layerwise.engine import register, unregister
 from ds_layerwise.errors import ConfigError
@@ -76,6 +77,7 @@ def parse(row, **changes):
     config = {**config_with(row.path, changes.pop("value", row.value), BASE), **changes}
     OptimizerConfig.from_section(config["optimizer"])
     refuse_unsupported(config)
+    check_section(config)
 
 
 def rows(*verdicts):
@@ -108,6 +110,8 @@ def test_every_key_that_has_no_model_is_in_the_table():
     types = {getattr(constants, name) for name in ("GRAD_ACCUM_DTYPE", "PARAM_DTYPE", "BUFFER_DTYPE",
                                                    "KEEP_IN_FP32_MODULES") if hasattr(constants, name)}
     assert types <= in_table("data_types")
+    assert {constants.TORCH_AUTOCAST_ENABLED, constants.TORCH_AUTOCAST_DTYPE,
+            constants.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES} == in_table("torch_autocast")
     assert {constants.TYPE, constants.OPTIMIZER_PARAMS, constants.LEGACY_FUSION} == in_table("optimizer")
 
 
@@ -206,6 +210,24 @@ def test_who_replaced_the_reading_of_the_config_undoes_it_first(registered, monk
         patch.setattr(config_module, "get_zero_config", lambda given: None)
         with pytest.raises(ConfigError, match="get_zero_config was replaced after ds_layerwise.register"):
             unregister()
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"torch_autocast": {"enabled": "auto"}}, "torch_autocast.enabled must be true or false, got 'auto'"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype must be 'bfloat16' or 'float16', got None"),
+    ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, "torch_autocast.dtype must be .* got 'fp32'"),
+    ({"torch_autocast": {"enabled": True, "dtyp": "bf16"}}, "torch_autocast.dtyp is not .* did you mean 'dtype'"),
+    ({"lower_precision_safe_modules": "torch.nn.Linear"}, "modules must be a list of names .* got 'torch.nn.Linear'"),
+    ({"bf16": {"enabled": True}}, "torch_autocast.enabled and bf16.enabled are both true"),
+    ({"bfloat16": {"enabled": True}}, "torch_autocast.enabled and bfloat16.enabled are both true"),
+    ({"fp16": {"enabled": True}}, "torch_autocast.enabled and fp16.enabled are both true"),
+    ({"communication_data_type": "bf16"}, "communication_data_type is 'bf16', but torch_autocast decides"),
+])
+def test_what_does_not_go_with_autocast(changes, message):
+    section = {"enabled": True, "dtype": "bfloat16"}
+    section.update({key: changes.pop(key) for key in list(changes) if key == "lower_precision_safe_modules"})
+    with pytest.raises(ConfigError, match=message):
+        check_section({"torch_autocast": section, **changes})
 
 
 def test_hyper_parameters_reach_the_groups():

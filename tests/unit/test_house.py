@@ -19,9 +19,9 @@ FLOORS = {
     "cost": 2,
     "planner": 3,
     "model_shapes": 4,
-    "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
+    "autocast": 5, "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
     "optimizers": 6,
-    "owned": 7, "table": 7,
+    "owned": 7, "table": 7, "guard": 7,
     "comm": 8,
     "sync": 9, "state_access": 9,
     "zero_base": 10,
@@ -36,7 +36,7 @@ FLOORS = {
 PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"comm", "offload", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving",
+MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving",
                         "loading", "engine", "run"}
 
 MAX_FILE_LINES = 400

@@ -1,0 +1,53 @@
+"""What may have become of the parameters since the last step, by the hands of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from ds_layerwise.buffers import FlatBuffer
+from ds_layerwise.errors import StepError
+
+
+class Guard:
+    """Looks before every step whether the parameters of a model are still those that the optimizer trains.
+
+    Args:
+        params: the trained parameters of ``model`` by name.
+        values: the buffer that they look into.
+        wanted: the parameters that the user gave to the optimizer, frozen ones included.
+    """
+
+    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer,
+                 wanted: Iterable[Tensor]) -> None:
+        given = set(wanted)
+        self._frozen = {name: param for name, param in model.named_parameters()
+                        if param in given and not param.requires_grad}
+        names = {param: name for name, param in params.items()}
+        # Straight to where a module keeps a parameter: this runs at every step.
+        self._homes = [(module._parameters, key, param, names[param], values.param(names[param]))
+                       for module in model.modules() for key, param in module._parameters.items() if param in names]
+
+    def check(self) -> frozenset[str]:
+        """The names of what was trained at the start and is frozen by now.
+
+        Raises:
+            StepError: a parameter or its memory was replaced, so that the optimizer would train something else; or has
+                a gradient that no backward pass has left; or one wants to be trained that was frozen at the start.
+        """
+        for name, param in self._frozen.items():
+            if param.requires_grad:
+                raise StepError(f"{name} was frozen when this engine was made, and has no optimizer, but requires a "
+                                "gradient; freeze it, or call engine.destroy() and initialize again")
+        frozen = []
+        for held, key, param, name, place in self._homes:
+            if held.get(key) is not param or param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                raise StepError(f"{name} was replaced since this engine was made, so its updates would not reach the "
+                                "model; write into it in place, as param.data.copy_() and load_state_dict() do")
+            if param.grad is not None:
+                raise StepError(f"{name}.grad was set after the gradients were reduced, so it would be lost; use "
+                                "deepspeed.utils.safe_set_full_grad() between backward and step")
+            if not param.requires_grad:
+                frozen.append(name)
+        return frozenset(frozen)
