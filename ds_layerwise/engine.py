@@ -267,6 +267,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     check_overflow = (config.bfloat16_config.check_grad_overflow if engine.bfloat16_enabled()
                       else engine.fp16_enabled() or compute_grad_norm)
     group = engine.seq_data_parallel_group
+    comm.take_over_timeout(group)
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,

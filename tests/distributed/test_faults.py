@@ -236,7 +236,8 @@ class TestEnd(OwnDistributedTest):
     init_distributed = False
 
     @pytest.mark.parametrize("how, moment, collective_timeout", [
-        ("is killed", "backward", 30), ("is killed", "update", 30), ("raises", "backward", 30), ("raises", "update", 30),
+        ("is killed", "backward", 30), ("is killed", "update", 30), ("raises", "backward", 30),
+        ("raises", "update", 30),
         # A rank that is gone closes its connections; one that hangs is found out by the timeout alone.
         ("hangs", "update", 6)])
     def test_the_others_end_with_an_error(self, how, moment, collective_timeout, tmp_path):
