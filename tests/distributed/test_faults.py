@@ -14,7 +14,8 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from tests.checkpoints import assert_equal_states, states
-from tests.harness import DistributedTest, OwnDistributedTest, fork_ranks, free_port
+from tests.forks import fork_ranks
+from tests.harness import DistributedTest, OwnDistributedTest, free_port
 from tests.models import tiny_gpt, token_batch, token_loss
 from tests.reference import LossScale, train, trainable, whole_number_loss
 from tests.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,

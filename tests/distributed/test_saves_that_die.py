@@ -23,7 +23,8 @@ from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
-from tests.harness import DistributedTest, OwnDistributedTest, fork_ranks
+from tests.forks import fork_ranks
+from tests.harness import DistributedTest, OwnDistributedTest
 from tests.training import Net, ds_config, start, train_engine, weights
 
 PACKAGE = str(Path(ds_layerwise.__file__).parent)
