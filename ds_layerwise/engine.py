@@ -26,6 +26,7 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise import comm, loading, saving
@@ -266,11 +267,16 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to look at.
     check_overflow = (config.bfloat16_config.check_grad_overflow if engine.bfloat16_enabled()
                       else engine.fp16_enabled() or compute_grad_norm)
-    group = engine.seq_data_parallel_group
-    comm.take_over_timeout(group)
+    group, mpu = engine.seq_data_parallel_group, engine.mpu
+    model_group = None if mpu is None else mpu.get_model_parallel_group()
+    for made_by_deepspeed in (group, model_group):
+        comm.take_over_timeout(made_by_deepspeed)
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
+        model_group=model_group,
+        part=0 if mpu is None else mpu.get_model_parallel_rank(),
+        tensor_rank=bwc_tensor_model_parallel_rank(mpu),
         model_dtype=model_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         wire_dtype=config.communication_data_type,
