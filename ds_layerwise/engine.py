@@ -151,9 +151,6 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     matrix_rule(_sections(engine)[0])
     refuse_unsupported(given)
     _refuse_what_is_not_read(engine._config, given)
-    if engine.zero_reduce_bucket_size() < 1:
-        raise ConfigError("zero_optimization.reduce_bucket_size must be at least 1, got "
-                          f"{engine.zero_reduce_bucket_size()}")
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
