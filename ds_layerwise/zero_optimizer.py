@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ds_layerwise import comm, cost
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
@@ -93,6 +94,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._counted_elsewhere = self._replicated()
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [[param] for param in self._params.values()]
@@ -218,9 +220,13 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
 
         Raises:
-            StepError: gradients have not been reduced, because no backward pass reached the boundary.
+            StepError: gradients have not been reduced, because no backward pass reached the boundary, or a parameter
+                was unfrozen since the engine was made.
         """
         self.check_not_offloaded()
+        if unfrozen := [name for name, param in self._frozen.items() if param.requires_grad]:
+            raise StepError(f"{', '.join(unfrozen)} was frozen when this engine was made, so it has no optimizer "
+                            "state; to train it, save, unfreeze it and resume in a new engine")
         for _ in range(self._deferred):
             # Other ranks may have had gradients in that pass.
             if not self._grad_sync.finished:
