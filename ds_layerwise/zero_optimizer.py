@@ -94,7 +94,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._counted_elsewhere = self._replicated()
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        grouped = {param for group in self.param_groups for param in group["params"]}
+        self._frozen = {n: p for n, p in model.named_parameters() if p in grouped and not p.requires_grad}
         self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [[param] for param in self._params.values()]
