@@ -133,7 +133,7 @@ class TestLora(DistributedTest):
 
 
 class TestFrozenBackbone(DistributedTest):
-    world_size = [1, 3]
+    world_size = 3
 
     def make(self):
         module = Net().requires_grad_(False)
