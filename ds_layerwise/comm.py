@@ -64,6 +64,21 @@ def size_of(group: Group) -> int:
     return int(dist.get_world_size(group=group))
 
 
+def take_over_timeout(group: Group) -> None:
+    """Let collectives of ``group`` wait as long as those of the whole world: what the user said when it was made.
+
+    DeepSpeed makes its groups without one, so that after a rank has stopped the others would wait for torch's default.
+    """
+    world: Group = torch.distributed.group.WORLD
+    if group is None or group is world:
+        return
+    for device in group._device_types:
+        backend = world._get_backend(device)
+        # Not every backend says what its timeout is.
+        if hasattr(backend, "options"):
+            group._get_backend(device)._set_default_timeout(backend.options._timeout)
+
+
 def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *, group: Group,
                      divide_by: float, wire_dtype: torch.dtype) -> Pending:
     """Send every rank its shard of ``bucket`` and average what arrives into ``out``.

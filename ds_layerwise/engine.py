@@ -14,7 +14,8 @@ Note: what is wrapped, and why there
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -134,6 +135,48 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
                               f"{engine._config.optimizer_name!r}; change it, or remove the section")
         return original()
+    with _alike():
+        _check_config(engine, given)
+    if dist.is_initialized():
+        described = _described(given) + [f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}"]
+        comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
+    return original()
+
+
+def _alike() -> AbstractContextManager[None]:
+    """What one rank refuses, all refuse; DeepSpeed can be told to work without a process group."""
+    return comm.Alike(None) if dist.is_initialized() else nullcontext()
+
+
+#: Sections and keys of a config that ranks must agree on: by what they differ in here, they would train differently.
+_SAME_ON_ALL_RANKS = ("optimizer", "layerwise", "zero_optimization", "bf16", "bfloat16", "fp16", "data_types",
+                      "communication_data_type", "gradient_clipping", "gradient_allreduce_op",
+                      "managed_gradient_accumulation")
+
+
+def _described(given: Mapping[str, Any]) -> list[str]:
+    """One line for each key that ranks must agree on, nested ones with dots, in the order of their names."""
+    lines: list[str] = []
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value):
+                add(f"{path}.{key}", value[key])
+        else:
+            lines.append(f"{path} = {value!r}")
+
+    for key in _SAME_ON_ALL_RANKS:
+        if key in given:
+            add(key, given[key])
+    return lines
+
+
+def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
+    """Refuse what one rank can see to be wrong with its config.
+
+    Raises:
+        ConfigError: names the key.
+    """
     matrix_rule(_sections(engine)[0])
     refuse_unsupported(given)
     autocast.check_section(given)
@@ -146,7 +189,6 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     if engine.mpu is not None:
         raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
                           "orthogonalised as a whole")
-    return original()
 
 
 #: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
@@ -166,11 +208,9 @@ def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     if _uses_us(engine):
-        if not dist.is_initialized():
+        with _alike():
             _check_model(engine)
-        else:
-            with comm.Alike(None):
-                _check_model(engine)
+        if dist.is_initialized():
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
             comm.check_alike("the model", comm.digest_of(described), described, group=None)
@@ -200,7 +240,8 @@ def _check_model(engine: DeepSpeedEngine) -> None:
 def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:
     if not _uses_us(engine):
         return original(model_parameters)
-    return LayerwiseOptimizer(model_parameters, _sections(engine)[0])
+    with _alike():
+        return LayerwiseOptimizer(model_parameters, _sections(engine)[0])
 
 
 def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
@@ -212,6 +253,7 @@ def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeed
 def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if not isinstance(optimizer, LayerwiseOptimizer):
         return original(optimizer)
+    optimizer.restore_groups()
     built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
@@ -257,16 +299,23 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     compute_dtype = autocast_dtype or model_dtype
     loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
-    check_overflow = compute_dtype == torch.float16 or (
-        engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
+    # 0.18.9 has no such key and always computes the norm.
+    compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
+    # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to look at.
+    check_overflow = (config.bfloat16_config.check_grad_overflow if engine.bfloat16_enabled()
+                      else compute_dtype == torch.float16 or compute_grad_norm)
     group, mpu = engine.seq_data_parallel_group, engine.mpu
+    model_group = None if mpu is None else mpu.get_model_parallel_group()
+    expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
+    for made_by_deepspeed in (group, model_group, *expert_groups.values()):
+        comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer
     on_host = offload is not None and offload.device == "cpu"
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
-        expert_groups=(engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {},
-        model_group=None if mpu is None else mpu.get_model_parallel_group(),
+        expert_groups=expert_groups,
+        model_group=model_group,
         part=0 if mpu is None else mpu.get_model_parallel_rank(),
         tensor_rank=bwc_tensor_model_parallel_rank(mpu),
         compute_dtype=compute_dtype,
@@ -278,8 +327,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=engine.gradient_clipping(),
         check_overflow=check_overflow,
-        # 0.18.9 has no such key and always computes the norm.
-        compute_grad_norm=getattr(config.zero_config, "compute_grad_norm", True),
+        compute_grad_norm=compute_grad_norm,
         dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
         loss_scale_args=loss_scale,

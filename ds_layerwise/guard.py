@@ -39,7 +39,7 @@ class Guard:
         for name, param in self._frozen.items():
             if param.requires_grad:
                 raise StepError(f"{name} was frozen when this engine was made, and has no optimizer, but requires a "
-                                "gradient; freeze it, or call engine.destroy() and initialize again")
+                                "gradient; freeze it again, or save, and resume in a new engine")
         frozen = []
         for held, key, param, name, place in self._homes:
             if held.get(key) is not param or param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:

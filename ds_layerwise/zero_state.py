@@ -214,8 +214,8 @@ class StatefulOptimizer(EngineOptimizer):
             check_shapes(self._saved_shapes, saved.header.shapes)
             groups = saved.header.param_groups
             if states and groups is not None and len(groups) != len(self.param_groups):
-                raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "
-                                     f"{len(self.param_groups)}")
+                raise LayerwiseError(f"{folder} has {len(groups)} parameter groups, this run {len(self.param_groups)}; "
+                                     "make as many, empty ones count, or load with load_optimizer_states=False")
             plan = plan_load(self._owned.record(), saved, self._owned.rule_records(), masters=masters, states=states,
                              on_missing_state=self.config.on_missing_state,
                              on_optimizer_change=self.config.on_optimizer_change)

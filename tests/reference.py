@@ -64,8 +64,10 @@ class Recipe:
     """What forward and backward run in. Masters start from the weights rounded to it."""
     accum_dtype: torch.dtype = torch.float32
     """What micro-batches are added up in."""
+    skip: bool = False
+    """A step whose gradients are not all finite changes nothing."""
     loss_scale: LossScale | None = None
-    """Dynamic loss scaling. A step whose gradients are not all finite then changes nothing but the scale."""
+    """Dynamic loss scaling, which skips such steps, too, and changes the scale."""
 
     def lr_of(self, name: str, step: int) -> float:
         """The learning rate of one parameter in one step."""
@@ -161,7 +163,7 @@ class Reference:
         reduced = self._reduce(grads)
         overflow = not all(bool(g.isfinite().all()) for g in reduced.values())
         step_index = len(self.overflows)
-        skipped = overflow and self.recipe.loss_scale is not None
+        skipped = overflow and (self.recipe.skip or self.recipe.loss_scale is not None)
         self.overflows.append(skipped)
         if skipped:
             return Step(loss=loss, grads={}, norm=math.inf, clip_factor=1.0, loss_scale=scale, skipped=True)

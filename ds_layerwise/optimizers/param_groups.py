@@ -48,6 +48,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             "lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay, "betas": config.betas,
             "eps": config.eps, "matrix_lr_ratio": config.matrix_lr_ratio, "scalar_lr_ratio": config.scalar_lr_ratio,
         })
+        self._built = tuple(self.param_groups)
+
+    def restore_groups(self) -> None:
+        """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers count on theirs."""
+        self.param_groups[:] = self._built
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Part of the construction.
+
+        Raises:
+            StepError: afterwards, when every parameter has its place already.
+        """
+        if hasattr(self, "_built"):
+            raise StepError("parameter groups cannot be added to an engine; give all of them to initialize(), frozen "
+                            "parameters too, or save, unfreeze and resume in a new engine")
+        super().add_param_group(param_group)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Not for users: the update runs in the engine.

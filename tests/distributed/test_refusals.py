@@ -138,13 +138,97 @@ class TestBadModels(DistributedTest):
         with pytest.raises(LayoutError, match=r"param_groups\[0\] with {'lr': 0.1.*param_groups\[0\] with {'lr': 0.2"):
             ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
 
+    def test_layers_that_differ_on_one_rank(self):
+        def differ(case, layer, module):
+            if case == "dtype":
+                layer.bfloat16()
+            if case == "frozen":
+                layer.weight.requires_grad = False
+            if case == "name":
+                module._modules = {"0": module[0], "second": layer}
+            if case == "order":
+                layer._parameters = dict(reversed(layer._parameters.items()))
+
+        for case, message in (
+                ("dtype", r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight \(8, 8\) torch.bfloat16"),
+                ("frozen", r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight .* \(frozen\)"),
+                ("name", r"rank 0 has 1.weight .*, rank 1 has second.weight"),
+                ("order", r"rank 0 has 1.weight .*, rank 1 has 1.bias")):
+            module = model(nn.Linear(8, 8), nn.Linear(8, 8))
+            if dist.get_rank() == 1:
+                differ(case, module[1], module)
+            with pytest.raises(LayoutError, match=f"the model differs between ranks: {message}"):
+                initialize(module)
+                pytest.fail(case)
+
+    def test_groups_of_other_parameters_on_one_rank(self):
+        for case, message in (("one is empty", r"rank 0 has 1.weight .* group 1,.*rank 1 has 1.weight .* group 0"),
+                              ("an empty one more", r"only rank 1 has param_groups\[2\]"),
+                              ("left out", r"rank 0 has 1.bias .*, rank 1 has param_groups\[0\]")):
+            module = model(nn.Linear(8, 8), nn.LayerNorm(8))
+            first, second = list(module[0].parameters()), list(module[1].parameters())
+            groups = [first, second]
+            if dist.get_rank() == 1:
+                groups = {"one is empty": [first + second, []], "an empty one more": [first, second, []],
+                          "left out": [first, second[:1]]}[case]
+            with pytest.raises(LayoutError, match=message):
+                ds_layerwise.initialize(model=module, model_parameters=[{"params": group} for group in groups],
+                                        config=config())
+                pytest.fail(case)
+
     def test_an_error_on_one_rank_reaches_all(self):
-        module = model()
-        if dist.get_rank() == 1:
-            module[1].weight.use_muon = True
-        expected = r"was sent to the matrix optimizer" if dist.get_rank() == 1 else "rank 1 failed: RoutingError"
-        with pytest.raises(LayerwiseError, match=expected):
-            initialize(module)
+        for case, own, kind in (
+                ("config", "did you mean 'momentum'", "ConfigError"),
+                ("route", "was sent to the matrix optimizer", "RoutingError"),
+                ("group", r"param_groups\[0\].weight_decay must be .* got -1", "ConfigError"),
+                ("twice", "some parameters appear in more than one parameter group", "ValueError")):
+            module, ds_config, groups = model(), config(), None
+            if dist.get_rank() == 1:
+                ds_config = muon(momentun=0.9) if case == "config" else ds_config
+                if case == "route":
+                    module[1].weight.use_muon = True
+                if case == "group":
+                    groups = [{"params": list(module.parameters()), "weight_decay": -1}]
+                if case == "twice":
+                    groups = [{"params": list(module.parameters())}, {"params": [module[1].weight]}]
+            with pytest.raises(ValueError if dist.get_rank() == 1 else LayerwiseError,
+                               match=own if dist.get_rank() == 1 else f"rank 1 failed: {kind}"):
+                ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config)
+                pytest.fail(case)
+
+
+#: Sections that rank 1 has and rank 0 has not, and what is said about the first difference.
+DIFFERENT_CONFIGS = {
+    "bucket size": ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 600}},
+                    "zero_optimization.reduce_bucket_size = 600"),
+    "stage": ({"zero_optimization": {"stage": 2}},
+              "rank 0 has zero_optimization.stage = 1, rank 1 has zero_optimization.stage = 2"),
+    "layout": ({"layerwise": {"layout": "lpt"}}, "layerwise.layout = 'lpt'"),
+    "override": ({"layerwise": {"overrides": [{"name": "0.weight", "lr_scale": 2.0}]}}, "layerwise.overrides = "),
+    "what a matrix's owner alone needs": (muon(lr=0.01, ns_steps=4), "optimizer.params.ns_steps = 4"),
+    "learning rate": (muon(lr=0.02), "optimizer.params.lr = 0.01, rank 1 has optimizer.params.lr = 0.02"),
+    "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5"),
+    "wire": ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16'"),
+    "precision": ({"bf16": {"enabled": True}}, "bf16.enabled = True"),
+    "accumulation": ({"gradient_accumulation_steps": 2},
+                     "rank 0 has gradient_accumulation_steps = 1, rank 1 has gradient_accumulation_steps = 2"),
+}
+
+
+class TestConfigsThatDiffer(DistributedTest):
+    world_size = 2
+    exec_timeout = 60
+
+    def test_they_are_refused_by_the_first_difference(self):
+        for case, (changes, message) in DIFFERENT_CONFIGS.items():
+            with pytest.raises(LayoutError, match=f"the configuration differs between ranks: .*{message}"):
+                initialize(ds_config=config(**(changes if dist.get_rank() else {})))
+                pytest.fail(case)
+
+    def test_what_each_rank_may_say_for_itself(self):
+        """Reports, and the size of a micro-batch: an average over ranks does not ask how many samples each had."""
+        alone = {"steps_per_print": 5, "wall_clock_breakdown": True, "train_micro_batch_size_per_gpu": 3}
+        initialize(ds_config=config(**(alone if dist.get_rank() else {})))
 
 
 class TestRefusedParallelism(DistributedTest):
