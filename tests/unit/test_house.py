@@ -37,7 +37,7 @@ PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
 MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "zero_base", "zero_state", "zero_optimizer", "checkpoint",
-                        "saving","loading", "engine", "run"}
+                        "saving", "loading", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
