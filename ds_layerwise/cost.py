@@ -22,6 +22,9 @@ from ds_layerwise.layout import Layout, ParamSpec
 #: Bytes of one element, by the names that a Layout uses for dtypes.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
+#: Buckets that travel at a time: it bounds the memory for what is sent and received.
+MAX_UNDER_WAY = 2
+
 
 def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
     """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n counted as 2mnk.
@@ -134,6 +137,44 @@ def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str
     for rank, (whole, split) in enumerate(zip(*_owned_numels(layout), strict=True)):
         states[rank] = whole_state_bytes * whole + split_state_bytes * split
     return tuple(RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Bytes that one rank holds for buckets under way, at the moment when they are most."""
+
+    sent: int
+    """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
+    received: int
+    """What arrives from all ranks, and at stage 2 the sums that a further micro-batch adds."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.sent + self.received
+
+
+def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
+                  wire_as: Mapping[str, str]) -> tuple[RankTraffic, ...]:
+    """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
+
+    Args:
+        stored_as, wire_as: what gradients accumulate and travel in, by dtype of the layout.
+    """
+    most = [RankTraffic(0, 0)] * layout.world_size
+    several = layout.world_size > 1
+    for first in range(max(1, len(layout.buckets) - MAX_UNDER_WAY + 1)):
+        together = layout.buckets[first:first + MAX_UNDER_WAY]
+        sent = sum(bucket.numel * _itemsize(wire_as[bucket.dtype]) for bucket in together
+                   if stage == 2 or (several and stored_as[bucket.dtype] != wire_as[bucket.dtype]))
+        received = [0] * layout.world_size
+        for bucket in together:
+            arriving = layout.world_size * _itemsize(wire_as[bucket.dtype]) if several else 0
+            for rank, numel in bucket.non_empty_shards():
+                received[rank] += numel * (arriving + (4 if stage == 2 else 0))
+        most = [max(old, RankTraffic(sent, new), key=lambda traffic: traffic.total)
+                for old, new in zip(most, received, strict=True)]
+    return tuple(most)
 
 
 def _itemsize(dtype: str) -> int:

@@ -14,7 +14,7 @@ from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.config import Placement
 from ds_layerwise.layout import Layout
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
-from ds_layerwise.routing import Route
+from ds_layerwise.placement import Route
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_layerwise import comm
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.cost import MAX_UNDER_WAY
 from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout
 
@@ -38,7 +39,7 @@ class _BucketOrder:
     """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, group: comm.Group,
-                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
+                 divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
         self.layout, self.reduced = layout, reduced
         self._params, self._group = params, group
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
@@ -124,7 +125,7 @@ class GradSync(_BucketOrder):
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
                  group: comm.Group, divide_by: float, wire_dtype: Callable[[str], torch.dtype],
-                 in_flight: int = 2) -> None:
+                 in_flight: int = MAX_UNDER_WAY) -> None:
         self._grads = grads
         super().__init__(layout, params, reduced, group=group, divide_by=divide_by, wire_dtype=wire_dtype,
                          in_flight=in_flight)
