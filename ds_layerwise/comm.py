@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.comm import comm as ds_comm
 from torch import Tensor
 
 from ds_layerwise.errors import LayerwiseError, LayoutError
@@ -131,8 +132,7 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
     Raises:
         LayerwiseError: another rank failed.
     """
-    messages: list[str | None] = [None] * size_of(group)
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
@@ -161,7 +161,8 @@ class Alike:
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
     """``value`` of every rank, in rank order. It is pickled, so keep it small."""
     values: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(values, value, group=group)
+    # Not dist.all_gather_object: DeepSpeed's comms logger does not know it, and ends the process with exit code 0.
+    ds_comm.cdb.all_gather_object(object_list=values, obj=value, group=group)
     return values
 
 
@@ -180,12 +181,10 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
     Raises:
         LayoutError: the digests differ.
     """
-    digests: list[str] = [""] * size_of(group)
-    dist.all_gather_object(digests, digest, group=group)
+    digests = gather_objects(digest, group=group)
     if len(set(digests)) == 1:
         return
-    everyone: list[Sequence[str]] = [()] * size_of(group)
-    dist.all_gather_object(everyone, list(items), group=group)
+    everyone = gather_objects(list(items), group=group)
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     raise LayoutError(f"{what} differs between ranks: {_first_difference(everyone[0], everyone[other], other)}; "
                       f"digests by rank: {', '.join(digests)}")
