@@ -190,12 +190,12 @@ def off_by(result: dict[str, Any]) -> float:
 def main() -> None:
     """Print one markdown table, after everything that the engines print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a tiny model: shows that all of it runs")
-    small = {"layers": 2, "width": 64, "bucket_numel": 20_000} if parser.parse_args().small else {}
+    parser.add_argument("--small", action="store_true", help="one run of a tiny model: shows that all of it works")
+    small: dict[str, Any] = {"layers": 2, "width": 64, "bucket_numel": 20_000} if parser.parse_args().small else {}
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for stage in (1, 2):
-            for bf16 in (False, True):
+        for stage in (2,) if small else (1, 2):
+            for bf16 in (True,) if small else (False, True):
                 job = Job(folder=folder, stage=stage, bf16=bf16, **small)
                 Path(folder, f"store-{job.ranks}").unlink(missing_ok=True)
                 run_ranks(folder, job.ranks, functools.partial(measure, job))
@@ -205,7 +205,7 @@ def main() -> None:
           f"{results[0]['numel'] / 1e6:.1f} M parameters in {results[0]['buckets']} buckets, {job.ranks} ranks over "
           f"gloo, two micro-batches a step, overlap_comm.\n")
     print("\n".join(rows(results)))
-    if not small and any(abs(off_by(result)) > BAR_PERCENT for result in results):
+    if any(abs(off_by(result)) > BAR_PERCENT for result in results):
         sys.exit(f"a prediction is off by more than {BAR_PERCENT:g} %")
 
 
