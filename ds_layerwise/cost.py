@@ -11,9 +11,13 @@ Note: what travels, and who counts it
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_layerwise.config import NsMethod
 from ds_layerwise.errors import LayoutError
@@ -161,20 +165,20 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
     Args:
         stored_as, wire_as: what gradients accumulate and travel in, by dtype of the layout.
     """
-    most = [RankTraffic(0, 0)] * layout.world_size
-    several = layout.world_size > 1
-    for first in range(max(1, len(layout.buckets) - MAX_UNDER_WAY + 1)):
-        together = layout.buckets[first:first + MAX_UNDER_WAY]
-        sent = sum(bucket.numel * _itemsize(wire_as[bucket.dtype]) for bucket in together
-                   if stage == 2 or (several and stored_as[bucket.dtype] != wire_as[bucket.dtype]))
-        received = [0] * layout.world_size
-        for bucket in together:
-            arriving = layout.world_size * _itemsize(wire_as[bucket.dtype]) if several else 0
-            for rank, numel in bucket.non_empty_shards():
-                received[rank] += numel * (arriving + (4 if stage == 2 else 0))
-        most = [max(old, RankTraffic(sent, new), key=lambda traffic: traffic.total)
-                for old, new in zip(most, received, strict=True)]
-    return tuple(most)
+    size = layout.world_size
+    most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
+    for bucket in layout.buckets:
+        own, wire_bytes = np.array(bucket.shard_numels, np.int64), _itemsize(wire_as[bucket.dtype])
+        copied = stage == 2 or (size > 1 and stored_as[bucket.dtype] != wire_as[bucket.dtype])
+        received = own * 4 if stage == 2 else own * 0
+        if size > 1:
+            received += own * size * wire_bytes
+        under_way.append((bucket.numel * wire_bytes if copied else 0, received))
+        sent_now, received_now = sum(s for s, _ in under_way), np.sum([r for _, r in under_way], axis=0)
+        more = sent_now + received_now > most_sent + most_received
+        most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)
+    return tuple(RankTraffic(s, r) for s, r in zip(most_sent.tolist(), most_received.tolist(), strict=True))
 
 
 def _itemsize(dtype: str) -> int:

@@ -16,7 +16,7 @@ from ds_layerwise.forecast import Forecast
 from ds_layerwise.layout import ParamSpec
 from ds_layerwise.placement import Route
 
-_WIDTH, _PLAN_WIDTH = 110, 140
+_WIDTH, _PLAN_WIDTH = 110, 160
 
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
