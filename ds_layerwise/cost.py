@@ -7,6 +7,12 @@ Note: what travels, and who counts it
     the bucket without its own shard. To gather the bucket it sends its own shard to each of the others. Summed over R
     ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards every
     rank is the mean rank. A rank receives in the one what it sends in the other.
+
+Note: two hops
+    An owner receives its shard from every rank, R times its own length. Of a bucket that is one matrix that is R times
+    the bucket, which neither fits nor arrives in time, so a skewed bucket takes two hops: first it is cut evenly, and
+    each rank receives and sums its cut; then the float32 sums go on to the owners. A rank then receives the bucket
+    once, and sends its cut of sums more.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import get_args
 
 import numpy as np
@@ -25,6 +32,9 @@ from ds_layerwise.layout import Layout, ParamSpec
 
 #: Bytes of one element, by the names that a Layout uses for dtypes.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+#: A bucket whose longest shard is more than this many times the mean one takes two hops.
+MAX_SKEW = 4
 
 #: Buckets that travel at a time: it bounds the memory for what is sent and received.
 MAX_UNDER_WAY = 2
@@ -68,30 +78,51 @@ def max_over_mean(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
+def takes_two_hops(shard_numels: Sequence[int]) -> bool:
+    """Whether a bucket of these shards is summed in even cuts first; see the note on two hops."""
+    return len(shard_numels) * max(shard_numels) > MAX_SKEW * sum(shard_numels)
+
+
+def even_cuts(numel: int, size: int) -> list[int]:
+    """Lengths of ``size`` cuts of ``numel`` elements; the first may be longer by one."""
+    return [numel // size + (rank < numel % size) for rank in range(size)]
+
+
+def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
+    """How much of piece ``rank`` of ``lengths`` lies in each piece of ``others``, both cutting the same range."""
+    start = sum(lengths[:rank])
+    stop = start + lengths[rank]
+    ends = list(accumulate(others, initial=0))
+    return [max(0, min(stop, high) - max(start, low)) for low, high in zip(ends, ends[1:])]
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """Elements that each rank sends in one step, by rank; see the note on what travels."""
 
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
+    forward: tuple[int, ...]
+    """Sums that go on to their owners in float32; see the note on two hops."""
 
 
 def wire_elements(layout: Layout, dtype: str | None = None) -> Wire:
     """What each rank sends for the buckets of ``dtype``, or for all of them."""
-    shards = _shard_numels(layout, dtype)
-    total = sum(shards)
-    return Wire(reduce=tuple(total - own for own in shards),
-                gather=tuple((layout.world_size - 1) * own for own in shards))
-
-
-def _shard_numels(layout: Layout, dtype: str | None = None) -> list[int]:
-    """Elements in the shards of each rank, padding included."""
-    numels = [0] * layout.world_size
+    size = layout.world_size
+    reduce, gather, forward = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
     for bucket in layout.buckets:
         if dtype in (None, bucket.dtype):
-            for rank, numel in bucket.non_empty_shards():
-                numels[rank] += numel
-    return numels
+            own = np.array(bucket.shard_numels, np.int64)
+            gather += (size - 1) * own
+            if not takes_two_hops(bucket.shard_numels):
+                reduce += bucket.numel - own
+                continue
+            cuts = np.array(even_cuts(bucket.numel, size), np.int64)
+            cut_ends, own_ends = np.cumsum(cuts), np.cumsum(own)
+            both = np.minimum(cut_ends, own_ends) - np.maximum(cut_ends - cuts, own_ends - own)
+            reduce += bucket.numel - cuts
+            forward += cuts - np.maximum(both, 0)
+    return Wire(*(tuple(elements.tolist()) for elements in (reduce, gather, forward)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +181,7 @@ class RankTraffic:
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
-    """What arrives from all ranks, and at stage 2 the sums that a further micro-batch adds."""
+    """What arrives from all ranks, the sums of even cuts, and at stage 2 those that a further micro-batch adds."""
 
     @property
     def total(self) -> int:
@@ -170,9 +201,12 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
     under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
     for bucket in layout.buckets:
         own, wire_bytes = np.array(bucket.shard_numels, np.int64), _itemsize(wire_as[bucket.dtype])
+        cuts = np.array(even_cuts(bucket.numel, size), np.int64) if takes_two_hops(bucket.shard_numels) else None
         copied = stage == 2 or (size > 1 and stored_as[bucket.dtype] != wire_as[bucket.dtype])
         received = own * 4 if stage == 2 else own * 0
-        if size > 1:
+        if cuts is not None:
+            received += cuts * (size * wire_bytes + 4)
+        elif size > 1:
             received += own * size * wire_bytes
         under_way.append((bucket.numel * wire_bytes if copied else 0, received))
         sent_now, received_now = sum(s for s, _ in under_way), np.sum([r for _, r in under_way], axis=0)
@@ -265,5 +299,5 @@ class LayoutReport:
 
     @property
     def wire_per_rank(self) -> int:
-        """Elements that the mean rank sends in one step, reduce and gather together, rounded up."""
-        return -(-(sum(self.wire.reduce) + sum(self.wire.gather)) // len(self.work))
+        """Elements that the mean rank sends in one step, all together, rounded up."""
+        return -(-(sum(self.wire.reduce) + sum(self.wire.gather) + sum(self.wire.forward)) // len(self.work))

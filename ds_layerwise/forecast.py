@@ -151,7 +151,8 @@ class Forecast:
 
     def reduce_bytes(self, dtype: str) -> float:
         """What the mean rank sends of gradients: in a step at stage 1, in a backward pass at stage 2."""
-        return sum(wire_elements(self.layout, dtype).reduce) * DTYPE_BYTES[self.wire_as[dtype]] / len(self.memory)
+        wire = wire_elements(self.layout, dtype)
+        return (sum(wire.reduce) * DTYPE_BYTES[self.wire_as[dtype]] + sum(wire.forward) * 4) / len(self.memory)
 
     def gather_bytes(self, dtype: str) -> float:
         """What the mean rank sends of parameters in a step."""

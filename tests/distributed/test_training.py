@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_layerwise import cost
 from tests.harness import DistributedTest
 from tests.models import (CONV_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch, square_loss, tiny_gpt,
                           token_batch, token_loss)
@@ -215,6 +216,16 @@ class TestMemory(DistributedTest):
     @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}},
                                           {"bf16": {"enabled": True}, "communication_data_type": "fp32"}])
     def test_it_is_what_the_table_says(self, stage, sections):
+        self.compare(stage, sections)
+
+    @pytest.mark.world_size(3)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_in_two_hops(self, stage, monkeypatch):
+        monkeypatch.setattr(cost, "MAX_SKEW", 1.5)
+        layout = self.compare(stage, {"bf16": {"enabled": True}})
+        assert {cost.takes_two_hops(bucket.shard_numels) for bucket in layout.buckets} == {True, False}
+
+    def compare(self, stage, sections):
         engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},
                                                 **sections))
         optimizer = engine.optimizer
@@ -233,6 +244,7 @@ class TestMemory(DistributedTest):
         if stage == 2:
             assert forecast.memory[optimizer.rank].grads == sum(
                 4 * bucket.shard_numels[optimizer.rank] for bucket in optimizer.layout.buckets)
+        return optimizer.layout
 
 
 def kept(optimizer):
