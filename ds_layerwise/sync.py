@@ -207,7 +207,7 @@ class EagerGradSync(_BucketOrder):
         params: the trainable parameters by name.
         reduced: where the averaged gradient of this rank's shards is added up, float32.
         wire_dtype: what gradients travel in, by dtype of the layout.
-        in_flight: buckets under way at a time; it bounds the memory beside ``reduced``, for what travels and what arrives.
+        in_flight: buckets under way at a time; it bounds the memory beside ``reduced`` for what travels and arrives.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
