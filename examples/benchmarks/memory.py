@@ -145,15 +145,15 @@ def measure(job: Job, watched: Any) -> None:
     del first
     gc.collect()
     settle()
-    before = anonymous_mb(os.getpid())
+    before, others = anonymous_mb(os.getpid()), tensor_bytes()
     engine, model = start(job)
     params = [ModelParam(name, tuple(p.shape), "scalar") for name, p in model.named_parameters()]
     optimizer = engine.optimizer
     train(engine, job)
     gc.collect()
     settle()
-    tensors, process = tensor_bytes(), anonymous_mb(os.getpid()) - before
-    with Peak(optimizer, tensors) as peak:
+    tensors, process = tensor_bytes() - others, anonymous_mb(os.getpid()) - before
+    with Peak(optimizer, tensors + others) as peak:
         train(engine, job)
     run = RunConfig.from_ds_config(job.ds_config())
     routes = route_model([ModelParam(p.name, p.shape, optimizer.routes[p.name].optimizer) for p in params])
