@@ -3,7 +3,7 @@
     python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
 
 Two numbers say what a rank holds. *tensors* adds up the memory of every tensor of the process that is alive between two
-steps and was not before the model was built, each memory once: exact, whosesoever they are. *process* is anonymous memory
+steps and was not before the model was built, each memory once: exact, whoever made them. *process* is anonymous memory
 (``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model was built; it includes what the
 allocator keeps. The peak of gradients comes from the same count of tensors, at every moment of a backward pass when a
 bucket starts, over what lives between two steps.
