@@ -1,4 +1,4 @@
-"""``ds-layerwise``: what can be done with a checkpoint without an engine.
+"""``ds-layerwise``: what can be said of a run before it starts, and done with its checkpoints, without an engine.
 
 Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2 for a refusal, in one line on stderr.
 """
@@ -6,6 +6,7 @@ Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.errors import ConfigError, LayerwiseError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -26,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # All of it works on the host, and DeepSpeed says on stdout that it looks for a device, unless it is told.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
+        "plan": _plan, "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
     try:
         return commands[options.command](options)
     except (LayerwiseError, OSError) as e:
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ds-layerwise", description="Checkpoints of ds_layerwise, without an engine.")
+    parser = argparse.ArgumentParser("ds-layerwise", description="Plans and checkpoints of ds_layerwise, without an "
+                                     "engine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     every = argparse.ArgumentParser(add_help=False)
     every.add_argument("--workers", type=_positive, metavar="N", default=min(8, len(os.sched_getaffinity(0))),
@@ -46,6 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     overwrite = argparse.ArgumentParser(add_help=False)
     overwrite.add_argument("--overwrite", action="store_true", help="replace an OUT that this command wrote before")
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
+
+    command = commands.add_parser("plan", help="the start-up table of a run, without its devices")
+    command.add_argument("--model", required=True, help="a file of names and shapes, or the name of one in "
+                         "ds_configs/models")
+    command.add_argument("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
+    command.add_argument("--ranks", required=True, type=_numbers, metavar="N[,N...]",
+                         help="data-parallel ranks; several numbers give one row each")
+    command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
 
     command = commands.add_parser("to-universal", parents=[every, overwrite],
                                   help="write a regular checkpoint in DeepSpeed's universal format")
@@ -76,6 +87,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
 def _num_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
@@ -96,7 +111,30 @@ class _Bars:
             yield bar.update
 
 
-# The commands load torch and deepspeed, which takes seconds: help and mistakes in the arguments should not.
+# The commands load what they need themselves. That is torch and deepspeed for all but plan, which takes seconds: help
+# and mistakes in the arguments should not.
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from ds_layerwise.forecast import RunConfig, forecast, specs_of
+    from ds_layerwise.model_shapes import find_model, load_model, route_model
+    from ds_layerwise.table import as_json, plan_table
+    try:
+        given = json.loads(options.config.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ConfigError(f"{options.config} is no JSON: {e}") from e
+    run = RunConfig.from_ds_config(given)
+    if run.optimizer.ns_coefficients != OptimizerConfig().ns_coefficients:
+        # What names and dtypes there are is known next to the iteration, which takes torch.
+        from ds_layerwise.optimizers.registry import matrix_rule
+        matrix_rule(run.optimizer)
+    params = load_model(find_model(options.model))
+    routes = route_model(params, run.layerwise.overrides, per_head=run.optimizer.per_head_muon)
+    specs = specs_of(((param.name, param.shape, run.param_dtype) for param in params), routes, run.optimizer)
+    plans = [forecast(specs, run, num_ranks) for num_ranks in options.ranks]
+    print(json.dumps([as_json(plan) for plan in plans]) if options.json else
+          plan_table(routes, specs, plans, run.optimizer))
+    return 0
 
 
 def _to_universal(options: argparse.Namespace) -> int:

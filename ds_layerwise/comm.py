@@ -17,8 +17,10 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.comm import comm as ds_comm
 from torch import Tensor
 
+from ds_layerwise.cost import even_cuts, overlaps, takes_two_hops
 from ds_layerwise.errors import LayerwiseError, LayoutError
 
 #: What a process group is to this package: torch's, or None for the whole world.
@@ -83,6 +85,9 @@ def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *
                      divide_by: float, wire_dtype: torch.dtype) -> Pending:
     """Send every rank its shard of ``bucket`` and average what arrives into ``out``.
 
+    Where one shard is most of the bucket, its rank would receive many times the bucket: then everybody sums an even
+    cut, to the same bits, and the sums go on when the result is waited for, by all ranks at the same point.
+
     Args:
         bucket: 1-D, all shards back to back in rank order; read until the result has been waited for.
         out: float32, as long as this rank's shard; may be this rank's shard of ``bucket``.
@@ -93,11 +98,19 @@ def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *
     own = shard_numels[rank]
     if size == 1:
         return Pending(finish=lambda: _average(bucket.view(1, own), out, divide_by))
+    two_hops = takes_two_hops(shard_numels)
+    cuts = even_cuts(bucket.numel(), size) if two_hops else list(shard_numels)
     sent = bucket if bucket.dtype == wire_dtype else bucket.to(wire_dtype)
-    received = torch.empty(size * own, dtype=wire_dtype, device=bucket.device)
-    work = dist.all_to_all_single(received, sent, output_split_sizes=[own] * size,
-                                  input_split_sizes=list(shard_numels), group=group, async_op=True)
-    return Pending([work], lambda: _average(received.view(size, own), out, divide_by), keep=sent)
+    received = torch.empty(size * cuts[rank], dtype=wire_dtype, device=bucket.device)
+    sums = torch.empty(cuts[rank], device=bucket.device) if two_hops else out
+    work = dist.all_to_all_single(received, sent, output_split_sizes=[cuts[rank]] * size, input_split_sizes=cuts,
+                                  group=group, async_op=True)
+    pending = Pending([work], lambda: _average(received.view(size, cuts[rank]), sums, divide_by), keep=sent)
+    if not two_hops:
+        return pending
+    return pending.then(lambda: dist.all_to_all_single(
+        out, sums, output_split_sizes=overlaps(shard_numels, cuts, rank),
+        input_split_sizes=overlaps(cuts, shard_numels, rank), group=group))
 
 
 def _average(rows: Tensor, out: Tensor, divide_by: float) -> None:
@@ -146,8 +159,7 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
     Raises:
         LayerwiseError: another rank failed.
     """
-    messages: list[str | None] = [None] * size_of(group)
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
@@ -176,7 +188,8 @@ class Alike:
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
     """``value`` of every rank, in rank order. It is pickled, so keep it small."""
     values: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(values, value, group=group)
+    # Not dist.all_gather_object: DeepSpeed's comms logger does not know it, and ends the process with exit code 0.
+    ds_comm.cdb.all_gather_object(object_list=values, obj=value, group=group)
     return values
 
 
@@ -195,12 +208,10 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
     Raises:
         LayoutError: the digests differ.
     """
-    digests: list[str] = [""] * size_of(group)
-    dist.all_gather_object(digests, digest, group=group)
+    digests = gather_objects(digest, group=group)
     if len(set(digests)) == 1:
         return
-    everyone: list[Sequence[str]] = [()] * size_of(group)
-    dist.all_gather_object(everyone, list(items), group=group)
+    everyone = gather_objects(list(items), group=group)
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     raise LayoutError(f"{what} differs between ranks: {_first_difference(everyone[0], everyone[other], other)}; "
                       f"digests by rank: {', '.join(digests)}")

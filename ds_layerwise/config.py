@@ -344,6 +344,7 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "amp.enabled": ((False,), "use the bf16 or fp16 section instead"),
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
+    "eigenvalue.enabled": ((False,), "it differentiates gradients that do not stay on the parameters; remove it"),
     "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),
     "sequence_parallel_size": ((1,), "remove it"),
     "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),

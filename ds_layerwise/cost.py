@@ -7,13 +7,24 @@ Note: what travels, and who counts it
     the bucket without its own shard. To gather the bucket it sends its own shard to each of the others. Summed over R
     ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards every
     rank is the mean rank. A rank receives in the one what it sends in the other.
+
+Note: two hops
+    An owner receives its shard from every rank, R times its own length. Of a bucket that is one matrix that is R times
+    the bucket, which neither fits nor arrives in time, so a skewed bucket takes two hops: first it is cut evenly, and
+    each rank receives and sums its cut; then the float32 sums go on to the owners. A rank then receives the bucket
+    once, and sends its cut of sums more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_layerwise.config import NsMethod
 from ds_layerwise.errors import LayoutError
@@ -21,6 +32,12 @@ from ds_layerwise.layout import Bucket, Layout, ParamSpec
 
 #: Bytes of one element, by the names that a Layout uses for dtypes.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+#: A bucket whose longest shard is more than this many times the mean one takes two hops.
+MAX_SKEW = 4
+
+#: Buckets that travel at a time: it bounds the memory for what is sent and received.
+MAX_UNDER_WAY = 2
 
 
 def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
@@ -61,34 +78,51 @@ def max_over_mean(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
+def takes_two_hops(shard_numels: Sequence[int]) -> bool:
+    """Whether a bucket of these shards is summed in even cuts first; see the note on two hops."""
+    return len(shard_numels) * max(shard_numels) > MAX_SKEW * sum(shard_numels)
+
+
+def even_cuts(numel: int, size: int) -> list[int]:
+    """Lengths of ``size`` cuts of ``numel`` elements; the first may be longer by one."""
+    return [numel // size + (rank < numel % size) for rank in range(size)]
+
+
+def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
+    """How much of piece ``rank`` of ``lengths`` lies in each piece of ``others``, both cutting the same range."""
+    start = sum(lengths[:rank])
+    stop = start + lengths[rank]
+    ends = list(accumulate(others, initial=0))
+    return [max(0, min(stop, high) - max(start, low)) for low, high in zip(ends, ends[1:])]
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """Elements that each rank sends in one step, by rank; see the note on what travels."""
 
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
+    forward: tuple[int, ...]
+    """Sums that go on to their owners in float32; see the note on two hops."""
 
 
-def wire_elements(layout: Layout, dtype: str | None = None) -> Wire:
-    """What each rank sends for the buckets of ``dtype``, or for all of them."""
-    reduce, gather = [0] * layout.world_size, [0] * layout.world_size
-    for variants in {bucket.variants for bucket in layout.buckets}:
-        shards, holders = _shard_numels(layout, dtype, variants), layout.world_size // variants
-        total = sum(shards) // variants
-        for rank, own in enumerate(shards):
-            reduce[rank] += total - own
-            gather[rank] += (holders - 1) * own
-    return Wire(tuple(reduce), tuple(gather))
-
-
-def _shard_numels(layout: Layout, dtype: str | None, variants: int) -> list[int]:
-    """Elements in the shards of each rank, padding included, of parameters with so many variants."""
-    numels = [0] * layout.world_size
+def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int] | None = None) -> Wire:
+    """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by index."""
+    size = layout.world_size
+    reduce, gather, forward = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
     for bucket in layout.buckets:
-        if dtype in (None, bucket.dtype) and bucket.variants == variants:
-            for rank, numel in bucket.non_empty_shards():
-                numels[rank] += numel
-    return numels
+        if dtype in (None, bucket.dtype) and (only is None or bucket.index in only):
+            own, holders = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels)
+            gather += np.repeat((holders - 1) * own, bucket.variants)
+            if not takes_two_hops(bucket.shard_numels):
+                reduce += np.repeat(bucket.numel - own, bucket.variants)
+                continue
+            cuts = np.array(even_cuts(bucket.numel, holders), np.int64)
+            cut_ends, own_ends = np.cumsum(cuts), np.cumsum(own)
+            both = np.minimum(cut_ends, own_ends) - np.maximum(cut_ends - cuts, own_ends - own)
+            reduce += np.repeat(bucket.numel - cuts, bucket.variants)
+            forward += np.repeat(cuts - np.maximum(both, 0), bucket.variants)
+    return Wire(*(tuple(elements.tolist()) for elements in (reduce, gather, forward)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +240,47 @@ def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, whol
                    staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)))
 
 
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Bytes that one rank holds for buckets under way, at the moment when they are most."""
+
+    sent: int
+    """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
+    received: int
+    """What arrives from all ranks, the sums of even cuts, and at stage 2 those that a further micro-batch adds."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.sent + self.received
+
+
+def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
+                  wires: Sequence[str]) -> tuple[RankTraffic, ...]:
+    """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
+
+    Args:
+        stored_as: what gradients accumulate in, by dtype of the layout.
+        wires: what they travel in, by bucket.
+    """
+    size = layout.world_size
+    most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
+    for bucket, wire in zip(layout.buckets, wires, strict=True):
+        own, holders, wire_bytes = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels), _itemsize(wire)
+        copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
+        received = own * 4 if stage == 2 else own * 0
+        if takes_two_hops(bucket.shard_numels):
+            received += np.array(even_cuts(bucket.numel, holders), np.int64) * (holders * wire_bytes + 4)
+        elif holders > 1:
+            received += own * holders * wire_bytes
+        under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.variants)))
+        sent_now, received_now = sum(s for s, _ in under_way), np.sum([r for _, r in under_way], axis=0)
+        more = sent_now + received_now > most_sent + most_received
+        most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)
+    return tuple(RankTraffic(s, r) for s, r in zip(most_sent.tolist(), most_received.tolist(), strict=True))
+
+
 def _itemsize(dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
         raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
@@ -292,5 +367,5 @@ class LayoutReport:
 
     @property
     def wire_per_rank(self) -> int:
-        """Elements that the mean rank sends in one step, reduce and gather together, rounded up."""
-        return -(-(sum(self.wire.reduce) + sum(self.wire.gather)) // len(self.work))
+        """Elements that the mean rank sends in one step, all together, rounded up."""
+        return -(-(sum(self.wire.reduce) + sum(self.wire.gather) + sum(self.wire.forward)) // len(self.work))

@@ -15,7 +15,7 @@ from ds_layerwise.config import Placement
 from ds_layerwise.layout import Layout, Piece
 from ds_layerwise.offload import HostMemory
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
-from ds_layerwise.routing import Route
+from ds_layerwise.placement import Route
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"

@@ -18,9 +18,8 @@ The rules, first match wins:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.config import Override, Placement
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.placement import Route, forced_matrix_shape, overrides_by_name, require_a_matrix, with_heads
 
 #: Last component of the module name of an output head, as the common model families spell it.
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
@@ -36,25 +36,6 @@ _QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj")
 _KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """Where one parameter goes.
-
-    ``matrix_shape`` is how the matrix optimizer sees the parameter: (rows, cols) or (batch, rows, cols), with as
-    many elements as the parameter; None for the scalar optimizer.
-    """
-
-    name: str
-    optimizer: Placement
-    reason: str
-    group: int
-    """Index into the user's ``param_groups``."""
-    matrix_shape: tuple[int, ...] | None = None
-    weight_decay: float | None = None
-    """Replaces the group's, if set."""
-    lr_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,57 +66,25 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                                    "model does not have; pass parameters of the model given to initialize()")
             group_of[names[param]] = index
     homes = _homes(model)
+    trained = {name: param for param, name in names.items()
+               if name in group_of and param.requires_grad and param.numel()}
+    merged = overrides_by_name(trained, overrides)
     routes: dict[str, Route] = {}
-    matched: set[int] = set()
-    for param, name in names.items():
-        if name not in group_of or not param.requires_grad or param.numel() == 0:
-            continue
+    for name, param in trained.items():
         if param.dtype not in _FLOATS:
             raise RoutingError(f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
                                "float16); freeze it or convert it")
         if any(getattr(module, "sparse", False) is True for _, module in homes[name].modules):
             raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
                                "shards; build it with sparse=False")
-        mine = [(i, o) for i, o in enumerate(overrides) if fnmatchcase(name, o.name)]
-        matched.update(i for i, _ in mine)
-        merged = _merge(name, mine)
-        route = _decide(name, param, homes[name], merged.get("optimizer"))
-        routes[name] = _with_heads(replace(route, group=group_of[name], weight_decay=merged.get("weight_decay"),
-                                           lr_scale=merged.get("lr_scale", 1.0)),
-                                   merged.get("num_heads"), explicit=True)
-    for index, override in enumerate(overrides):
-        if index not in matched:
-            raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
-                               "the pattern misspelled?")
+        mine = merged[name]
+        route = _decide(name, param, homes[name], mine.get("optimizer"))
+        routes[name] = with_heads(replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
+                                          lr_scale=mine.get("lr_scale", 1.0)), mine.get("num_heads"), explicit=True)
     if per_head:
         routes = _split_heads(model, routes)
-    if not any(route.optimizer == "matrix" for route in routes.values()):
-        raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
-                           f"{_reasons(routes.values())}; use a plain optimizer, or route some with "
-                           "layerwise.overrides or param.use_muon = True")
+    require_a_matrix(routes.values())
     return routes
-
-
-def _reasons(routes: Iterable[Route]) -> str:
-    counts: dict[str, int] = {}
-    for route in routes:
-        counts[route.reason] = counts.get(route.reason, 0) + 1
-    return ", ".join(f"{n} x {reason}" for reason, n in counts.items()) or "none at all"
-
-
-def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    origin: dict[str, int] = {}
-    for index, override in overrides:
-        for key in ("optimizer", "weight_decay", "lr_scale", "num_heads"):
-            value = getattr(override, key)
-            if value is None:
-                continue
-            if merged.get(key, value) != value:
-                raise RoutingError(f"{name}: layerwise.overrides[{origin[key]}] sets {key} to {merged[key]!r} and "
-                                   f"layerwise.overrides[{index}] to {value!r}; narrow one of the patterns")
-            merged[key], origin[key] = value, index
-    return merged
 
 
 def _decide(name: str, param: Tensor, home: _Home, override: Placement | None) -> Route:
@@ -144,13 +93,8 @@ def _decide(name: str, param: Tensor, home: _Home, override: Placement | None) -
     if wanted is None and hasattr(param, "use_muon"):
         wanted, reason = "matrix" if param.use_muon else "scalar", f"param.use_muon = {param.use_muon}"
     if wanted == "matrix":
-        shape = _matrix_shape(param, home)[0] or (tuple(param.shape) if param.dim() in (2, 3) else None)
-        if shape is None and param.dim() > 3:
-            shape = (param.shape[0], math.prod(param.shape[1:]))
-        if shape is None:
-            raise RoutingError(f"{name} {tuple(param.shape)} was sent to the matrix optimizer by {reason}, but has "
-                               "fewer than two axes")
-        return Route(name=name, optimizer="matrix", reason=reason, group=0, matrix_shape=shape)
+        asked = _matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
+        return Route(name=name, optimizer="matrix", reason=reason, group=0, matrix_shape=asked)
     if wanted == "scalar":
         return Route(name=name, optimizer="scalar", reason=reason, group=0)
     table = _table_or_head(param, home)
@@ -224,19 +168,6 @@ def _heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
             yield weight, "output head (get_output_embeddings)"
 
 
-def _with_heads(route: Route, num_heads: int | None, *, explicit: bool = False) -> Route:
-    if num_heads is None:
-        return route
-    shape = route.matrix_shape
-    if shape is None or len(shape) != 2 or shape[0] % num_heads:
-        if explicit:
-            raise RoutingError(f"{route.name}: num_heads {num_heads} needs a matrix whose rows it divides, got "
-                               f"{shape or 'a parameter of the scalar optimizer'}")
-        return route
-    return replace(route, matrix_shape=(num_heads, shape[0] // num_heads, shape[1]),
-                   reason=f"{route.reason}, {num_heads} heads")
-
-
 def _split_heads(model: nn.Module, routes: dict[str, Route]) -> dict[str, Route]:
     """Cut the query, key and value projections into one matrix a head, where the model's config gives the count."""
     config = getattr(model, "config", None)
@@ -251,7 +182,7 @@ def _split_heads(model: nn.Module, routes: dict[str, Route]) -> dict[str, Route]
     for name, route in routes.items():
         leaf = name.split(".")[-2] if "." in name else name
         count = heads if leaf in _QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
-        split[name] = _with_heads(route, count)
+        split[name] = with_heads(route, count, explicit=False)
     if split == routes:
         raise RoutingError("per_head_muon found no query, key or value projection (known: "
                            f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES)}); name them in layerwise.overrides with "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_layerwise import comm
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.cost import MAX_UNDER_WAY
 from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Bucket, Layout
 
@@ -41,7 +42,7 @@ class _BucketOrder:
     """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: Groups,
-                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = 2) -> None:
+                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
         self.layout, self.reduced = layout, reduced
         self._params, self._groups = params, groups
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
@@ -127,7 +128,7 @@ class GradSync(_BucketOrder):
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
                  groups: Groups, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
-                 in_flight: int = 2) -> None:
+                 in_flight: int = MAX_UNDER_WAY) -> None:
         self._grads = grads
         super().__init__(layout, params, reduced, groups=groups, divide_by=divide_by, wire_dtype=wire_dtype,
                          in_flight=in_flight)
@@ -209,7 +210,7 @@ class EagerGradSync(_BucketOrder):
         params: the trainable parameters by name.
         reduced: where the averaged gradient of this rank's shards is added up, float32.
         wire_dtype: what the gradients of a bucket travel in.
-        in_flight: buckets under way at a time; it bounds the memory beside ``reduced``.
+        in_flight: buckets under way at a time; it bounds the memory beside ``reduced`` for what travels and arrives.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """

@@ -1,48 +1,91 @@
-"""The start-up table: who trains what and why, and what it costs each rank."""
+"""The start-up table, as text or for a program: who trains what and why, and what it costs each rank."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ds_layerwise.cost import DTYPE_BYTES, LayoutReport, RankMemory, max_over_mean, memory_bytes
-from ds_layerwise.layout import Layout, ParamSpec
-from ds_layerwise.routing import Route
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.cost import MAX_UNDER_WAY, max_over_mean
+from ds_layerwise.forecast import Forecast
+from ds_layerwise.layout import ParamSpec
+from ds_layerwise.placement import Route
 
-_WIDTH = 110
+_WIDTH, _PLAN_WIDTH = 110, 160
 
 
-def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layout, *,
-                   rules: Mapping[str, str], stored_as: Mapping[str, str], state_bytes: tuple[int, int], stage: int,
-                   host_ratio: float = 0.0) -> str:
-    """Plain text for a log, without colours.
+def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
+                   optimizer: OptimizerConfig) -> str:
+    """Plain text for a log, without colours. ``forecast`` is for exactly these ``specs``."""
+    return _rendered(_parameters(routes, specs, optimizer), _costs(forecast), *_hint(forecast))
 
-    Args:
-        rules: the name of the ``matrix`` and of the ``scalar`` optimizer.
-        stored_as: by dtype of the layout, what gradients are accumulated in.
-        state_bytes: bytes of state of one element under the matrix and under the scalar optimizer.
-        stage: of ZeRO.
-        host_ratio: how much of masters and states lives in host memory.
-    """
-    report = LayoutReport.of(layout, specs)
-    console = Console(file=io.StringIO(), width=_WIDTH, no_color=True)
-    console.print(_parameters(routes, specs, rules))
-    memory = memory_bytes(layout, stage=stage, grads_stored_as=stored_as, whole_state_bytes=state_bytes[0],
-                          split_state_bytes=state_bytes[1], host_ratio=host_ratio)
-    console.print(_costs(report, layout, {spec.name: spec.wire for spec in specs}, stored_as, memory, stage))
-    idle = sum(1 for numel in report.whole_numel if not numel)
-    if idle:
-        console.print(f"{idle} of {layout.world_size} ranks own no matrix: there are fewer matrices than ranks, or one "
-                      "is larger than a rank's share. Splitting fused projections into their parts "
-                      "(layerwise.overrides, num_heads) makes more of them.")
+
+def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecasts: Sequence[Forecast],
+               optimizer: OptimizerConfig) -> str:
+    """The start-up table for several numbers of ranks, one row each. For one it is :func:`start_up_table` itself."""
+    if len(forecasts) == 1:
+        return start_up_table(routes, specs, forecasts[0], optimizer)
+    table = Table(title="memory of the fullest rank in MiB; sent by the mean rank in MiB", title_justify="left")
+    for header in ("ranks", "layout", "buckets", "NS max/mean", "total", "params", "grads", "masters", "states",
+                   "host", "under way", "padding", "sent"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for forecast in forecasts:
+        held = forecast.memory[forecast.fullest]
+        table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
+                      f"{forecast.report.work_max_over_mean:.3f}",
+                      *(_mib(n) for n in (held.total, held.params, held.grads, held.masters, held.states, held.host)),
+                      _mib(max(traffic.total for traffic in forecast.traffic)),
+                      f"{100 * forecast.report.padding_fraction:.3f} %",
+                      _mib(sum(forecast.reduce_bytes(d) + forecast.gather_bytes(d) for d in forecast.layout.dtypes)))
+    what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
+            "gradients in one backward pass and parameters in a step")
+    return _rendered(_parameters(routes, specs, optimizer), table, f"sent: {what}", width=_PLAN_WIDTH)
+
+
+def as_json(forecast: Forecast) -> dict[str, Any]:
+    """The same numbers for a program: bytes, elements and FLOPs, memory of every rank."""
+    report, layout = forecast.report, forecast.layout
+    return {
+        "ranks": layout.world_size, "layout": layout.policy, "digest": layout.digest(), "stage": forecast.stage,
+        "buckets": report.num_buckets, "elements": report.numel, "padding_elements": report.padding,
+        "newton_schulz_flops": list(report.work), "newton_schulz_max_over_mean": report.work_max_over_mean,
+        "owned_matrix_elements": list(report.whole_numel), "fullest_rank": forecast.fullest,
+        "memory_bytes": [{**asdict(held), "total": held.total} for held in forecast.memory],
+        "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
+        "dtypes": {dtype: {
+            "gradients_accumulate_in": forecast.stored_as[dtype], "gradients_travel_in": forecast.wire_as(dtype),
+            "sent_bytes": {"gradients": forecast.reduce_bytes(dtype), "parameters": forecast.gather_bytes(dtype)},
+        } for dtype in layout.dtypes},
+        "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
+    }
+
+
+def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    for part in parts:
+        console.print(part)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
-def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], rules: Mapping[str, str]) -> Table:
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def _hint(forecast: Forecast) -> list[str]:
+    idle = sum(1 for numel in forecast.report.whole_numel if not numel)
+    return [f"{idle} of {forecast.layout.world_size} ranks own no matrix: there are fewer matrices than ranks, or one "
+            "is larger than a rank's share. Splitting fused projections into their parts "
+            "(layerwise.overrides, num_heads) makes more of them."] if idle else []
+
+
+def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig) -> Table:
+    rules = {"matrix": chosen.matrix_optimizer, "scalar": chosen.scalar_optimizer}
     rows: dict[tuple[str, str], list[ParamSpec]] = {}
     for spec in specs:
         route = routes[spec.name]
@@ -56,9 +99,8 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], rules: 
     return table
 
 
-def _costs(report: LayoutReport, layout: Layout, wires: Mapping[str, str], stored_as: Mapping[str, str],
-           memory: Sequence[RankMemory], stage: int) -> Table:
-    total = [rank.total for rank in memory]
+def _costs(forecast: Forecast) -> Table:
+    report, layout, held = forecast.report, forecast.layout, forecast.memory[forecast.fullest]
     table = Table(title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -67,21 +109,21 @@ def _costs(report: LayoutReport, layout: Layout, wires: Mapping[str, str], store
                   f"{report.work_max_over_mean:.3f} x the mean")
     table.add_row("owned matrices", f"{max(report.whole_numel):,} elements on the fullest rank, "
                   f"{report.whole_max_over_mean:.3f} x the mean")
-    table.add_row("memory of the fullest rank", f"{max(total) / 2**20:,.1f} MiB for parameters, gradients, masters "
-                  f"and states, {max_over_mean(total):.3f} x the mean")
-    if any(rank.host for rank in memory):
-        table.add_row("on the host", f"{max(rank.host for rank in memory) / 2**20:,.1f} MiB more of masters and states "
-                      f"on the fullest rank; a step takes {max(rank.staging for rank in memory) / 2**20:,.1f} MiB of "
-                      "its device to work on them (less with a smaller reduce_bucket_size)")
+    table.add_row("memory of the fullest rank", f"{_mib(held.total)} MiB, "
+                  f"{max_over_mean([rank.total for rank in forecast.memory]):.3f} x the mean: parameters "
+                  f"{_mib(held.params)}, gradients {_mib(held.grads)}, masters {_mib(held.masters)}, states "
+                  f"{_mib(held.states)}")
+    if any(rank.host for rank in forecast.memory):
+        table.add_row("on the host", f"{_mib(max(rank.host for rank in forecast.memory))} MiB more of masters and "
+                      f"states on the fullest rank; a step takes {_mib(max(rank.staging for rank in forecast.memory))} "
+                      "MiB of its device to work on them (less with a smaller reduce_bucket_size)")
+    table.add_row("beside it, at most", f"{_mib(max(traffic.total for traffic in forecast.traffic))} MiB for buckets "
+                  f"under way, {MAX_UNDER_WAY} at a time")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:
-        # All but its own shard to their owners, and its own shard to all others: on the mean over ranks, as much.
-        sent_once = [(bucket.numel * (1 - 1 / len(bucket.shard_numels)) / 2**20, wires[bucket.slots[0].name])
-                     for bucket in layout.buckets if bucket.dtype == dtype]
-        reduced = sum(numel * DTYPE_BYTES[wire] for numel, wire in sent_once)
-        gathered = sum(numel * DTYPE_BYTES[dtype] for numel, _ in sent_once)
-        sent = f"{reduced + gathered:,.1f} MiB a step" if stage == 1 else \
-            f"{reduced:,.1f} MiB a backward pass and {gathered:,.1f} MiB a step"
-        table.add_row(f"{dtype} parameters", f"gradients accumulate in {stored_as[dtype]}, travel in "
-                      f"{' and '.join(sorted({wire for _, wire in sent_once}))}; a rank sends {sent}")
+        reduced, gathered = forecast.reduce_bytes(dtype), forecast.gather_bytes(dtype)
+        sent = f"{_mib(reduced + gathered)} MiB a step" if forecast.stage == 1 else \
+            f"{_mib(reduced)} MiB a backward pass and {_mib(gathered)} MiB a step"
+        table.add_row(f"{dtype} parameters", f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
+                      f"{forecast.wire_as(dtype)}; a rank sends {sent}")
     return table

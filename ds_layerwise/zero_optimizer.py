@@ -20,14 +20,16 @@ from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerwiseConfig, Placement
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.forecast import Forecast, specs_of
 from ds_layerwise.guard import Guard
 from ds_layerwise.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.owned import Owned
+from ds_layerwise.placement import Route
 from ds_layerwise.planner import plan_layout
-from ds_layerwise.routing import Route, route_parameters
+from ds_layerwise.routing import route_parameters
 from ds_layerwise.state_access import StateAccess
 from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
@@ -121,13 +123,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
                                       per_head=rules.per_head_muon)
-            specs = [
-                ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
-                          whole=routes[name].optimizer == "matrix", variants=self._variants(name, param),
-                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method),
-                          wire=dtype_name(self._travels_in(param)))
-                for name, param in model.named_parameters() if name in routes
-            ]
+            trained = {name: param for name, param in model.named_parameters() if name in routes}
+            specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
+                             routes, rules,
+                             variants={name: self._variants(name, param) for name, param in trained.items()},
+                             wires={name: dtype_name(self._travels_in(param)) for name, param in trained.items()})
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
             self._names = expert_names({spec.name: spec.variants for spec in specs})
@@ -340,15 +340,18 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     # --- reports and the end -----------------------------------------------------------------------------------------
 
+    def forecast(self) -> Forecast:
+        """What this layout costs each rank."""
+        dtypes = self.layout.dtypes
+        stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
+        return Forecast.of(
+            self.layout, self.specs, stage=self.settings.stage,
+            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes}, state_bytes=self._state_bytes,
+            host_ratio=self.settings.host_ratio)
+
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
-        wanted, dtypes = self.optimizer.config, self.layout.dtypes
-        stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
-        return start_up_table(
-            self.routes, self.specs, self.layout,
-            rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
-            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes}, stage=self.settings.stage,
-            state_bytes=self._state_bytes, host_ratio=self.settings.host_ratio)
+        return start_up_table(self.routes, self.specs, self.forecast(), self.optimizer.config)
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""
@@ -369,10 +372,3 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 def uses_us(engine: Any) -> bool:
     """Whether ``engine`` trains with this optimizer."""
     return isinstance(engine.optimizer, LayerWiseZeroOptimizer)
-
-
-def _work(matrix_shape: tuple[int, ...] | None, steps: int, method: str) -> int:
-    if matrix_shape is None:
-        return 0
-    *batch, rows, cols = matrix_shape
-    return cost.newton_schulz_flops(rows, cols, steps=steps, method=method, batch=math.prod(batch))

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import platform
 import shutil
@@ -31,7 +31,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
-from measuring import INTERVAL_S, Clock, Event, Samples, anonymous_mb, extra_mb, family, settle, watch
+from measuring import FORK, INTERVAL_S, Clock, Event, Samples, anonymous_mb, extra_mb, family, run_ranks, settle
 from torch import Tensor, nn
 
 import ds_layerwise
@@ -53,7 +52,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     STOCK: {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
 }
 TAG = "saved"
-_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,25 +212,6 @@ def run_rounds(job: Job, watched: Any) -> None:
     Path(job.folder, "refusal").write_text(said)
 
 
-def _rank(rank: int, size: int, job: Job, watched: Any, work: Callable[[Job, Any], None]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    torch.set_num_threads(1)
-    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=600),
-                          init_method=f"file://{job.folder}/store-{size}", rank=rank, world_size=size)
-    work(job, watched)
-    dist.barrier()
-
-
-def run_ranks(job: Job, size: int, work: Callable[[Job, Any], None]) -> Samples:
-    """Do ``work`` on ``size`` ranks; returns samples of their memory, taken while it asks for them."""
-    watched = _FORK.Event()
-    ranks = [_FORK.Process(target=_rank, args=(rank, size, job, watched, work)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    return watch(ranks, watched)
-
-
 # --- conversion ------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +253,7 @@ def convert(source: Path, target: Path, converter: Callable[[Path, Path], None],
     target.parent.mkdir(exist_ok=True)
     settle()
     before, most, start = anonymous_mb(os.getpid()), 0.0, time.monotonic()
-    process = _FORK.Process(target=_quietly, args=(converter, source, target))
+    process = FORK.Process(target=_quietly, args=(converter, source, target))
     process.start()
     while watch and process.is_alive():
         most = max(most, sum(anonymous_mb(pid) for pid in family(os.getpid())) - before)
@@ -384,9 +363,9 @@ def main() -> None:
         # through before every operation.
         importlib.import_module("torch._dynamo")
         gc.freeze()
-        run_ranks(job, job.saved_by, write_sources)
+        run_ranks(job.folder, job.saved_by, functools.partial(write_sources, job))
         results.add_conversions(job)
-        results.add_events(job, run_ranks(job, job.ranks, run_rounds))
+        results.add_events(job, run_ranks(job.folder, job.ranks, functools.partial(run_rounds, job)))
         print("\n".join([conditions(job), "", *results.rows()]))
 
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import multiprocessing
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
+import torch
+
+FORK = multiprocessing.get_context("fork")
 
 #: By process, when on the monotonic clock, which all processes share, and how many MB.
 Samples = dict[int, list[tuple[float, float]]]
@@ -82,6 +87,28 @@ def settle() -> None:
     os.sync()
     with contextlib.suppress(AttributeError, OSError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def run_ranks(folder: str, size: int, work: Callable[[Any], None]) -> Samples:
+    """Do ``work`` on ``size`` ranks, forks of this process that meet in ``folder``.
+
+    It is handed an event; while that is set, the ranks' memory is sampled.
+    """
+    watched = FORK.Event()
+    ranks = [FORK.Process(target=_rank, args=(rank, size, folder, watched, work)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    return watch(ranks, watched)
+
+
+def _rank(rank: int, size: int, folder: str, watched: Any, work: Callable[[Any], None]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=600),
+                          init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
+    work(watched)
+    dist.barrier()
 
 
 def watch(processes: Sequence[BaseProcess], watched: Any) -> Samples:

@@ -10,7 +10,7 @@ from ds_layerwise import LayerWiseZeroOptimizer
 from tests.harness import DistributedTest
 from tests.reference import LossScale, train, trainable
 from tests.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
-                            relative_error, start, train_engine)
+                            relative_error, start, train_engine, whole_gradients)
 
 STEPS = 8
 
@@ -174,6 +174,18 @@ class TestRounding(DistributedTest):
         for index in range(len(engine.optimizer.layout.buckets)):
             for values in engine.optimizer._owned.reduced.views(index):
                 assert values.unique().tolist() == [expected]
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_travel_in_the_dtype_of_communication(self, stage):
+        # 2049 is no fp16, 257 no bf16; both are float32.
+        for dtype, expected in (("fp32", (2049, 257)), ("fp16", (2048, 257)), ("bf16", (2048, 256))):
+            found = []
+            for factor in (2049.0, 257.0):
+                engine = start(Sum(), ds_config(stage=stage, communication_data_type=dtype))
+                engine.backward(engine(factor))
+                found += whole_gradients(engine)["weight"].unique().tolist()
+                engine.destroy()
+            assert found == list(expected), dtype
 
     @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
     def test_owners_add_up_in_float32_at_stage_2(self, sections):

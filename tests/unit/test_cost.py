@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_layerwise.cost import (LayoutReport, RankMemory, max_over_mean, memory_bytes, newton_schulz_flops,
-                               pieces_on_host, wire_elements)
+from ds_layerwise.cost import (LayoutReport, RankMemory, even_cuts, max_over_mean, memory_bytes, newton_schulz_flops,
+                               overlaps, pieces_on_host, takes_two_hops, traffic_bytes, wire_elements)
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
@@ -85,6 +85,40 @@ def test_experts_travel_among_the_ranks_that_hold_the_same_ones():
     assert (report.work, report.whole_numel) == ((31, 30, 400, 402), (188, 128, 50, 114))
     assert (report.numel, report.padding) == (302, 320 - 302)
     assert [rank.states for rank in memory_bytes(found)] == [4 * 188, 4 * 128, 4 * 50, 4 * 114]
+
+
+def skewed():
+    """Of six ranks one owns the first bucket, and one most of the second."""
+    return Layout("balanced", 6, 1, (
+        Bucket(0, "bfloat16", True, 0, (0, 0, 0, 20, 0, 0), (Slot("a", 0, 20),)),
+        Bucket(1, "bfloat16", True, 20, (1, 0, 0, 0, 0, 9), (Slot("b", 20, 1), Slot("c", 21, 9))),
+        Bucket(2, "bfloat16", True, 30, (3, 0, 0, 0, 3, 3), (Slot("d", 30, 3), Slot("e", 33, 3), Slot("f", 36, 3))),
+    ))
+
+
+def test_a_skewed_bucket_is_sent_in_even_cuts_whose_sums_go_on():
+    assert [takes_two_hops(bucket.shard_numels) for bucket in skewed().buckets] == [True, True, False]
+    assert not takes_two_hops((8, 0, 0, 0)) and not takes_two_hops((0, 7))  # four ranks make no more than four times
+    assert even_cuts(20, 6) == [4, 4, 3, 3, 3, 3] and even_cuts(2, 3) == [1, 1, 0]
+    # Of the second bucket, cut into 2 2 2 2 1 1, the first rank keeps one of its two, the last its only one.
+    assert overlaps([2, 2, 2, 2, 1, 1], [1, 0, 0, 0, 0, 9], 0) == [1, 0, 0, 0, 0, 1]
+    assert overlaps([1, 0, 0, 0, 0, 9], [2, 2, 2, 2, 1, 1], 5) == [1, 2, 2, 2, 1, 1]
+    wire = wire_elements(skewed())
+    assert wire.reduce == (16 + 8 + 6, 16 + 8 + 9, 17 + 8 + 9, 17 + 8 + 9, 17 + 9 + 6, 17 + 9 + 6)
+    assert wire.forward == (4 + 1, 4 + 2, 3 + 2, 0 + 2, 3 + 1, 3 + 0)
+    assert wire.gather == tuple(5 * own for own in (4, 0, 0, 20, 3, 12))
+    specs = [ParamSpec(name, (numel,), "bfloat16", True) for name, numel in zip("abcdef", (20, 1, 9, 3, 3, 3))]
+    assert LayoutReport.of(skewed(), specs).wire_per_rank == -(-(5 * (20 + 10 + 9) * 2 + 25) // 6)
+
+
+def test_what_is_received_does_not_grow_with_the_ranks():
+    for size in (2, 8, 64, 512):
+        own = [0] * (size - 1) + [1000]
+        layout = Layout("balanced", size, 1, (Bucket(0, "bfloat16", True, 0, tuple(own), (Slot("a", 0, 1000),)),))
+        most = max(rank.received for rank in traffic_bytes(
+            layout, stage=1, stored_as={"bfloat16": "bfloat16"}, wires=["bfloat16"]))
+        cut = -(-1000 // size)
+        assert most == (2 * 2 * 1000 if size == 2 else cut * (2 * size + 4))
 
 
 def test_memory_by_rank_in_bytes():

@@ -196,6 +196,16 @@ def test_the_benchmark_of_checkpoints_runs_and_what_it_loads_comes_back():
                                              "load universal"]
 
 
+def test_the_benchmark_of_memory_runs_and_predictions_hold():
+    script = ROOT / "examples" / "benchmarks" / "memory.py"
+    done = subprocess.run([sys.executable, str(script), "--small"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()
+            if line.startswith("| stage")]
+    assert [row[:2] for row in rows] == [["stage-2-bf16", "0"], ["stage-2-bf16", "1"]]
+    assert all(abs(float(row[4].split()[0])) < 2 for row in rows)
+
+
 def test_extra_memory_is_the_peak_over_what_was_there_just_before():
     measuring = load_example("benchmarks/measuring")
     samples = {7: [(0.1, 50.0), (0.9, 20.0), (1.2, 25.0), (1.5, 80.0), (1.9, 30.0), (2.5, 99.0)]}

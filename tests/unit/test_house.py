@@ -16,12 +16,13 @@ PACKAGE = Path(__file__).parents[2] / "ds_layerwise"
 FLOORS = {
     "errors": 0,
     "config": 1, "layout": 1,
-    "cost": 2,
+    "cost": 2, "placement": 2,
     "planner": 3,
-    "model_shapes": 4,
+    "forecast": 4,
+    "model_shapes": 5, "table": 5,
     "autocast": 5, "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
     "optimizers": 6,
-    "owned": 7, "table": 7, "guard": 7,
+    "owned": 7, "guard": 7,
     "comm": 8,
     "sync": 9, "state_access": 9,
     "zero_base": 10,
@@ -33,7 +34,7 @@ FLOORS = {
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
-PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
+PURE = {"errors", "config", "layout", "cost", "placement", "planner", "forecast", "model_shapes", "table"}
 
 #: DeepSpeed's internals change with every release; only these know them.
 MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "zero_base", "zero_state", "zero_optimizer", "checkpoint",

@@ -1,0 +1,108 @@
+"""What is decided for one parameter, and what ``layerwise.overrides`` change about it: by name and shape alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ds_layerwise.config import Override, Placement
+from ds_layerwise.errors import RoutingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where one parameter goes.
+
+    ``matrix_shape`` is how the matrix optimizer sees the parameter: (rows, cols) or (batch, rows, cols), with as
+    many elements as the parameter; None for the scalar optimizer.
+    """
+
+    name: str
+    optimizer: Placement
+    reason: str
+    group: int
+    """Index into the user's ``param_groups``."""
+    matrix_shape: tuple[int, ...] | None = None
+    weight_decay: float | None = None
+    """Replaces the group's, if set."""
+    lr_scale: float = 1.0
+
+
+def overrides_by_name(names: Collection[str], overrides: Sequence[Override]) -> dict[str, dict[str, Any]]:
+    """For each of ``names``, the keys that overrides set for it.
+
+    Raises:
+        RoutingError: an override matches none of ``names``, or contradicts another one.
+    """
+    for index, override in enumerate(overrides):
+        if not any(fnmatchcase(name, override.name) for name in names):
+            raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
+                               "the pattern misspelled?")
+    return {name: _merge(name, [(i, o) for i, o in enumerate(overrides) if fnmatchcase(name, o.name)])
+            for name in names}
+
+
+def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    origin: dict[str, int] = {}
+    for index, override in overrides:
+        for key in ("optimizer", "weight_decay", "lr_scale", "num_heads"):
+            value = getattr(override, key)
+            if value is None:
+                continue
+            if merged.get(key, value) != value:
+                raise RoutingError(f"{name}: layerwise.overrides[{origin[key]}] sets {key} to {merged[key]!r} and "
+                                   f"layerwise.overrides[{index}] to {value!r}; narrow one of the patterns")
+            merged[key], origin[key] = value, index
+    return merged
+
+
+def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple[int, ...]:
+    """How the matrix optimizer sees a parameter that somebody sent to it: as it is, or everything but rows as columns.
+
+    Raises:
+        RoutingError: it has fewer than two axes.
+    """
+    if len(shape) < 2:
+        raise RoutingError(f"{name} {shape} was sent to the matrix optimizer by {reason}, but has fewer than two axes")
+    return shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
+
+
+def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
+    """``route`` with its rows cut into ``num_heads`` matrices; as it is where that is None.
+
+    Raises:
+        RoutingError: ``explicit``, and ``num_heads`` does not divide the rows. Otherwise such a route stays as it is.
+    """
+    if num_heads is None:
+        return route
+    shape = route.matrix_shape
+    if shape is None or len(shape) != 2 or shape[0] % num_heads:
+        if explicit:
+            raise RoutingError(f"{route.name}: num_heads {num_heads} needs a matrix whose rows it divides, got "
+                               f"{shape or 'a parameter of the scalar optimizer'}")
+        return route
+    return replace(route, matrix_shape=(num_heads, shape[0] // num_heads, shape[1]),
+                   reason=f"{route.reason}, {num_heads} heads")
+
+
+def require_a_matrix(routes: Collection[Route]) -> None:
+    """Refuse a model that leaves the matrix optimizer nothing to do.
+
+    Raises:
+        RoutingError: no route goes to the matrix optimizer.
+    """
+    if not any(route.optimizer == "matrix" for route in routes):
+        raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
+                           f"{_reasons(routes)}; use a plain optimizer, or route some with "
+                           "layerwise.overrides or param.use_muon = True")
+
+
+def _reasons(routes: Iterable[Route]) -> str:
+    counts: dict[str, int] = {}
+    for route in routes:
+        counts[route.reason] = counts.get(route.reason, 0) + 1
+    return ", ".join(f"{n} x {reason}" for reason, n in counts.items()) or "none at all"

@@ -1,0 +1,215 @@
+"""Memory of a rank in real training, at ZeRO stages 1 and 2, against what ``ds-layerwise plan`` predicts.
+
+    python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
+
+Two numbers say what a rank holds. *tensors* adds up the memory of every tensor of the process that is alive between two
+steps and was not before the model was built, each memory once: exact, whoever made them. *process* is anonymous memory
+(``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model was built; it includes what the
+allocator keeps. The peak of gradients comes from the same count of tensors, at every moment of a backward pass when a
+bucket starts, over what lives between two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import deepspeed
+import torch
+from measuring import anonymous_mb, run_ranks, settle
+from torch import Tensor, nn
+
+import ds_layerwise
+from ds_layerwise import comm
+from ds_layerwise.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.model_shapes import ModelParam, route_model
+
+#: How far off a prediction may be, in percent.
+BAR_PERCENT = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train."""
+
+    folder: str
+    layers: int = 15
+    width: int = 768
+    context: int = 16
+    bucket_numel: int = 8_000_000
+    ranks: int = 2
+    stage: int = 1
+    bf16: bool = False
+
+    @property
+    def name(self) -> str:
+        """Names its results."""
+        return f"stage-{self.stage}-{'bf16' if self.bf16 else 'fp32'}"
+
+    def ds_config(self) -> dict[str, Any]:
+        """The same for the engine and for the plan."""
+        return {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
+            "bf16": {"enabled": self.bf16},
+            # One step of Newton-Schulz costs least, and memory is the same for any number.
+            "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 0.01, "ns_steps": 1}},
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": self.bucket_numel, "overlap_comm": True},
+        }
+
+
+def example_model() -> ModuleType:
+    """examples/model.py; ``model`` is no name to import by."""
+    path = Path(__file__).resolve().parents[1] / "model.py"
+    spec = importlib.util.spec_from_file_location("examples_model", path)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(job: Job) -> nn.Module:
+    """The GPT of the examples."""
+    model = example_model()
+    built: nn.Module = model.GPT(model.GPTConfig(layers=job.layers, width=job.width, heads=job.width // 64,
+                                                 context=job.context))
+    return built
+
+
+def tensor_bytes() -> int:
+    """The memory of every tensor that is alive, each memory once."""
+    held: dict[int, int] = {}
+    for item in gc.get_objects():
+        if type(item) in (Tensor, nn.Parameter):
+            storage = item.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+class Peak:
+    """The most of :func:`tensor_bytes` over ``base``, looked at when a bucket starts and before it is sent."""
+
+    def __init__(self, optimizer: Any, base: int) -> None:
+        self.base, self.most, self._sync = base, 0, optimizer._grad_sync
+        self._launch, self._reduce = self._sync._launch, comm.reduce_to_owners
+
+    def look(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Count, do ``then``, count again."""
+        self.most = max(self.most, tensor_bytes() - self.base)
+        result = then(*args, **kwargs)
+        self.most = max(self.most, tensor_bytes() - self.base)
+        return result
+
+    def __enter__(self) -> Peak:
+        self._sync._launch = functools.partial(self.look, self._launch)
+        comm.reduce_to_owners = functools.partial(self.look, self._reduce)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sync._launch, comm.reduce_to_owners = self._launch, self._reduce
+
+
+def start(job: Job) -> tuple[Any, nn.Module]:
+    """An engine and its model."""
+    model = build(job)
+    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=job.ds_config())[0], model
+
+
+def train(engine: Any, job: Job) -> None:
+    """One step of two micro-batches."""
+    for _ in range(2):
+        tokens = torch.randint(256, (1, job.context + 1))
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
+
+
+def measure(job: Job, watched: Any) -> None:
+    """Train for three steps and write down what this rank had."""
+    # What the first engine of a process costs beside its tensors is no matter of the model.
+    first, *_ = start(replace(job, layers=1, width=64))
+    train(first, job)
+    first.destroy()
+    del first
+    gc.collect()
+    settle()
+    before, others = anonymous_mb(os.getpid()), tensor_bytes()
+    engine, model = start(job)
+    params = [ModelParam(name, tuple(p.shape), "scalar") for name, p in model.named_parameters()]
+    optimizer = engine.optimizer
+    train(engine, job)
+    gc.collect()
+    settle()
+    tensors, process = tensor_bytes() - others, anonymous_mb(os.getpid()) - before
+    with Peak(optimizer, tensors + others) as peak:
+        train(engine, job)
+    run = RunConfig.from_ds_config(job.ds_config())
+    routes = route_model([ModelParam(p.name, p.shape, optimizer.routes[p.name].optimizer) for p in params])
+    plan = forecast(specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes, run.optimizer), run,
+                    job.ranks)
+    if plan.layout.digest() != optimizer.layout.digest():
+        raise RuntimeError("the plan is for another layout than the engine's")
+    held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]
+    itemsize = 2 if job.bf16 else 4
+    Path(job.folder, f"{job.name}-{optimizer.rank}").write_text(json.dumps({
+        "job": job.name, "rank": optimizer.rank, "predicted": held.total, "grads": held.grads, "tensors": tensors,
+        "process": process * 1e6, "under_way": traffic.total, "peak": peak.most,
+        "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
+        "numel": plan.report.numel, "buckets": plan.report.num_buckets}))
+
+
+def rows(results: list[dict[str, Any]]) -> list[str]:
+    """The table."""
+    lines = ["| run | rank | predicted | tensors | off by | process | gradients kept | under way, predicted | "
+             "one bucket of gradients | peak over what is kept |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for r in results:
+        mb = {key: f"{r[key] / 1e6:.1f}" for key in ("predicted", "tensors", "process", "grads", "under_way", "bucket",
+                                                     "peak")}
+        lines.append(f"| {r['job']} | {r['rank']} | {mb['predicted']} | {mb['tensors']} | {off_by(r):+.2f} % | "
+                     f"{mb['process']} | {mb['grads']} | {mb['under_way']} | {mb['bucket']} | {mb['peak']} |")
+    return lines
+
+
+def off_by(result: dict[str, Any]) -> float:
+    """How much more was measured than predicted, in percent."""
+    return 100 * (float(result["tensors"]) / float(result["predicted"]) - 1)
+
+
+def main() -> None:
+    """Print one markdown table, after everything that the engines print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="one run of a tiny model: shows that all of it works")
+    small: dict[str, Any] = {"layers": 2, "width": 64, "bucket_numel": 20_000} if parser.parse_args().small else {}
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in (2,) if small else (1, 2):
+            for bf16 in (True,) if small else (False, True):
+                job = Job(folder=folder, stage=stage, bf16=bf16, **small)
+                Path(folder, f"store-{job.ranks}").unlink(missing_ok=True)
+                run_ranks(folder, job.ranks, functools.partial(measure, job))
+                results += [json.loads(Path(folder, f"{job.name}-{rank}").read_text()) for rank in range(job.ranks)]
+    print("Memory of a rank between two steps and in a backward pass, in MB. python examples/benchmarks/memory.py")
+    print(f"{os.cpu_count()} CPUs {platform.machine()}, deepspeed {deepspeed.__version__}, torch {torch.__version__}. "
+          f"{results[0]['numel'] / 1e6:.1f} M parameters in {results[0]['buckets']} buckets, {job.ranks} ranks over "
+          f"gloo, two micro-batches a step, overlap_comm.\n")
+    print("\n".join(rows(results)))
+    if any(abs(off_by(result)) > BAR_PERCENT for result in results):
+        sys.exit(f"a prediction is off by more than {BAR_PERCENT:g} %")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
