@@ -170,8 +170,7 @@ def _checked_params(params: dict[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for key, value in params.items():
         if value == "auto" and key != "ns_dtype":
-            raise ConfigError(f"{where}.{key} is 'auto', and nothing filled it in; give it a value (Hugging Face's "
-                              "Trainer fills in lr, betas, eps, weight_decay, and Accelerate lr and weight_decay)")
+            raise ConfigError(f"{where}.{key} is 'auto', and nothing filled it in; give it a value")
         if key in ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "betas", "eps"):
             checked[key] = check_hyper(f"{where}.{key}", key, value)
         elif key in ("nesterov", "per_head_muon"):

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" -lt 4 ]; then
     export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 fi
-make_venv test,plots
+make_venv test,plots,hf
 
 export TORCHDYNAMO_DISABLE=1
 # DeepSpeed counts CPU "devices" with it; a script that a test starts without the launcher may use as many ranks.

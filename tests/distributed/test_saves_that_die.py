@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +23,8 @@ from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
-from tests.harness import DistributedTest, OwnDistributedTest, _join_group, free_port
+from tests.forks import fork_ranks
+from tests.harness import DistributedTest, OwnDistributedTest
 from tests.training import Net, ds_config, start, train_engine, weights
 
 PACKAGE = str(Path(ds_layerwise.__file__).parent)
@@ -69,49 +66,6 @@ class FileEvents:
             sys.setprofile(None)
             self._die()
         self.names.append(name)
-
-
-def fork_ranks(num_ranks, function, *args, collective_timeout=60.0, exec_timeout=60):
-    """Call ``function(*args)`` on ranks that may die; returns for each its exit code and what it raised."""
-    test = OwnDistributedTest()
-    test.collective_timeout = collective_timeout
-    with tempfile.TemporaryDirectory(prefix="ranks") as name:
-        folder, port = Path(name), free_port()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        fork = multiprocessing.get_context("fork")
-        ranks = [fork.Process(target=_forked, args=(test, rank, num_ranks, port, folder, function, args))
-                 for rank in range(num_ranks)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for process in ranks:
-                process.start()
-        deadline = time.monotonic() + exec_timeout
-        for process in ranks:
-            process.join(max(0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-                raise TimeoutError(f"rank {ranks.index(process)} still ran after {exec_timeout} s")
-        raised = [folder / f"{rank}.raised" for rank in range(num_ranks)]
-        return [(process.exitcode, path.read_text() if path.exists() else "")
-                for process, path in zip(ranks, raised, strict=True)]
-
-
-def _forked(test, rank, num_ranks, port, folder, function, args):
-    torch.set_num_threads(1)
-    # A collection in the middle of a save would call what closes files.
-    gc.disable()
-    # A rank that fails is expected to say so; the report of the test has it.
-    sys.stdout = sys.stderr = open(os.devnull, "w")
-    try:
-        _join_group(test, rank, num_ranks, port, folder)
-        function(*args)
-        dist.barrier()
-    except BaseException as error:
-        (folder / f"{rank}.raised").write_text(f"{type(error).__name__}: {error}")
-        os._exit(1)
-    os._exit(0)
 
 
 @dataclass(frozen=True)
