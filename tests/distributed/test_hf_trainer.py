@@ -1,5 +1,6 @@
 """Hugging Face's Trainer: what it fills in, its numbers, its checkpoints and the weights it saves, by value."""
 
+import json
 import math
 import os
 import shutil
@@ -86,6 +87,22 @@ class TestNumbers(DistributedTest):
         norm = trainer.accelerator.clip_grad_norm_(model.parameters(), 0.5)
         assert norm == engine.get_global_grad_norm() == steps_of(trainer)[-1]["grad_norm"]
         assert_same_on_all_ranks(model)
+
+
+    def test_the_file_that_accelerates_launcher_names(self, tmp_path, monkeypatch):
+        options = {"max_steps": 3, "learning_rate": 4e-3, "adam_beta1": 0.8, "weight_decay": 0.2, "max_grad_norm": 0.5}
+        trainer = make_trainer(tmp_path, config(stage=2), **options)
+        trainer.train()
+        file = tmp_path / f"of rank {dist.get_rank()}.json"
+        file.write_text(json.dumps(config(stage=2)))
+        # What the launcher sets.
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+        launched = make_trainer(tmp_path, None, **options)
+        launched.train()
+        assert launched.deepspeed.optimizer.settings.clip_grad == 0.5
+        assert launched.deepspeed.optimizer.param_groups[0]["betas"] == (0.8, 0.999)
+        assert len(steps_of(trainer)) == 3 and steps_of(launched) == steps_of(trainer)
 
 
 class KillAfter(TrainerCallback):
