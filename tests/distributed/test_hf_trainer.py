@@ -88,7 +88,6 @@ class TestNumbers(DistributedTest):
         assert norm == engine.get_global_grad_norm() == steps_of(trainer)[-1]["grad_norm"]
         assert_same_on_all_ranks(model)
 
-
     def test_the_file_that_accelerates_launcher_names(self, tmp_path, monkeypatch):
         options = {"max_steps": 3, "learning_rate": 4e-3, "adam_beta1": 0.8, "weight_decay": 0.2, "max_grad_norm": 0.5}
         trainer = make_trainer(tmp_path, config(stage=2), **options)
