@@ -132,15 +132,19 @@ class TestKilledAndResumed(OwnDistributedTest):
     # This one process starts the ranks itself, and has no group.
     world_size = 1
     init_distributed = False
+    exec_timeout = 600
 
     @pytest.mark.parametrize("stage, bf16", [(1, False), (2, True)])
     def test_the_losses_are_those_of_an_unbroken_run(self, stage, bf16, tmp_path):
         whole, rest = tmp_path / "whole", tmp_path / "rest"
-        assert fork_ranks(2, sixty_steps, tmp_path / "unbroken", whole, stage, bf16) == [(0, ""), (0, "")]
-        ended = fork_ranks(2, sixty_steps, tmp_path / "broken", rest, stage, bf16, 33)
-        assert ended == [(-signal.SIGKILL, "")] * 2 and not rest.exists()
+
+        def run(folder, out, **options):
+            return fork_ranks(2, sixty_steps, tmp_path / folder, out, stage, bf16, *options.values(), exec_timeout=180)
+
+        assert run("unbroken", whole) == [(0, ""), (0, "")]
+        assert run("broken", rest, die_after=33) == [(-signal.SIGKILL, "")] * 2 and not rest.exists()
         assert [path.name for path in (tmp_path / "broken").iterdir()] == ["checkpoint-30"]
-        assert fork_ranks(2, sixty_steps, tmp_path / "broken", rest, stage, bf16, None, True) == [(0, ""), (0, "")]
+        assert run("broken", rest, die_after=None, resume=True) == [(0, ""), (0, "")]
         expected, found = torch.load(whole), torch.load(rest)
         assert [row["step"] for row in expected["steps"]] == list(range(1, 61))
         assert expected["steps"][-1]["loss"] < 0.75 * expected["steps"][0]["loss"]
@@ -156,7 +160,7 @@ def plain_loss(model, dataset):
         return float(model.eval()(input_ids=tokens, labels=tokens).loss)
 
 
-def assert_equal_weights(folder, expected, dtype=None):
+def assert_equal_weights(folder, expected, dtype):
     """``from_pretrained`` gives ``expected``, bit for bit."""
     found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
     assert found.keys() == expected.keys()
@@ -168,31 +172,34 @@ class TestSavedWeights(DistributedTest):
     world_size = 2
     init_distributed = False
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    def test_evaluation_the_best_model_and_from_pretrained(self, stage, tmp_path):
+    @pytest.mark.parametrize("stage, bf16", [(1, False), (2, True)])
+    def test_evaluation_the_best_model_and_from_pretrained(self, stage, bf16, tmp_path):
+        dtype = torch.bfloat16 if bf16 else torch.float32
         # The greatest loss is taken for the best: that of the first checkpoint.
         trainer = make_trainer(
             tmp_path, config(stage=stage, layerwise={"overlap_param_gather": True}), max_steps=9, eval_strategy="steps",
             save_strategy="steps", eval_steps=3, save_steps=3, load_best_model_at_end=True,
-            metric_for_best_model="loss", greater_is_better=True)
+            metric_for_best_model="loss", greater_is_better=True, bf16=bf16)
         trainer.train()
         assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
         reported = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
         assert len(reported) == 3 and reported[2] < reported[0]
         for step, loss in zip((3, 6, 9), reported, strict=True):
-            saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}")
-            assert loss == pytest.approx(plain_loss(saved, trainer.eval_dataset), rel=1e-5)
+            saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}", dtype=dtype)
+            assert loss == pytest.approx(plain_loss(saved, trainer.eval_dataset), rel=1e-2 if bf16 else 1e-5)
         best, engine = trainer.model.state_dict(), trainer.deepspeed
-        assert_equal_weights(tmp_path / "checkpoint-3", best)
+        assert_equal_weights(tmp_path / "checkpoint-3", best, dtype)
         assert engine.global_steps == 3
+        saved = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "checkpoint-3")
         for name, master in masters(engine).items():
-            assert torch.equal(master, best[name].flatten()), name
+            assert torch.equal(master, saved[name].flatten()), name
+            assert torch.equal(master.to(dtype), best[name].flatten()), name
         trainer.save_model(tmp_path / "by the trainer")
         on_rank_0(lambda: trainer.model.save_pretrained(tmp_path / "by the model"))
         on_rank_0(lambda: trainer.accelerator.unwrap_model(engine).save_pretrained(
             tmp_path / "sharded", max_shard_size="20KB"))
         for name in ("by the trainer", "by the model", "sharded"):
-            assert_equal_weights(tmp_path / name, best)
+            assert_equal_weights(tmp_path / name, best, dtype)
 
     def test_weights_alone(self, tmp_path):
         trainer = make_trainer(tmp_path, config(), max_steps=4, save_strategy="steps", save_steps=4, bf16=True,
@@ -206,7 +213,7 @@ class TestSavedWeights(DistributedTest):
         state = trainer.model.state_dict()
         for name, value in rounded.items():
             assert torch.equal(state[name].flatten(), value), name
-        assert_equal_weights(folder, state, dtype=torch.bfloat16)
+        assert_equal_weights(folder, state, torch.bfloat16)
         again = make_trainer(tmp_path, config(), model=gpt2(seed=1), max_steps=4, bf16=True)
         with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
             again.train(resume_from_checkpoint=str(folder))
