@@ -138,13 +138,13 @@ class TestKilledAndResumed(OwnDistributedTest):
     def test_the_losses_are_those_of_an_unbroken_run(self, stage, bf16, tmp_path):
         whole, rest = tmp_path / "whole", tmp_path / "rest"
 
-        def run(folder, out, **options):
-            return fork_ranks(2, sixty_steps, tmp_path / folder, out, stage, bf16, *options.values(), exec_timeout=180)
+        def run(folder, out, die_after=None, resume=None):
+            return fork_ranks(2, sixty_steps, tmp_path / folder, out, stage, bf16, die_after, resume, exec_timeout=180)
 
         assert run("unbroken", whole) == [(0, ""), (0, "")]
         assert run("broken", rest, die_after=33) == [(-signal.SIGKILL, "")] * 2 and not rest.exists()
         assert [path.name for path in (tmp_path / "broken").iterdir()] == ["checkpoint-30"]
-        assert run("broken", rest, die_after=None, resume=True) == [(0, ""), (0, "")]
+        assert run("broken", rest, resume=True) == [(0, ""), (0, "")]
         expected, found = torch.load(whole), torch.load(rest)
         assert [row["step"] for row in expected["steps"]] == list(range(1, 61))
         assert expected["steps"][-1]["loss"] < 0.75 * expected["steps"][0]["loss"]
