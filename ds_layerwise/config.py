@@ -38,8 +38,6 @@ def is_ours(optimizer_type: str | None) -> bool:
 
 def _number(where: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False,
             open_high: bool = False) -> float:
-    if value == "auto":
-        raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a number")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{where} must be a number, got {value!r}")
     if not (low < value if open_low else low <= value) or not (value < high if open_high else value <= high):
@@ -171,6 +169,8 @@ def _checked_params(params: dict[str, Any]) -> dict[str, Any]:
     where = "optimizer.params"
     checked: dict[str, Any] = {}
     for key, value in params.items():
+        if value == "auto" and key != "ns_dtype":
+            raise ConfigError(f"{where}.{key} is 'auto', and nothing filled it in; give it a value")
         if key in ("lr", "muon_lr", "adam_lr", "weight_decay", "momentum", "betas", "eps"):
             checked[key] = check_hyper(f"{where}.{key}", key, value)
         elif key in ("nesterov", "per_head_muon"):
@@ -352,7 +352,7 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 #: What Hugging Face fills in, and DeepSpeed reads as it stands, or takes for false.
-_NEVER_AUTO = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "managed_gradient_accumulation",
+_NEVER_AUTO = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "gradient_clipping", "managed_gradient_accumulation",
                "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype")
 
 

@@ -2,13 +2,14 @@
 
 Note: what is wrapped, and why there
     ``_do_sanity_check`` is the first thing that an engine does with its config, so a mistake is found before memory
-    is spent. ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out
-    before it. ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check``
-    would pick another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the
-    wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what ``offload_optimizer``
-    left on the device. One function is no method: ``get_zero_config`` parses ``zero_optimization``, and would refuse a
-    ratio below 1. :mod:`.saving` and :mod:`.loading` have more. Every wrap asks first whether the engine at
-    hand uses this backend, and else calls the original.
+    is spent; only the config's own ``_configure_train_batch_size`` computes before. ``_broadcast_model`` is the first
+    collective on the model: ranks whose models differ must find out before it. ``_configure_basic_optimizer`` builds
+    the optimizer that the config names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with
+    float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep
+    ``engine.offload_states`` from moving what ``offload_optimizer`` left on the device. One function is no method:
+    ``get_zero_config`` parses ``zero_optimization``, and would refuse a ratio below 1. :mod:`.saving` and
+    :mod:`.loading` have more. Every wrap asks first whether the engine or config at hand uses this backend, and else
+    calls the original.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule
 from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings, owners
 
-_originals: dict[str, Callable[..., Any]] = {}
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def register() -> None:
@@ -52,10 +53,10 @@ def register() -> None:
         return
     ds_config_module.DEEPSPEED_OPTIMIZERS.extend(OPTIMIZER_TYPES)
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(LayerwiseOptimizer)
-    for name, wrap in _WRAPS.items():
-        original = getattr(DeepSpeedEngine, name)
-        _originals[name] = original
-        setattr(DeepSpeedEngine, name, _wrapped(original, wrap))
+    for (owner, name), wrap in _WRAPS.items():
+        original = getattr(owner, name)
+        _originals[owner, name] = original
+        setattr(owner, name, _wrapped(original, wrap))
     ds_config_module.get_zero_config = _get_zero_config
 
 
@@ -67,14 +68,14 @@ def unregister() -> None:
     """
     if not _originals:
         return
-    for name in _originals:
-        if not hasattr(getattr(DeepSpeedEngine, name), "_ds_layerwise"):
-            raise ConfigError(f"DeepSpeedEngine.{name} was replaced after ds_layerwise.register(); undo that first")
+    for owner, name in _originals:
+        if not hasattr(getattr(owner, name), "_ds_layerwise"):
+            raise ConfigError(f"{owner.__name__}.{name} was replaced after ds_layerwise.register(); undo that first")
     if ds_config_module.get_zero_config is not _get_zero_config:
         raise ConfigError("deepspeed.runtime.config.get_zero_config was replaced after ds_layerwise.register(); undo "
                           "that first")
-    for name, original in _originals.items():
-        setattr(DeepSpeedEngine, name, original)
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
     _originals.clear()
     ds_config_module.get_zero_config = get_zero_config
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(LayerwiseOptimizer)
@@ -90,8 +91,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 def _wrapped(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
-        return wrap(functools.partial(original, engine), engine, *args, **kwargs)
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrap(functools.partial(original, owner), owner, *args, **kwargs)
 
     method._ds_layerwise = True  # type: ignore[attr-defined]
     return method
@@ -126,6 +127,15 @@ def _get_zero_config(given: Any) -> Any:
 def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerwiseConfig]:
     given = engine._config._param_dict
     return (OptimizerConfig.from_section(given["optimizer"]), LayerwiseConfig.from_section(given.get("layerwise", {})))
+
+
+def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
+    if is_ours(config.optimizer_name):
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            if config._param_dict.get(key) == "auto":
+                raise ConfigError(f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
+                                  "Accelerate do; give it a whole number, or remove it")
+    return original()
 
 
 def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
@@ -276,7 +286,7 @@ def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine
     return False if _uses_us(engine) else original()
 
 
-_WRAPS: dict[str, Callable[..., Any]] = {
+_ENGINE_WRAPS: dict[str, Callable[..., Any]] = {
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
     "_configure_basic_optimizer": _configure_basic_optimizer,
@@ -286,6 +296,10 @@ _WRAPS: dict[str, Callable[..., Any]] = {
     "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
     **saving.WRAPS,
     **loading.WRAPS,
+}
+_WRAPS: dict[tuple[type, str], Callable[..., Any]] = {
+    (ds_config_module.DeepSpeedConfig, "_configure_train_batch_size"): _configure_train_batch_size,
+    **{(DeepSpeedEngine, name): wrap for name, wrap in _ENGINE_WRAPS.items()},
 }
 
 

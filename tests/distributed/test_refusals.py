@@ -47,6 +47,8 @@ BAD_CONFIGS = {
     "typo in layerwise": (config(layerwise={"layuot": "lpt"}), "did you mean 'layout'"),
     "value out of bounds": (muon(momentum=1.5), r"momentum must be in \[0, 1\), got 1.5"),
     "left on auto": (muon(muon_lr="auto"), "muon_lr is 'auto'"),
+    **{f"{key} left on auto": (config(**{key: "auto"}), f"{key} is 'auto', and nothing filled it in")
+       for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
     "unknown coefficients": (muon(ns_coefficients="quintc"), "quintic"),
     "stage 3": (config(zero_optimization={"stage": 3}), "stage must be 1 .* got 3"),
     "stage 0": (config(zero_optimization={"stage": 0}), "stage must be 1 or 2 .* got 0"),

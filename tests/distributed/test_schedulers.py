@@ -114,7 +114,8 @@ class TestRegistration(DistributedTest):
 
         def patched():
             return (list(config.DEEPSPEED_OPTIMIZERS), list(utils.ZERO_SUPPORTED_OPTIMIZERS),
-                    {name: value for name, value in vars(DeepSpeedEngine).items() if callable(value)})
+                    {(owner, name): value for owner in (DeepSpeedEngine, config.DeepSpeedConfig)
+                     for name, value in vars(owner).items() if callable(value)})
 
         before = patched()
         ds_layerwise.register()

@@ -48,6 +48,8 @@ def test_stock_switches_of_the_auxiliary_adam():
     ({"matrix_optimizer": "muon"}, "matrix_optimizer is not an option"),
     ({"momentum": 1.0}, r"optimizer.params.momentum must be in \[0, 1\), got 1.0"),
     ({"momentum": "auto"}, "'auto', and nothing filled it in"),
+    ({"betas": "auto"}, "betas is 'auto', and nothing filled it in"),
+    ({"ns_steps": "auto"}, "ns_steps is 'auto', and nothing filled it in"),
     ({"lr": -1}, r"lr must be in \[0, inf\), got -1"),
     ({"lr": float("nan")}, "lr must be in"),
     ({"lr": 0}, "lr must be greater than 0"),
