@@ -123,6 +123,27 @@ def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
     return value
 
 
+class Peers:
+    """What an update of parts of matrices asks of the ranks with the other parts; see :mod:`.orthogonalize.shards`.
+
+    Args:
+        group: tensor-parallel ranks, in the order of the parts.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.size, self.rank = group, size_of(group), rank_of(group)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Everyone's contiguous ``value``, stacked along a new first axis."""
+        everyone = value.new_empty((self.size, *value.shape))
+        dist.all_gather_into_tensor(everyone.view(-1), value.view(-1), group=self._group)
+        return everyone
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """The sum of everyone's ``value``, which is overwritten with it."""
+        return sum_over_ranks(value, group=self._group)
+
+
 def raise_alike(error: Exception | None, *, group: Group) -> None:
     """Raise on every rank if any rank has an error: its own where it has one, else one that names that rank.
 

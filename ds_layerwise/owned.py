@@ -15,6 +15,7 @@ from ds_layerwise.config import Placement
 from ds_layerwise.layout import Layout
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.routing import Route
+from ds_layerwise.tensor_cuts import Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class UpdateSet:
     group: int
     weight_decay: float | None
     lr_scale: float
+    tp_axis: Axis | None
     names: tuple[str, ...]
 
 
@@ -38,12 +40,14 @@ class Owned:
         values: the parameter buffer; masters start as its shards.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
         rules: the rule of each placement.
+        cut_rules: the rule of matrices of which tensor-parallel peers have other parts, by the axis that is cut.
         batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
-                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *, batch_matrices: bool) -> None:
-        self.layout, self.rank, self.rules = layout, rank, rules
+                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *,
+                 cut_rules: Mapping[Axis, UpdateRule], batch_matrices: bool) -> None:
+        self.layout, self.rank, self.rules, self._cut_rules = layout, rank, rules, cut_rules
         self._routes, self._values = routes, values
         self.masters = ShardBuffer(layout, rank, [_float32(values.shard(b, rank)) for b in layout.buckets])
         self.reduced = ShardBuffer(layout, rank, [
@@ -55,14 +59,14 @@ class Owned:
         """By parameter name, shaped as the parameter's rule sees it."""
         self._updates: list[list[UpdateSet]] = []
         for pieces in self.pieces:
-            sets: dict[tuple[Placement, int, float | None, float, str | None], list[str]] = {}
+            sets: dict[tuple[Placement, int, float | None, float, Axis | None, str | None], list[str]] = {}
             for piece in pieces:
                 route = routes[piece.name]
                 self.states[piece.name] = rules[route.optimizer].init_state(self._shaped(self.masters, piece.name))
                 alone = piece.name if route.optimizer == "matrix" and not batch_matrices else None
-                key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, alone)
+                key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, route.tp_axis, alone)
                 sets.setdefault(key, []).append(piece.name)
-            self._updates.append([UpdateSet(*key[:4], tuple(names)) for key, names in sets.items()])
+            self._updates.append([UpdateSet(*key[:5], tuple(names)) for key, names in sets.items()])
 
     def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
         """This rank's piece of ``name`` as its rule sees it: a matrix, a batch of them, or 1-D."""
@@ -89,9 +93,10 @@ class Owned:
             hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
                           weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
                           momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
-            self.rules[update.placement].update_([self._shaped(self.masters, n) for n in update.names],
-                                                 [self._shaped(self.reduced, n) for n in update.names],
-                                                 [self.states[n] for n in update.names], hyper)
+            rule = self.rules[update.placement] if update.tp_axis is None else self._cut_rules[update.tp_axis]
+            rule.update_([self._shaped(self.masters, n) for n in update.names],
+                         [self._shaped(self.reduced, n) for n in update.names],
+                         [self.states[n] for n in update.names], hyper)
         self.masters_to_values(index)
 
     def masters_to_values(self, index: int) -> None:

@@ -18,7 +18,7 @@ FLOORS = {
     "config": 1, "layout": 1,
     "cost": 2,
     "planner": 3,
-    "model_shapes": 4,
+    "model_shapes": 4, "tensor_cuts": 4,
     "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
     "optimizers": 6,
     "owned": 7, "table": 7,
