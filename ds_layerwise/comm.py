@@ -111,6 +111,11 @@ def gather_from_owners(bucket: Tensor, shard_numels: Sequence[int], *, group: Gr
                     for owner, shard in enumerate(shards) if shard.numel()])
 
 
+def ranks_of(group: Group) -> list[int]:
+    """The ranks in the whole world of those in ``group``, in its order."""
+    return [int(rank) for rank in dist.get_all_ranks_from_group(group)]
+
+
 def global_rank(group: Group, rank: int) -> int:
     """The rank in the whole world of ``rank`` in ``group``."""
     return rank if group is None else int(dist.get_global_rank(group, rank))

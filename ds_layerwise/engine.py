@@ -25,7 +25,6 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise import comm, loading, saving
@@ -34,6 +33,7 @@ from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfi
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.tensor_parallel import check_mpu, tensor_group
 from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings, owners
 
 _originals: dict[str, Callable[..., Any]] = {}
@@ -114,8 +114,7 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     if isinstance(engine.mpu, PipelineParallelGrid):
         raise ConfigError("PipelineModule is not supported by this optimizer")
     if engine.mpu is not None:
-        raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
-                          "orthogonalised as a whole")
+        check_mpu(engine.mpu, autotp_size=engine.autotp_size())
     return original()
 
 
@@ -143,7 +142,8 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
                 _check_model(engine.module)
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
-            comm.check_alike("the model", comm.digest_of(described), described, group=None)
+            what = "the model" if engine.mpu is None else "the model, of which parts have to be of equal size,"
+            comm.check_alike(what, comm.digest_of(described), described, group=None)
         for param in engine.module.parameters():
             # Broadcasting views parameters as bytes, which only contiguous ones allow.
             if not param.data.is_contiguous():
@@ -181,8 +181,9 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not isinstance(optimizer, LayerwiseOptimizer):
         return original(optimizer)
     built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
-    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into.
-    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
+    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
+    # a model that is cut it would say that nothing is.
+    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and engine.mp_world_size == 1:
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
                                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE})
     if dist.get_rank() == 0:
@@ -210,6 +211,10 @@ _WRAPS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
+    return engine.tensor_parallel_config().tensor_parallel.tp_group if engine.autotp_size() > 1 else None
+
+
 def _settings(engine: DeepSpeedEngine) -> Settings:
     config = engine._config
     model_dtype, accumulation = engine.get_data_types()
@@ -224,7 +229,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         group=group,
         model_group=None if mpu is None else mpu.get_model_parallel_group(),
         part=0 if mpu is None else mpu.get_model_parallel_rank(),
-        tensor_rank=bwc_tensor_model_parallel_rank(mpu),
+        tensor_group=tensor_group(mpu, autotp_group=_autotp_group(engine)),
         model_dtype=model_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         wire_dtype=config.communication_data_type,

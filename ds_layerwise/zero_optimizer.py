@@ -6,26 +6,29 @@ import math
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from deepspeed.runtime.utils import count_used_parameters_in_backward, is_model_parallel_parameter
+from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise import comm, cost
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
-from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.config import LayerwiseConfig, OptimizerConfig
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.orthogonalize.shards import whole_shape
 from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import Route, route_parameters
 from ds_layerwise.state_access import StateAccess
 from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
+from ds_layerwise.tensor_cuts import Axis
+from ds_layerwise.tensor_parallel import check_copies
 from ds_layerwise.zero_base import timed
 from ds_layerwise.zero_state import StatefulOptimizer
 
@@ -47,8 +50,8 @@ class Settings:
     """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
     part: int
     """Which part this rank holds, as DeepSpeed numbers them in the names of its files."""
-    tensor_rank: int
-    """Which part of every tensor that is cut this rank holds."""
+    tensor_group: comm.Group | None
+    """The ranks that hold the parts of the same parameters, in the order of the parts; None where none is cut."""
     model_dtype: torch.dtype
     accumulation_dtype: torch.dtype | None
     """What micro-batches are added up in; None for each parameter's own dtype."""
@@ -102,13 +105,15 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
         """Route and place every parameter; ranks compare the outcome before anything else."""
         rules = self.optimizer.config
+        tensor_group = self.settings.tensor_group
+        tp_size = 1 if tensor_group is None else comm.size_of(tensor_group)
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
-                                      per_head=rules.per_head_muon)
+                                      per_head=rules.per_head_muon, tp_size=tp_size)
             specs = [
                 ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
                           whole=routes[name].optimizer == "matrix",
-                          work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method))
+                          work=_work(routes[name], rules, tp_size))
                 for name, param in model.named_parameters() if name in routes
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
@@ -121,12 +126,21 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         with comm.Alike(None):
             comm.check_alike("the layout", comm.digest_of([layout.digest(), *described]), described,
                              group=self.dp_process_group)
+        if tensor_group is not None:
+            with comm.Alike(None):
+                # Owners of parts of the same matrices update them in the same order, so that their collectives meet.
+                comm.check_alike("the layout of tensor-parallel parts", comm.digest_of([layout.digest(), *described]),
+                                 described, group=tensor_group)
+                check_copies({name: param for name, param in model.named_parameters()
+                              if name in routes and not routes[name].is_cut}, group=tensor_group)
         return routes, specs, layout
 
     def _replicated(self) -> frozenset[str]:
         """Parameters that another rank of the same model holds, too, and counts in the norm."""
+        group = self.settings.tensor_group
+        first = group is None or comm.rank_of(group) == 0
         return frozenset(name for name, param in self._params.items() if getattr(param, "ds_pipe_replicated", False)
-                         or (self.settings.tensor_rank > 0 and not is_model_parallel_parameter(param)))
+                         or not (first or self.routes[name].is_cut))
 
     def _init_buffers(self, device: torch.device) -> None:
         s, layout = self.settings, self.layout
@@ -137,9 +151,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             param.data = view
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
-        rules = self.optimizer.config
+        matrix, axes = matrix_rule(self.optimizer.config), get_args(Axis)
+        peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
-                            {"matrix": matrix_rule(rules), "scalar": scalar_rule(rules)},
+                            {"matrix": matrix, "scalar": scalar_rule(self.optimizer.config)},
+                            cut_rules={} if peers is None else {axis: matrix.of_shards(axis, peers) for axis in axes},
                             batch_matrices=self.config.batch_matrices)
         for name, state in self._owned.states.items():
             self.optimizer.state[self._params[name]] = state
@@ -325,8 +341,9 @@ def uses_us(engine: Any) -> bool:
     return isinstance(engine.optimizer, LayerWiseZeroOptimizer)
 
 
-def _work(matrix_shape: tuple[int, ...] | None, steps: int, method: str) -> int:
-    if matrix_shape is None:
+def _work(route: Route, rules: OptimizerConfig, tp_size: int) -> int:
+    if route.matrix_shape is None:
         return 0
-    *batch, rows, cols = matrix_shape
-    return cost.newton_schulz_flops(rows, cols, steps=steps, method=method, batch=math.prod(batch))
+    axis = None if rules.muon_tp_mode == "blockwise" else route.tp_axis
+    *batch, rows, cols = whole_shape(route.matrix_shape, axis, tp_size)
+    return cost.newton_schulz_flops(rows, cols, steps=rules.ns_steps, method=rules.ns_method, batch=math.prod(batch))

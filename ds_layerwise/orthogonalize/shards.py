@@ -40,9 +40,9 @@ class Peers(Protocol):
         """The sum of everyone's ``value``, the same everywhere; ``value`` may be overwritten."""
 
 
-def whole_shape(shape: tuple[int, ...], axis: Axis, size: int) -> tuple[int, ...]:
-    """The shape of matrices of which each of ``size`` ranks has a part of ``shape``."""
-    return tuple(n * size if i == len(shape) + axis else n for i, n in enumerate(shape))
+def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
+    """The shape of matrices of which each of ``size`` ranks has a part of ``shape``; None: ``shape`` itself."""
+    return tuple(n * size if axis is not None and i == len(shape) + axis else n for i, n in enumerate(shape))
 
 
 def newton_schulz_of_shards(shards: Tensor, coefficients: Coefficients, *, axis: Axis, peers: Peers,
