@@ -113,7 +113,7 @@ def gather_from_owners(bucket: Tensor, shard_numels: Sequence[int], *, group: Gr
 
 def ranks_of(group: Group) -> list[int]:
     """The ranks in the whole world of those in ``group``, in its order."""
-    return [int(rank) for rank in dist.get_all_ranks_from_group(group)]
+    return [global_rank(group, rank) for rank in range(size_of(group))]
 
 
 def global_rank(group: Group, rank: int) -> int:

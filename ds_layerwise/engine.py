@@ -180,7 +180,11 @@ def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeed
 def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if not isinstance(optimizer, LayerwiseOptimizer):
         return original(optimizer)
-    built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
+    settings, layerwise = _settings(engine), _sections(engine)[1]
+    if settings.tensor_group is not None and layerwise.save_universal:
+        raise ConfigError("layerwise.save_universal is true, and tensor parallelism has cut the model into "
+                          f"{engine.mp_world_size} parts, which the universal format would have whole; remove it")
+    built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
     # a model that is cut it would say that nothing is.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and engine.mp_world_size == 1:

@@ -120,6 +120,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
                                  policy=self.config.layout, alignment=self.config.alignment)
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
+                     f"{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]

@@ -238,6 +238,21 @@ class RegularCheckpoint:
             return found
 
 
+def num_parts(folder: Path) -> int:
+    """How many parts the model in ``folder`` is cut into; 1 also where that is not known."""
+    return len({path.name.rpartition("_mp_rank_")[2] for path in folder.glob("*mp_rank_*_model_states.pt")}) or 1
+
+
+def refuse_parts(folder: Path, why: str) -> None:
+    """Refuse a model that is cut.
+
+    Raises:
+        LayerwiseError: ``folder`` holds one.
+    """
+    if (parts := num_parts(folder)) > 1:
+        raise LayerwiseError(f"{folder} holds a model that tensor parallelism has cut into {parts} parts, {why}")
+
+
 def _prefix(folder: Path, ending: str) -> str:
     """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
     found = {path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")}

@@ -104,7 +104,7 @@ def train(rule, params, steps=3):
 
 
 def train_cut(tp_mode, size, axis, shapes, **kwargs):
-    """The same on ``size`` ranks, each with a part of everything; whole results, and what rank 0 asked of the others."""
+    """The same on ``size`` ranks, each with a part of everything; whole results, and what rank 0 asked of others."""
 
     def rank(peers):
         def part(value):
