@@ -160,47 +160,38 @@ class TestRefusedParallelism(DistributedTest):
         with pytest.raises(ConfigError, match="deepspeed.moe layers are not supported"):
             initialize(model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1)))
 
-    @pytest.mark.parametrize("change, message", [
-        ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_parallel_rank"),
-        ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
-        ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
-        ({"initialize_sequence_parallel": lambda: None}, r"sequence parallelism \(mpu\) is not supported")])
-    def test_an_mpu_that_says_too_little_or_too_much(self, change, message):
-        mpu = Mpu(1)
-        for name, value in change.items():
-            setattr(mpu, name, value)
-        with pytest.raises(ConfigError, match=message):
-            initialize(mpu=mpu)
-
-    def test_an_mpu_and_autotp(self):
+    def test_an_mpu_that_says_too_little_or_too_much(self):
+        for change, message in (
+                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_par"),
+                ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
+                ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
+                ({"initialize_sequence_parallel": None}, r"sequence parallelism \(mpu\) is not supported")):
+            mpu = Mpu(1)
+            for name, value in change.items():
+                setattr(mpu, name, value)
+            with pytest.raises(ConfigError, match=message):
+                initialize(mpu=mpu)
         with pytest.raises(ConfigError, match="mpu is given, and tensor_parallel.autotp_size is 2"):
             initialize(ds_config=config(tensor_parallel={"autotp_size": 2}), mpu=Mpu(2))
 
-    def test_parts_of_different_size(self):
-        module = model()
+    def test_parts_that_do_not_fit(self):
+        mpu, module = Mpu(2), model()
         module[0].weight = nn.Parameter(torch.zeros(8 + dist.get_rank(), 8))
-        with pytest.raises(LayoutError, match="the model, of which parts have to be of equal size, differs between ranks: "
-                                              r"rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
-            initialize(module, mpu=Mpu(2))
-
-    def test_parts_without_a_mark(self):
+        with pytest.raises(LayoutError, match=r"the model, of which parts have to be of equal size, differs between ranks"
+                                              r": rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
+            initialize(module, mpu=mpu)
         torch.manual_seed(dist.get_rank())
-        with pytest.raises(LayoutError, match=r"0.weight \(8, 8\) has other values on tensor-parallel rank 1 than on rank "
-                                              "0, and no mark .* set param.tensor_model_parallel = True"):
-            initialize(mpu=Mpu(2))
-
-    def test_marks_on_one_rank_alone(self):
+        with pytest.raises(LayoutError, match=r"0.weight \(8, 8\) has other values on tensor-parallel rank 1 than on "
+                                              "rank 0, and no mark .* set param.tensor_model_parallel = True"):
+            initialize(mpu=mpu)
         torch.manual_seed(0)
         module = model()
         if dist.get_rank():
             module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
-        with pytest.raises(LayoutError, match=r"the layout of tensor-parallel parts differs .* rank 1 has .* axis -2"):
-            initialize(module, mpu=Mpu(2))
-
-    def test_universal_checkpoints_of_parts(self):
-        torch.manual_seed(0)
+        with pytest.raises(LayoutError, match=r"the layout of tensor-parallel parts differs .* rank 1 has .*axis -2"):
+            initialize(module, mpu=mpu)
         with pytest.raises(ConfigError, match="layerwise.save_universal is true, and tensor parallelism has cut"):
-            initialize(ds_config=config(layerwise={"save_universal": True}), mpu=Mpu(2))
+            initialize(ds_config=config(layerwise={"save_universal": True}), mpu=mpu)
 
 
 SCRIPT = """
