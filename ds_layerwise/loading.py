@@ -128,6 +128,9 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
     return is_universal
 
 
+_TOGETHER = ", or put them together with DeepSpeed's ds_to_universal.py and load what that writes"
+
+
 def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> None:
     """Refuse a model that is cut in another way than this one.
 
@@ -140,8 +143,8 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
                              "tensor-parallel ranks; resume from a regular one")
     # On a disk of this node alone there are only the parts of its own ranks.
     if not is_universal and not engine.use_node_local_storage() and (parts := num_parts(folder)) != here:
-        raise LayerwiseError(f"{folder} holds a model in {parts} part{'s' * (parts > 1)}, and this run cuts it into "
-                             f"{here}; resume with tensor parallelism of {parts}")
+        raise LayerwiseError(f"{folder} holds a model in {parts} part{'s' * (parts > 1)}, and this run has it in "
+                             f"{here}; resume with as many{_TOGETHER if here == 1 else ''}")
 
 
 def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,

@@ -158,6 +158,7 @@ class StatefulOptimizer(EngineOptimizer):
         Tensors are views into live memory: save or copy them before the next step.
         """
         self.check_not_offloaded()
+        group = self.settings.model_group
         return {
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -165,7 +166,8 @@ class StatefulOptimizer(EngineOptimizer):
             CLIP_GRAD: self.clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self._owned.record(), self.header(), accumulated=self._accumulated()),
+            **regular.to_state_dict(self._owned.record(), self.header(), accumulated=self._accumulated(),
+                                    num_parts=1 if group is None else comm.size_of(group)),
         }
 
     def _accumulated(self) -> dict[str, Any] | None:

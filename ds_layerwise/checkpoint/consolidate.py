@@ -44,8 +44,7 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
             written.
     """
     source, one_file = find(path), out.suffix == SUFFIX
-    refuse_parts(source, "which this command cannot put together: it is not in there which axes are cut; save the "
-                 "weights from the training script")
+    refuse_parts(source)
     check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else (out / INDEX).exists())
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)

@@ -28,8 +28,7 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
     source = find(path)
     if universal.is_universal(source):
         raise LayerwiseError(f"{source} is a universal checkpoint already")
-    refuse_parts(source, "which this command cannot put together: it is not in there which axes are cut; resume from "
-                 "the regular checkpoint, or save the weights from the training script")
+    refuse_parts(source)
     check_target(out, source, overwrite=overwrite, replaceable=universal.is_universal(out))
     check_bytes(source, workers=workers, bars=bars)
     saved = RegularCheckpoint(source)

@@ -53,12 +53,13 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if name in CONVERTED}
 
 
-def to_state_dict(record: ShardRecord, header: Header, *,
-                  accumulated: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def to_state_dict(record: ShardRecord, header: Header, *, accumulated: Mapping[str, Any] | None = None,
+                  num_parts: int = 1) -> dict[str, Any]:
     """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
 
     Args:
         accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
+        num_parts: how many parts the model is cut into, of which the record is one.
     """
     pieces = {piece.name: piece for piece in record.pieces}
     nothing = torch.zeros(0)
@@ -94,6 +95,7 @@ def to_state_dict(record: ShardRecord, header: Header, *,
             "format": FORMAT,
             "rank": record.rank,
             "world_size": record.world_size,
+            "num_parts": num_parts,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
             **describe(header),
@@ -243,14 +245,16 @@ def num_parts(folder: Path) -> int:
     return len({path.name.rpartition("_mp_rank_")[2] for path in folder.glob("*mp_rank_*_model_states.pt")}) or 1
 
 
-def refuse_parts(folder: Path, why: str) -> None:
-    """Refuse a model that is cut.
+def refuse_parts(folder: Path) -> None:
+    """Refuse a model that is cut: it is not in there along which axes.
 
     Raises:
         LayerwiseError: ``folder`` holds one.
     """
     if (parts := num_parts(folder)) > 1:
-        raise LayerwiseError(f"{folder} holds a model that tensor parallelism has cut into {parts} parts, {why}")
+        raise LayerwiseError(f"{folder} holds a model that is cut into {parts} parts; put them together with "
+                             "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
+                             "universal_checkpoint_info")
 
 
 def _prefix(folder: Path, ending: str) -> str:

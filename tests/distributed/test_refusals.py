@@ -162,7 +162,7 @@ class TestRefusedParallelism(DistributedTest):
 
     def test_an_mpu_that_says_too_little_or_too_much(self):
         for change, message in (
-                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_par"),
+                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_"),
                 ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
                 ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
                 ({"initialize_sequence_parallel": None}, r"sequence parallelism \(mpu\) is not supported")):
@@ -177,8 +177,8 @@ class TestRefusedParallelism(DistributedTest):
     def test_parts_that_do_not_fit(self):
         mpu, module = Mpu(2), model()
         module[0].weight = nn.Parameter(torch.zeros(8 + dist.get_rank(), 8))
-        with pytest.raises(LayoutError, match=r"the model, of which parts have to be of equal size, differs between ranks"
-                                              r": rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
+        with pytest.raises(LayoutError, match=r"the model, of which parts have to be of equal size, differs between "
+                                              r"ranks: rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
             initialize(module, mpu=mpu)
         torch.manual_seed(dist.get_rank())
         with pytest.raises(LayoutError, match=r"0.weight \(8, 8\) has other values on tensor-parallel rank 1 than on "

@@ -14,6 +14,7 @@ from tests.harness import DistributedTest
 from tests.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, part
 from tests.training import MUON, ds_config, reduced_gradients, relative_error, start
+from tests.universal import convert
 
 STEPS = 4
 RATES = {"muon_lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "eps": 1e-8}
@@ -120,15 +121,21 @@ class TestExactly(DistributedTest):
             assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
 
 
+def everything(engine):
+    """Masters (key None) and states of this rank's parts, by (parameter, key)."""
+    return {(access.name, key): access.get_full_hp_param(key) for access in engine.optimizer._access
+            for key in (None, *engine.optimizer._owned.state_keys(access.name))}
+
+
+def assert_holds(engine, expected):
+    for key, value in everything(engine).items():
+        assert torch.equal(value, expected[key]), key
+
+
 class TestCheckpoints(DistributedTest):
     """One after the other in one folder: four ranks save, then two and four go on."""
 
     world_size = 4
-
-    def everything(self, engine):
-        return {f"{access.name} {key}": access.get_full_hp_param(key)
-                for access in engine.optimizer._access
-                for key in (None, *(k for k in engine.optimizer._owned.state_keys(access.name) if k != "step"))}
 
     def go_on(self, folder, config):
         mpu = Mpu(2)
@@ -139,11 +146,9 @@ class TestCheckpoints(DistributedTest):
         engine = start(module, config, mpu=mpu)
         engine.load_checkpoint(folder, tag="first")
         saved = torch.load(folder / f"expected_{mpu.get_model_parallel_rank()}.pt")
-        for moment in ("saved", "later"):
-            for key, value in self.everything(engine).items():
-                assert torch.equal(value, saved[moment][key]), (moment, key)
-            if moment == "saved":
-                train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
+        assert_holds(engine, saved["saved"])
+        train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
+        assert_holds(engine, saved["later"])
         return engine
 
     def test_save(self, class_tmpdir):
@@ -152,9 +157,9 @@ class TestCheckpoints(DistributedTest):
         engine = start(module, ds_config(clip=1.0), mpu=mpu)
         train_on_whole_numbers(engine, mpu, range(2))
         engine.save_checkpoint(class_tmpdir, tag="first")
-        expected = {"saved": self.everything(engine)}
+        expected = {"saved": everything(engine)}
         train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
-        expected["later"] = self.everything(engine)
+        expected["later"] = everything(engine)
         for name, p in module.named_parameters():
             # Of a part, DeepSpeed's functions see the part.
             assert torch.equal(safe_get_full_fp32_param(p), p), name
@@ -171,20 +176,22 @@ class TestCheckpoints(DistributedTest):
         engine = start(Net(), ds_config())
         before = {name: p.clone() for name, p in engine.module.named_parameters()}
         for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
-            with pytest.raises(LayerwiseError, match="first holds a model in 2 parts, and this run cuts it into 1; "
-                                                     "resume with tensor parallelism of 2"):
+            with pytest.raises(LayerwiseError, match="first holds a model in 2 parts, and this run has it in 1; resume "
+                                                     "with as many, or put them together with DeepSpeed's"):
                 engine.load_checkpoint(class_tmpdir, tag="first", **options)
         assert all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
         engine.save_checkpoint(class_tmpdir, tag="whole", save_latest=False)
         engine.destroy()
-        engine = start(Net(Mpu(2)), ds_config(), mpu=(mpu := Mpu(2)))
-        with pytest.raises(LayerwiseError, match="whole holds a model in 1 part, and this run cuts it into 2"):
+        mpu = Mpu(2)
+        engine = start(Net(mpu), ds_config(), mpu=mpu)
+        with pytest.raises(LayerwiseError, match="whole holds a model in 1 part, and this run has it in 2; resume "
+                                                 "with as many$"):
             engine.load_checkpoint(class_tmpdir, tag="whole")
         with torch.no_grad():
             engine.module.tall_rows.weight.fill_(7.0)
         engine.load_checkpoint(class_tmpdir, tag="first", load_optimizer_states=False)
         saved = torch.load(class_tmpdir / f"expected_{mpu.get_model_parallel_rank()}.pt")["saved"]
-        assert torch.equal(engine.module.tall_rows.weight, saved["tall_rows.weight None"])
+        assert torch.equal(engine.module.tall_rows.weight, saved["tall_rows.weight", None])
 
     @pytest.mark.world_size(1)
     def test_the_command_line(self, class_tmpdir, capsys):
@@ -196,7 +203,7 @@ class TestCheckpoints(DistributedTest):
         assert "the models are cut into 2 and 1 parts" in capsys.readouterr().out
         for command in ("to-universal", "consolidate"):
             assert main([command, first, str(class_tmpdir / command), "--quiet"]) == 2
-            assert "cut into 2 parts, which this command cannot put together" in capsys.readouterr().err
+            assert "cut into 2 parts; put them together with DeepSpeed's ds_to_uni" in capsys.readouterr().err
             assert not (class_tmpdir / command).exists()
 
 
@@ -210,7 +217,7 @@ def llama():
 class TestAutoTp(DistributedTest):
     world_size = 4
 
-    def test_a_language_model_against_the_whole_one(self):
+    def test_a_language_model_against_the_whole_one(self, class_tmpdir):
         def data(step, micro, rank):
             seed = 1 + rank + 10 * step
             return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(seed))
@@ -233,4 +240,22 @@ class TestAutoTp(DistributedTest):
                 for dim, size in enumerate(p.shape):
                     whole = whole if whole.shape[dim] == size else whole.chunk(2, dim)[dist.get_rank() % 2]
                 assert relative_error(p.detach(), whole) < 1e-5, (name, tp_mode)
+            if stage == 1:
+                engine.save_checkpoint(class_tmpdir, tag="parts")
+                saved = everything(engine)
+            else:
+                engine.load_checkpoint(class_tmpdir, tag="parts")
+                assert_holds(engine, saved)
             engine.destroy()
+        if dist.get_rank() < 2:
+            torch.save(saved, class_tmpdir / f"expected_{dist.get_rank()}.pt")
+
+    @pytest.mark.world_size(2)
+    def test_deepspeeds_converter_puts_the_parts_together(self, class_tmpdir):
+        convert(class_tmpdir / "parts", class_tmpdir / "whole")
+        engine = start(llama(), ds_config())
+        engine.load_checkpoint(class_tmpdir, tag="whole")
+        one, other = (torch.load(class_tmpdir / f"expected_{rank}.pt") for rank in range(2))
+        for key, value in everything(engine).items():
+            cut = [dim for dim, size in enumerate(value.shape) if one[key].shape[dim] != size]
+            assert torch.equal(value, torch.cat([one[key], other[key]], *cut) if cut else one[key]), key
