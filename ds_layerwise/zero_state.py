@@ -70,6 +70,7 @@ class StatefulOptimizer(EngineOptimizer):
     world_size: int
     step_count: int
     _deferred: int
+    _names: dict[str, tuple[str, ...]]
     clip_grad: float
     settings: Any
     _engine: Any
@@ -89,6 +90,11 @@ class StatefulOptimizer(EngineOptimizer):
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self.specs}
+
+    @property
+    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The same by name in a checkpoint, of the parameters of all ranks."""
+        return {saved: spec.shape for spec in self.specs for saved in self._names[spec.name]}
 
     #: After a load, by parameter, why its optimizer state is not the checkpoint's.
     fresh_states: dict[str, str] = {}
@@ -148,7 +154,7 @@ class StatefulOptimizer(EngineOptimizer):
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         return Header(
-            step=self.step_count, shapes=self._shapes,
+            step=self.step_count, shapes=self._saved_shapes,
             rules=self._owned.rule_records(), dtypes=self.layout.dtypes,
             param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
 
@@ -158,7 +164,6 @@ class StatefulOptimizer(EngineOptimizer):
         Tensors are views into live memory: save or copy them before the next step.
         """
         self.check_not_offloaded()
-        group = self.settings.model_group
         return {
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -166,8 +171,7 @@ class StatefulOptimizer(EngineOptimizer):
             CLIP_GRAD: self.clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self._owned.record(), self.header(), accumulated=self._accumulated(),
-                                    num_parts=1 if group is None else comm.size_of(group)),
+            **regular.to_state_dict(self._owned.record(), self.header(), self.settings.num_parts, self._accumulated()),
         }
 
     def _accumulated(self) -> dict[str, Any] | None:
@@ -181,7 +185,7 @@ class StatefulOptimizer(EngineOptimizer):
         gas = engine.gradient_accumulation_steps()
         starts = {p.name: p.param_start for p in self._owned.record().pieces} if self.settings.stage == 2 else {}
         return {"micro_batches": engine.micro_steps % gas, "of": gas, "starts": starts,
-                "gradients": {name: regular.alone(values) for name, values in gradients.items()}}
+                "gradients": {self._owned.saved_as[name]: regular.alone(values) for name, values in gradients.items()}}
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class StatefulOptimizer(EngineOptimizer):
                 opened = RegularCheckpoint(folder, rank=self.rank, part=self.settings.part)
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, self.config.rename, use_all=universal)
-            check_shapes(self._shapes, saved.header.shapes)
+            check_shapes(self._saved_shapes, saved.header.shapes)
             groups = saved.header.param_groups
             if states and groups is not None and len(groups) != len(self.param_groups):
                 raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "
@@ -235,11 +239,11 @@ class StatefulOptimizer(EngineOptimizer):
         Raises:
             LayerwiseError: one has what the other lacks.
         """
-        if missing := {spec.name for spec in self.specs} - saved.header.shapes.keys():
+        if missing := self._saved_shapes.keys() - saved.header.shapes.keys():
             raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                                  f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
                                  "weights")
-        if unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys()):
+        if unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys() - self._saved_shapes.keys()):
             raise LayerwiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                                  f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                                  "layerwise.rename, or load what fits with load_module_strict=False")
@@ -295,10 +299,16 @@ class StatefulOptimizer(EngineOptimizer):
                                  f"gradient_accumulation_steps {first['of']}")
         scale = self.world_size / saved.world_size if engine.gradient_average else 1.0
         renamed = new_names(saved.header.shapes, self.config.rename)
-        trained = {spec.name for spec in self.specs}
-        return Accumulated(first["micro_batches"], [
-            (renamed[name], entry["starts"].get(name, 0), values)
-            for entry in found for name, values in entry["gradients"].items() if renamed[name] in trained], scale)
+        known = {saved: name for name, saved in self._owned.saved_as.items()}
+        gradients = [(renamed[name], entry["starts"].get(name, 0), values)
+                     for entry in found for name, values in entry["gradients"].items()]
+        if self.settings.stage == 1 and (foreign := {name for name, *_ in gradients if name in self._saved_shapes}
+                                         - known.keys()):
+            raise LayerwiseError(f"the checkpoint was saved within a step on {saved.world_size} ranks, and what rank "
+                                 f"{self.rank} would go on with has gradients of {min(foreign)}, an expert of another "
+                                 "rank; load it on as many ranks, or load one that was saved between two steps")
+        return Accumulated(first["micro_batches"], [(known[name], start, values) for name, start, values in gradients
+                                                    if name in known], scale)
 
     @torch.no_grad()
     def finish_load(self) -> None:

@@ -53,13 +53,13 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if name in CONVERTED}
 
 
-def to_state_dict(record: ShardRecord, header: Header, *, accumulated: Mapping[str, Any] | None = None,
-                  num_parts: int = 1) -> dict[str, Any]:
+def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
+                  accumulated: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
 
     Args:
-        accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
         num_parts: how many parts the model is cut into, of which the record is one.
+        accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
     """
     pieces = {piece.name: piece for piece in record.pieces}
     nothing = torch.zeros(0)
@@ -98,6 +98,7 @@ def to_state_dict(record: ShardRecord, header: Header, *, accumulated: Mapping[s
             "num_parts": num_parts,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
+            "variants": dict(record.variants),
             **describe(header),
             "param_starts": {piece.name: piece.param_start for piece in record.pieces},
             "extra_states": extra,
@@ -166,9 +167,12 @@ class RegularCheckpoint:
             self.world_size: int = self.ours["world_size"]
             self.layout = Layout.from_json(self.ours["layout"])
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
+        # Version 0.1 of this package, which writes the same format, knew no experts.
+        variants: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
         for holder in range(self.world_size):
             for piece in self.layout.pieces(holder):
-                self._holders.setdefault(piece.name, []).append(
+                names = variants.get(piece.name, (piece.name,))
+                self._holders.setdefault(names[holder % len(names)], []).append(
                     (holder, piece.param_start, piece.param_start + piece.numel))
 
     def path(self, rank: int) -> Path:
