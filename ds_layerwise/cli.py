@@ -159,10 +159,12 @@ def _verify(options: argparse.Namespace) -> int:
         reports.append(report)
     if any(report.problems for report in reports):
         return 1
-    opened = [report.contents for report in reports if report.contents is not None]
-    if len(opened) < 2:
+    if len(reports) < 2:
         return 0
-    lines = differences(opened[0], opened[1], states=states, bars=bars)
+    one, other = (report.contents for report in reports)
+    lines = [line for parts in zip(one, other) for line in differences(*parts, states=states, bars=bars)]
+    if len(one) != len(other):
+        lines = [f"the models are cut into {len(one)} and {len(other)} parts"]
     for line in lines or ["equal bit for bit"]:
         print(line)
     return 1 if lines else 0

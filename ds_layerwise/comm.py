@@ -139,6 +139,11 @@ def gather_from_owners(bucket: Tensor, shard_numels: Sequence[int], *, group: Gr
                     for owner, shard in enumerate(shards) if shard.numel()])
 
 
+def ranks_of(group: Group) -> list[int]:
+    """The ranks in the whole world of those in ``group``, in its order."""
+    return [global_rank(group, rank) for rank in range(size_of(group))]
+
+
 def global_rank(group: Group, rank: int) -> int:
     """The rank in the whole world of ``rank`` in ``group``."""
     return rank if group is None else int(dist.get_global_rank(group, rank))
@@ -149,6 +154,27 @@ def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
     if size_of(group) > 1:
         dist.all_reduce(value, group=group)
     return value
+
+
+class Peers:
+    """What an update of parts of matrices asks of the ranks with the other parts; see :mod:`.orthogonalize.shards`.
+
+    Args:
+        group: tensor-parallel ranks, in the order of the parts.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.size, self.rank = group, size_of(group), rank_of(group)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Everyone's contiguous ``value``, stacked along a new first axis."""
+        everyone = value.new_empty((self.size, *value.shape))
+        dist.all_gather_into_tensor(everyone.view(-1), value.view(-1), group=self._group)
+        return everyone
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """The sum of everyone's ``value``, which is overwritten with it."""
+        return sum_over_ranks(value, group=self._group)
 
 
 def raise_alike(error: Exception | None, *, group: Group) -> None:

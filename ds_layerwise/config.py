@@ -21,6 +21,7 @@ ScalarOptimizer = Literal["adamw", "adam", "lion", "sgd"]
 NsMethod = Literal["gram", "standard"]
 NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
 ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
+TpMode = Literal["duplicated", "distributed", "blockwise"]
 LayoutPolicy = Literal["balanced", "lpt", "size_matching"]
 OnMissingState = Literal["fresh", "error"]
 OnOptimizerChange = Literal["error", "reset", "keep_shared"]
@@ -88,8 +89,6 @@ def check_hyper(where: str, key: str, value: object) -> Any:
         return _betas(where, value)
     if key == "momentum":
         return _number(where, value, low=0, high=1, open_high=True)
-    if key == "eps":
-        return _number(where, value, low=0)
     return _number(where, value, low=0)
 
 
@@ -122,6 +121,8 @@ class OptimizerConfig:
     extra_scale_factor: float = 1.0
     per_head_muon: bool = False
     """Orthogonalise every attention head of the query, key and value projections on its own."""
+    muon_tp_mode: TpMode = "duplicated"
+    """How matrices that tensor parallelism has cut are orthogonalised; see :mod:`.orthogonalize.shards`."""
 
     @property
     def matrix_lr_ratio(self) -> float:
@@ -199,6 +200,7 @@ _CHOICES = {
     "ns_method": NsMethod,
     "ns_dtype": NsDtype,
     "scale_mode": ScaleMode,
+    "muon_tp_mode": TpMode,
 }
 
 
@@ -345,7 +347,6 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
     "eigenvalue.enabled": ((False,), "it differentiates gradients that do not stay on the parameters; remove it"),
-    "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),
     "sequence_parallel_size": ((1,), "remove it"),
     "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),
     "use_data_before_expert_parallelism": ((False,), "experts are dealt out rank after rank; remove it"),

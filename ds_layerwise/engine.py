@@ -30,7 +30,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.config import get_zero_config
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise import autocast, comm, loading, saving
@@ -39,6 +38,7 @@ from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfi
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.tensor_parallel import check_mpu, tensor_group
 from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings, owners
 
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
@@ -197,8 +197,7 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     if isinstance(engine.mpu, PipelineParallelGrid):
         raise ConfigError("PipelineModule is not supported by this optimizer")
     if engine.mpu is not None:
-        raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
-                          "orthogonalised as a whole")
+        check_mpu(engine.mpu, autotp_size=engine.autotp_size())
 
 
 #: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
@@ -223,7 +222,8 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         if dist.is_initialized():
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
-            comm.check_alike("the model", comm.digest_of(described), described, group=None)
+            what = "the model" if engine.mpu is None else "the model, of which parts have to be of equal size,"
+            comm.check_alike(what, comm.digest_of(described), described, group=None)
         for param in engine.module.parameters():
             # Broadcasting views parameters as bytes, which only contiguous ones allow.
             if not param.data.is_contiguous():
@@ -264,9 +264,14 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not isinstance(optimizer, LayerwiseOptimizer):
         return original(optimizer)
     optimizer.restore_groups()
-    built = LayerWiseZeroOptimizer(optimizer, engine.module, _sections(engine)[1], _settings(engine), engine)
-    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into.
-    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
+    settings, layerwise = _settings(engine), _sections(engine)[1]
+    if settings.tensor_group is not None and layerwise.save_universal:
+        raise ConfigError("layerwise.save_universal is true, and tensor parallelism has cut the model into "
+                          f"{engine.mp_world_size} parts, which the universal format would have whole; remove it")
+    built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
+    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
+    # a model that is cut it would say that nothing is.
+    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and engine.mp_world_size == 1:
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
                                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE})
     if dist.get_rank() == 0:
@@ -303,6 +308,10 @@ _WRAPS: dict[tuple[type, str], Callable[..., Any]] = {
 }
 
 
+def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
+    return engine.tensor_parallel_config().tensor_parallel.tp_group if engine.autotp_size() > 1 else None
+
+
 def _settings(engine: DeepSpeedEngine) -> Settings:
     config = engine._config
     model_dtype, accumulation = engine.get_data_types()
@@ -331,7 +340,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         expert_groups=expert_groups,
         model_group=model_group,
         part=0 if mpu is None else mpu.get_model_parallel_rank(),
-        tensor_rank=bwc_tensor_model_parallel_rank(mpu),
+        tensor_group=tensor_group(mpu, autotp_group=_autotp_group(engine)),
         compute_dtype=compute_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         wire_dtype=config.communication_data_type,

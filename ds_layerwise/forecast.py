@@ -17,7 +17,7 @@ from ds_layerwise.cost import (DTYPE_BYTES, LayoutReport, RankMemory, RankTraffi
                                traffic_bytes, wire_elements)
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.layout import Layout, ParamSpec
-from ds_layerwise.placement import Route
+from ds_layerwise.placement import Axis, Route, whole_shape
 from ds_layerwise.planner import plan_layout
 
 #: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
@@ -116,23 +116,26 @@ def _dtype(key: str, value: Any, known: Mapping[str, str]) -> str | None:
 
 def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route],
              optimizer: OptimizerConfig, *, variants: Mapping[str, int] | None = None,
-             wires: Mapping[str, str] | None = None) -> list[ParamSpec]:
+             wires: Mapping[str, str] | None = None, tp_size: int = 1) -> list[ParamSpec]:
     """What the planner needs to know of the parameters that have a route.
 
     Args:
         params: name, shape and dtype of each, in model order.
+        tp_size: how many parts tensor parallelism has cut matrices into.
         variants, wires: by name, see :class:`.layout.ParamSpec`; 1 and float32 where nothing is said.
     """
+    blockwise = optimizer.muon_tp_mode == "blockwise"
+
     @cache
-    def work(matrix_shape: tuple[int, ...] | None) -> int:
+    def work(matrix_shape: tuple[int, ...] | None, axis: Axis | None) -> int:
         if matrix_shape is None:
             return 0
-        *batch, rows, cols = matrix_shape
+        *batch, rows, cols = whole_shape(matrix_shape, None if blockwise else axis, tp_size)
         return newton_schulz_flops(rows, cols, steps=optimizer.ns_steps, method=optimizer.ns_method,
                                    batch=math.prod(batch))
 
     return [ParamSpec(name=name, shape=shape, dtype=dtype, whole=routes[name].optimizer == "matrix",
-                      work=work(routes[name].matrix_shape), variants=(variants or {}).get(name, 1),
+                      work=work(routes[name].matrix_shape, routes[name].tp_axis), variants=(variants or {}).get(name, 1),
                       wire=(wires or {}).get(name, "float32"))
             for name, shape, dtype in params if name in routes]
 

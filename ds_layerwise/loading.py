@@ -26,7 +26,7 @@ from ds_layerwise import comm
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely, num_parts
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.zero_optimizer import uses_us
 
@@ -112,6 +112,7 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
         there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise LayerwiseError(f"{folder} does not exist; {folder.parent} holds {', '.join(there) or 'no checkpoint'}")
     is_universal = universal.is_universal(folder)
+    _check_parts(engine, folder, is_universal=is_universal)
     if not (folder / FILE_NAME).exists():
         if is_universal or not states:
             # DeepSpeed's converter and its other optimizers keep no list.
@@ -125,6 +126,25 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
     manifest.check(folder, rank=0 if own_disk else engine.global_rank,
                    world_size=1 if own_disk else dist.get_world_size())
     return is_universal
+
+
+_TOGETHER = ", or put them together with DeepSpeed's ds_to_universal.py and load what that writes"
+
+
+def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> None:
+    """Refuse a model that is cut in another way than this one.
+
+    Raises:
+        LayerwiseError: it has another number of parts, or a universal checkpoint would have to be cut.
+    """
+    here = engine.mp_world_size
+    if is_universal and here > 1:
+        raise LayerwiseError(f"{folder} is a universal checkpoint, which cannot be cut for a model on {here} "
+                             "tensor-parallel ranks; resume from a regular one")
+    # On a disk of this node alone there are only the parts of its own ranks.
+    if not is_universal and not engine.use_node_local_storage() and (parts := num_parts(folder)) != here:
+        raise LayerwiseError(f"{folder} holds a model in {parts} part{'s' * (parts > 1)}, and this run has it in "
+                             f"{here}; resume with as many{_TOGETHER if here == 1 else ''}")
 
 
 def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,

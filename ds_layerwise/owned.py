@@ -15,7 +15,7 @@ from ds_layerwise.config import Placement
 from ds_layerwise.layout import Layout, Piece
 from ds_layerwise.offload import HostMemory
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
-from ds_layerwise.placement import Route
+from ds_layerwise.placement import Axis, Route
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
@@ -29,6 +29,7 @@ class UpdateSet:
     group: int
     weight_decay: float | None
     lr_scale: float
+    tp_axis: Axis | None
     names: tuple[str, ...]
 
 
@@ -42,6 +43,7 @@ class Owned:
         values: the parameter buffer; masters start as its shards.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
         rules: the rule of each placement.
+        cut_rules: the rule of matrices of which tensor-parallel peers have other parts, by the axis that is cut.
         names: by parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`.
         batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
         on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
@@ -50,9 +52,10 @@ class Owned:
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
-                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *, names: Mapping[str, Sequence[str]],
-                 batch_matrices: bool, on_host: Container[str] = (), pin_memory: bool = False) -> None:
-        self.layout, self.rank, self.rules = layout, rank, rules
+                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *,
+                 cut_rules: Mapping[Axis, UpdateRule], names: Mapping[str, Sequence[str]], batch_matrices: bool,
+                 on_host: Container[str] = (), pin_memory: bool = False) -> None:
+        self.layout, self.rank, self.rules, self._cut_rules = layout, rank, rules, cut_rules
         self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
         self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
         """By parameter, the name that a checkpoint has for this rank's variant of it."""
@@ -96,13 +99,13 @@ class Owned:
                     self.states[name][key] = tensor
 
     def _update_sets(self, pieces: Sequence[Piece]) -> list[UpdateSet]:
-        sets: dict[tuple[Placement, int, float | None, float, str | None], list[str]] = {}
+        sets: dict[tuple[Placement, int, float | None, float, Axis | None, str | None], list[str]] = {}
         for piece in pieces:
             route = self._routes[piece.name]
             alone = piece.name if route.optimizer == "matrix" and not self._batch_matrices else None
-            key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, alone)
+            key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, route.tp_axis, alone)
             sets.setdefault(key, []).append(piece.name)
-        return [UpdateSet(*key[:4], tuple(names)) for key, names in sets.items()]
+        return [UpdateSet(*key[:5], tuple(names)) for key, names in sets.items()]
 
     def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
         """This rank's piece of ``name`` as its rule sees it: a matrix, a batch of them, or 1-D."""
@@ -135,9 +138,10 @@ class Owned:
             hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
                           weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
                           momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
+            rule = self.rules[update.placement] if update.tp_axis is None else self._cut_rules[update.tp_axis]
             names = [name for name in update.names if name not in leave_out]
             if names:
-                self.rules[update.placement].update_(
+                rule.update_(
                     [brought.get((n, MASTER), self.masters.piece(n)).view_as(self._shaped(self.reduced, n))
                      for n in names],
                     [self._shaped(self.reduced, n) for n in names],

@@ -6,10 +6,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from ds_layerwise.config import Override, Placement
 from ds_layerwise.errors import RoutingError
+
+#: How the axis of a matrix that is cut is called: rows or columns, whatever axes are in front of them.
+Axis = Literal[-2, -1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,15 @@ class Route:
     weight_decay: float | None = None
     """Replaces the group's, if set."""
     lr_scale: float = 1.0
+    is_cut: bool = False
+    """Whether tensor-parallel peers have other parts of the parameter, and not copies."""
+    tp_axis: Axis | None = None
+    """Of matrices of which they have other parts, the axis that is cut; ``matrix_shape`` is that of this part."""
+
+
+def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
+    """The shape of matrices of which each of ``size`` ranks has a part of ``shape``; None: ``shape`` itself."""
+    return tuple(n * size if axis is not None and i == len(shape) + axis else n for i, n in enumerate(shape))
 
 
 def overrides_by_name(names: Collection[str], overrides: Sequence[Override]) -> dict[str, dict[str, Any]]:

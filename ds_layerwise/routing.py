@@ -6,13 +6,17 @@ The rules, first match wins:
 
 1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``;
 2. fewer than two axes: scalar (norms, biases);
-3. a table or an output head: scalar (``nn.Embedding`` by module type; a head is a linear layer that shares an
-   embedding's weight, that the model returns from ``get_output_embeddings()``, that ends in one of
-   :data:`HEAD_NAMES`, or that is the model's last and maps an embedding's width to its number of rows);
+3. a table or an output head: scalar (``nn.Embedding`` by module type, others by a class name that ends in
+   ``Embedding``; a head is a linear layer that shares an embedding's weight, that the model returns from
+   ``get_output_embeddings()``, that ends in one of :data:`HEAD_NAMES`, or that is the model's last and maps an
+   embedding's width to its number of rows; Megatron marks both with ``is_embedding_or_output_parameter``);
 4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels and kernels over one axis are scalar;
 5. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;
 6. anything else: scalar.
+
+Where tensor parallelism has cut a parameter, all of this holds for the part that a rank has of it; :mod:`.tensor_cuts`
+says which axis of which matrix is cut.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 from ds_layerwise.config import Override, Placement
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.placement import Route, forced_matrix_shape, overrides_by_name, require_a_matrix, with_heads
+from ds_layerwise.tensor_cuts import axis_of, heads_here, is_cut
 
 #: Last component of the module name of an output head, as the common model families spell it.
 HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
@@ -47,15 +52,18 @@ class _Home:
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
-                     overrides: Sequence[Override] = (), per_head: bool = False) -> dict[str, Route]:
+                     overrides: Sequence[Override] = (), per_head: bool = False, tp_size: int = 1) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route.
 
+    Args:
+        tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
+
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
-            gradients, an override matches nothing or contradicts another, or no parameter at all goes to the matrix
-            optimizer.
+            gradients, an override matches nothing or contradicts another, no parameter at all goes to the matrix
+            optimizer, or it is not clear how a matrix is cut.
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of: dict[str, int] = {}
@@ -79,10 +87,13 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                                "shards; build it with sparse=False")
         mine = merged[name]
         route = _decide(name, param, homes[name], mine.get("optimizer"))
-        routes[name] = with_heads(replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
-                                          lr_scale=mine.get("lr_scale", 1.0)), mine.get("num_heads"), explicit=True)
+        if tp_size > 1 and is_cut(param):
+            route = _with_cut(route, param, tp_size)
+        routes[name] = _with_heads(replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
+                                           lr_scale=mine.get("lr_scale", 1.0)),
+                                   mine.get("num_heads"), param, tp_size, explicit=True)
     if per_head:
-        routes = _split_heads(model, routes)
+        routes = _split_heads(model, routes, tp_size)
     require_a_matrix(routes.values())
     return routes
 
@@ -103,12 +114,27 @@ def _decide(name: str, param: Tensor, home: _Home, override: Placement | None) -
                  matrix_shape=shape)
 
 
+def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
+    if route.matrix_shape is None:
+        return replace(route, is_cut=True)
+    axis = axis_of(route.name, param, route.matrix_shape, tp_size)
+    cut = {-2: f", rows over {tp_size} ranks", -1: f", columns over {tp_size} ranks", None: ""}[axis]
+    return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
+
+
 def _table_or_head(param: Tensor, home: _Home) -> str | None:
     if param.dim() < 2:
         return None
-    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in home.modules):
+    if any(_is_table(module) for _, module in home.modules):
         return "embedding" if len(home.modules) == 1 else "embedding, tied"
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return "embedding or output head (as Megatron marks it)"
     return home.is_head
+
+
+def _is_table(module: nn.Module) -> bool:
+    # Tables of tensor-parallel models are no nn.Embedding, and each library has classes of its own.
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or type(module).__name__.endswith("Embedding")
 
 
 def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, str]:
@@ -152,15 +178,18 @@ def _homes(model: nn.Module) -> dict[str, _Home]:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
+    weights = [(path, m, w) for path, m in model.named_modules()
+               if isinstance(w := getattr(m, "weight", None), Tensor) and w.dim() == 2]
+    tables = [w for _, module, w in weights if _is_table(module)]
+    linears = [(path, w) for path, module, w in weights
+               if isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module)]
     if linears:
         last = linears[-1][1]
-        if any(last.weight.shape == table.weight.shape for table in tables):
-            yield last.weight, "output head (last linear layer, shaped like an embedding)"
-    for path, linear in linears:
+        if any(last.shape == table.shape for table in tables):
+            yield last, "output head (last linear layer, shaped like an embedding)"
+    for path, each in linears:
         if path.rpartition(".")[2] in HEAD_NAMES:
-            yield linear.weight, "output head (by name)"
+            yield each, "output head (by name)"
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
         weight = getattr(get(), "weight", None) if callable(get) else None
@@ -168,7 +197,15 @@ def _heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
             yield weight, "output head (get_output_embeddings)"
 
 
-def _split_heads(model: nn.Module, routes: dict[str, Route]) -> dict[str, Route]:
+def _with_heads(route: Route, num_heads: int | None, param: Tensor, tp_size: int, *, explicit: bool = False) -> Route:
+    if num_heads is None or route.tp_axis != -2:
+        return with_heads(route, num_heads, explicit=explicit)
+    here = heads_here(route.name, param, num_heads, tp_size)
+    whole = with_heads(replace(route, tp_axis=None), here, explicit=explicit)
+    return whole if whole.matrix_shape != route.matrix_shape else route
+
+
+def _split_heads(model: nn.Module, routes: dict[str, Route], tp_size: int) -> dict[str, Route]:
     """Cut the query, key and value projections into one matrix a head, where the model's config gives the count."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
@@ -182,7 +219,7 @@ def _split_heads(model: nn.Module, routes: dict[str, Route]) -> dict[str, Route]
     for name, route in routes.items():
         leaf = name.split(".")[-2] if "." in name else name
         count = heads if leaf in _QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
-        split[name] = with_heads(route, count, explicit=False)
+        split[name] = _with_heads(route, count, model.get_parameter(name), tp_size)
     if split == routes:
         raise RoutingError("per_head_muon found no query, key or value projection (known: "
                            f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES)}); name them in layerwise.overrides with "

@@ -6,11 +6,11 @@ import math
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.utils import count_used_parameters_in_backward, is_model_parallel_parameter
+from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,12 +27,13 @@ from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.owned import Owned
-from ds_layerwise.placement import Route
+from ds_layerwise.placement import Axis, Route
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import route_parameters
 from ds_layerwise.state_access import StateAccess
 from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
+from ds_layerwise.tensor_parallel import check_copies
 from ds_layerwise.zero_base import timed
 from ds_layerwise.zero_state import StatefulOptimizer
 
@@ -56,8 +57,8 @@ class Settings:
     """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
     part: int
     """Which part this rank holds, as DeepSpeed numbers them in the names of its files."""
-    tensor_rank: int
-    """Which part of every tensor that is cut this rank holds."""
+    tensor_group: comm.Group | None
+    """The ranks that hold the parts of the same parameters, in the order of the parts; None where none is cut."""
     compute_dtype: torch.dtype
     """What the model computes in; in float16 the loss is scaled."""
     accumulation_dtype: torch.dtype | None
@@ -79,6 +80,11 @@ class Settings:
     """How much of masters and states lives in host memory, from 0 to 1."""
     pin_memory: bool
     timers: Any
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the model is cut into."""
+        return 1 if self.model_group is None else comm.size_of(self.model_group)
 
 
 class LayerWiseZeroOptimizer(StatefulOptimizer):
@@ -120,12 +126,14 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
         """Route and place every parameter; ranks compare the outcome before anything else."""
         rules = self.optimizer.config
+        tensor_group = self.settings.tensor_group
+        tp_size = 1 if tensor_group is None else comm.size_of(tensor_group)
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
-                                      per_head=rules.per_head_muon)
+                                      per_head=rules.per_head_muon, tp_size=tp_size)
             trained = {name: param for name, param in model.named_parameters() if name in routes}
             specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
-                             routes, rules,
+                             routes, rules, tp_size=tp_size,
                              variants={name: self._variants(name, param) for name, param in trained.items()},
                              wires={name: dtype_name(self._travels_in(param)) for name, param in trained.items()})
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
@@ -133,13 +141,20 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             self._names = expert_names({spec.name: spec.variants for spec in specs})
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, {spec.variants} variants, "
-                     f"gradient sent in {spec.wire}"
+                     f"gradient sent in {spec.wire}{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]
         with comm.Alike(None):
             comm.check_alike("the layout", comm.digest_of([layout.digest(), *described]), described,
                              group=self.dp_process_group)
+        if tensor_group is not None:
+            with comm.Alike(None):
+                # Owners of parts of the same matrices update them in the same order, so that their collectives meet.
+                comm.check_alike("the layout of tensor-parallel parts", comm.digest_of([layout.digest(), *described]),
+                                 described, group=tensor_group)
+                check_copies({name: param for name, param in model.named_parameters()
+                              if name in routes and not routes[name].is_cut}, group=tensor_group)
         return routes, specs, layout
 
     def _variants(self, name: str, param: nn.Parameter) -> int:
@@ -157,8 +172,10 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     def _replicated(self) -> frozenset[str]:
         """Parameters that another rank of the same model holds, too, and counts in the norm."""
+        group = self.settings.tensor_group
+        first = group is None or comm.rank_of(group) == 0
         return frozenset(name for name, param in self._params.items() if getattr(param, "ds_pipe_replicated", False)
-                         or (self.settings.tensor_rank > 0 and not is_model_parallel_parameter(param)))
+                         or not (first or self.routes[name].is_cut))
 
     def _init_buffers(self, device: torch.device) -> None:
         s, layout = self.settings, self.layout
@@ -169,12 +186,14 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             param.data = view
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
-        rules: dict[Placement, UpdateRule] = {"matrix": matrix_rule(self.optimizer.config),
-                                              "scalar": scalar_rule(self.optimizer.config)}
+        matrix = matrix_rule(self.optimizer.config)
+        rules: dict[Placement, UpdateRule] = {"matrix": matrix, "scalar": scalar_rule(self.optimizer.config)}
+        axes, peers = get_args(Axis), None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._state_bytes = 4 * len(rules["matrix"].state_keys), 4 * len(rules["scalar"].state_keys)
         on_host = cost.pieces_on_host(layout, self.rank, s.host_ratio, whole_state_bytes=self._state_bytes[0],
                                       split_state_bytes=self._state_bytes[1])
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads, rules,
+                            cut_rules={} if peers is None else {axis: matrix.of_shards(axis, peers) for axis in axes},
                             names=self._names, batch_matrices=self.config.batch_matrices, on_host=on_host,
                             pin_memory=s.pin_memory)
         for name, state in self._owned.states.items():

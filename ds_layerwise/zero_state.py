@@ -171,7 +171,7 @@ class StatefulOptimizer(EngineOptimizer):
             CLIP_GRAD: self.clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self._owned.record(), self.header(), accumulated=self._accumulated()),
+            **regular.to_state_dict(self._owned.record(), self.header(), self.settings.num_parts, self._accumulated()),
         }
 
     def _accumulated(self) -> dict[str, Any] | None:

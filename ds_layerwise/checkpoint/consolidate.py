@@ -18,6 +18,7 @@ from ds_layerwise.checkpoint import staging
 from ds_layerwise.checkpoint.contents import Contents
 from ds_layerwise.checkpoint.folder import Bars, check_bytes, check_target, find
 from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.regular import refuse_parts
 from ds_layerwise.errors import LayerwiseError
 
 #: What ``dtype`` may be.
@@ -43,6 +44,7 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
             written.
     """
     source, one_file = find(path), out.suffix == SUFFIX
+    refuse_parts(source)
     check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else (out / INDEX).exists())
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)

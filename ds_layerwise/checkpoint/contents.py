@@ -24,19 +24,20 @@ class Contents:
 
     Args:
         trust: whether the model's file may run code.
+        part: which part of a model that is cut; see :func:`.regular.num_parts`.
 
     Raises:
         LayerwiseError: a file is missing, unreadable, of another save, or in a newer format; names it.
     """
 
-    def __init__(self, folder: Path, *, trust: bool) -> None:
+    def __init__(self, folder: Path, *, trust: bool, part: int = 0) -> None:
         self.folder = folder
-        self.model = ModelFile.read(folder, trust=trust)
+        self.model = ModelFile.read(folder, trust=trust, part=part)
         self.saved: RegularCheckpoint | UniversalCheckpoint
         if is_universal(folder):
             self.saved = UniversalCheckpoint(folder)
         else:
-            self.saved = RegularCheckpoint(folder)
+            self.saved = RegularCheckpoint(folder, part=part)
             for rank in range(self.saved.world_size):
                 self.saved.state_dict(rank)
         held = self.saved.header.shapes

@@ -9,7 +9,7 @@ from pathlib import Path
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.folder import Bars, ModelFile, check_bytes, check_target, find, in_parallel
 from ds_layerwise.checkpoint.manifest import Manifest
-from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.errors import LayerwiseError
 
 
@@ -28,6 +28,7 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
     source = find(path)
     if universal.is_universal(source):
         raise LayerwiseError(f"{source} is a universal checkpoint already")
+    refuse_parts(source)
     check_target(out, source, overwrite=overwrite, replaceable=universal.is_universal(out))
     check_bytes(source, workers=workers, bars=bars)
     saved = RegularCheckpoint(source)

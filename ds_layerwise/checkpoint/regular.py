@@ -53,11 +53,12 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if name in CONVERTED}
 
 
-def to_state_dict(record: ShardRecord, header: Header, *,
+def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
                   accumulated: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
 
     Args:
+        num_parts: how many parts the model is cut into, of which the record is one.
         accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
     """
     pieces = {piece.name: piece for piece in record.pieces}
@@ -94,6 +95,7 @@ def to_state_dict(record: ShardRecord, header: Header, *,
             "format": FORMAT,
             "rank": record.rank,
             "world_size": record.world_size,
+            "num_parts": num_parts,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
             "variants": dict(record.variants),
@@ -240,6 +242,23 @@ class RegularCheckpoint:
         with naming(self.path(rank)):
             found: Mapping[str, Any] | None = state_dict[KEY]["accumulated"]
             return found
+
+
+def num_parts(folder: Path) -> int:
+    """How many parts the model in ``folder`` is cut into; 1 also where that is not known."""
+    return len({path.name.rpartition("_mp_rank_")[2] for path in folder.glob("*mp_rank_*_model_states.pt")}) or 1
+
+
+def refuse_parts(folder: Path) -> None:
+    """Refuse a model that is cut: it is not in there along which axes.
+
+    Raises:
+        LayerwiseError: ``folder`` holds one.
+    """
+    if (parts := num_parts(folder)) > 1:
+        raise LayerwiseError(f"{folder} holds a model that is cut into {parts} parts; put them together with "
+                             "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
+                             "universal_checkpoint_info")
 
 
 def _prefix(folder: Path, ending: str) -> str:

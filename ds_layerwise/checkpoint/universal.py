@@ -57,14 +57,16 @@ class UniversalCheckpoint:
         shapes = {name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()}
         if KEY in state_dict:
             with naming(state_path):
-                listed = ours_of(state_dict, state_path).get("listed")
+                listed, parts = (ours_of(state_dict, state_path).get(key) for key in ("listed", "num_parts"))
                 ours = header_of(state_dict)
             if listed and not (folder / FILE_NAME).exists():
                 raise LayerwiseError(f"{folder / FILE_NAME} is missing: the save was never finished, or files were "
                                      "lost since; load another checkpoint")
             if missing := ours.shapes.keys() - shapes.keys():
                 raise LayerwiseError(f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole")
-            self.header = Header(step=ours.step, shapes={**shapes, **ours.shapes}, rules=ours.rules,
+            # Of a model that was cut, the converter puts parts together, and keeps what one rank said of its own.
+            known = shapes if parts not in (None, 1) else {**shapes, **ours.shapes}
+            self.header = Header(step=ours.step, shapes=known, rules=ours.rules,
                                  param_groups=ours.param_groups, dtypes=ours.dtypes, loss_scaler=ours.loss_scaler,
                                  overflow=ours.overflow)
         else:

@@ -15,7 +15,7 @@ from ds_layerwise.checkpoint.contents import WEIGHTS, Contents
 from ds_layerwise.checkpoint.folder import Bars, damaged, find, manifest_of
 from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
 from ds_layerwise.checkpoint.names import first_expert
-from ds_layerwise.checkpoint.regular import CONVERTED, KEY, RegularCheckpoint, travels_as
+from ds_layerwise.checkpoint.regular import CONVERTED, KEY, RegularCheckpoint, num_parts, travels_as
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.errors import LayerwiseError
 
@@ -31,8 +31,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
     """One line each; none where the checkpoint is good."""
     warnings: list[str] = field(default_factory=list)
-    contents: Contents | None = None
-    """None where it could not be opened."""
+    contents: list[Contents] = field(default_factory=list)
+    """One for each part of the model; none where it could not be opened."""
 
 
 def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -> Report:
@@ -60,17 +60,22 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
         # Mapping a damaged file may end the process.
         return report
     try:
-        contents = report.contents = Contents(folder, trust=trust)
+        report.contents = [Contents(folder, trust=trust, part=part) for part in range(num_parts(folder))]
     except LayerwiseError as e:
         if "--trust-client-state" in str(e):
             raise
         report.problems.append(str(e))
         return report
-    numel = sum(math.prod(shape) for shape in contents.trained.values())
-    ranks = {None: "unknown world size", 1: "1 rank"}.get(contents.world_size, f"{contents.world_size} ranks")
-    report.summary = (f"{folder}: {kind} checkpoint, step {contents.saved.header.step}, {ranks}, "
-                      f"{len(contents.trained)} parameters, {numel:,} elements, {size:,} bytes")
-    _check_contents(contents, report, states=states, bars=bars)
+    first, parts = report.contents[0], len(report.contents)
+    numel = sum(math.prod(shape) for contents in report.contents for shape in contents.trained.values())
+    ranks = {None: "unknown world size", 1: "1 rank"}.get(first.world_size, f"{first.world_size} ranks")
+    report.summary = (f"{folder}: {kind} checkpoint, step {first.saved.header.step}, {ranks}, "
+                      f"{f'{parts} parts, ' if parts > 1 else ''}{len(first.trained)} parameters, {numel:,} elements, "
+                      f"{size:,} bytes")
+    for contents in report.contents:
+        _check_contents(contents, report, states=states, bars=bars)
+    if len(steps := {contents.saved.header.step for contents in report.contents}) > 1:
+        report.problems.append(f"the parts in {folder} are of steps {', '.join(map(str, sorted(steps)))}")
     return report
 
 

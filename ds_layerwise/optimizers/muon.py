@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import NsDtype, NsMethod, ScaleMode
+from ds_layerwise.config import NsDtype, NsMethod, ScaleMode, TpMode
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, compute_dtype, newton_schulz
+from ds_layerwise.orthogonalize.shards import Peers, newton_schulz_of_shards
+from ds_layerwise.placement import Axis, whole_shape
 
 
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
@@ -44,6 +46,10 @@ class Muon:
     nesterov: bool = True
     scale_mode: ScaleMode = "original"
     extra_scale_factor: float = 1.0
+    tp_mode: TpMode = "duplicated"
+    """What happens to parts of matrices; see :mod:`.orthogonalize.shards`. ``blockwise`` takes them for matrices."""
+    cut: tuple[Axis, Peers] | None = None
+    """The axis of which this rank has a part, and the ranks that have the others; None for whole matrices."""
 
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     family: ClassVar[str] = "muon"
@@ -52,6 +58,10 @@ class Muon:
     def init_state(self, param: Tensor) -> State:
         """A momentum of zeros."""
         return {"momentum_buffer": torch.zeros_like(param)}
+
+    def of_shards(self, axis: Axis, peers: Peers) -> Muon:
+        """The same for matrices of which this rank has a part."""
+        return self if self.tp_mode == "blockwise" else replace(self, cut=(axis, peers))
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
@@ -63,11 +73,20 @@ class Muon:
         device = params[0].device
         dtype = compute_dtype(self.ns_dtype, self.ns_method, device)
         max_numel = MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
-        for indices in batches([p.shape for p in params], max_numel):
+        shapes = [tuple(p.shape) if self.cut is None else whole_shape(tuple(p.shape), self.cut[0], self.cut[1].size)
+                  for p in params]
+        for indices in batches(shapes, max_numel):
             direction = stack([momenta[i] for i in indices])
             if self.nesterov:
                 direction = stack([grads[i] for i in indices]).lerp_(direction, hyper.momentum)
-            orthogonal = newton_schulz(direction, self.ns_coefficients, method=self.ns_method, dtype=dtype)
+            orthogonal = self._orthogonal(direction, dtype)
             batch = [params[i] for i in indices]
-            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *orthogonal.shape[-2:])
+            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[indices[0]][-2:])
             torch._foreach_add_(batch, unstack(orthogonal, batch), alpha=-hyper.lr * scale)
+
+    def _orthogonal(self, direction: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.cut is None:
+            return newton_schulz(direction, self.ns_coefficients, method=self.ns_method, dtype=dtype)
+        axis, peers = self.cut
+        return newton_schulz_of_shards(direction, self.ns_coefficients, axis=axis, peers=peers, method=self.ns_method,
+                                       distributed=self.tp_mode == "distributed", dtype=dtype)

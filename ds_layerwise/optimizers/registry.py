@@ -12,7 +12,7 @@ from ds_layerwise.orthogonalize.newton_schulz import NEED_FLOAT32, coefficients
 _SCALAR: dict[str, UpdateRule] = {"adamw": Adam(), "adam": Adam(decoupled=False), "lion": Lion(), "sgd": Sgd()}
 
 
-def matrix_rule(config: OptimizerConfig) -> UpdateRule:
+def matrix_rule(config: OptimizerConfig) -> Muon:
     """The rule that ``matrix_optimizer`` names.
 
     Raises:
@@ -25,7 +25,8 @@ def matrix_rule(config: OptimizerConfig) -> UpdateRule:
                               f"{ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'")
         ns_dtype = "fp32"
     return Muon(ns_coefficients=rows, ns_method=config.ns_method, ns_dtype=ns_dtype, nesterov=config.nesterov,
-                scale_mode=config.scale_mode, extra_scale_factor=config.extra_scale_factor)
+                scale_mode=config.scale_mode, extra_scale_factor=config.extra_scale_factor,
+                tp_mode=config.muon_tp_mode)
 
 
 def scalar_rule(config: OptimizerConfig) -> UpdateRule:

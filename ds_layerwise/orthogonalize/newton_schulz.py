@@ -22,7 +22,7 @@ Note: precision
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -120,36 +120,55 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dt
         CPU. A zero matrix gives a zero matrix.
     """
     rows, cols = matrix.shape[-2:]
-    x = _normalised(matrix.reshape(-1, rows, cols))
-    x = F.pad(x, (0, -cols % _ALIGNMENT, 0, -rows % _ALIGNMENT)).to(dtype)
-    x = x.mT if rows > cols else x
-    x = _standard(x, coefficients) if method == "standard" or rows == cols else _gram(x, coefficients)
-    x = x.mT if rows > cols else x
-    return x[:, :rows, :cols].to(matrix.dtype).reshape(matrix.shape)
+    x, norm, _ = to_peak_1(matrix.reshape(-1, rows, cols))
+    x = iterate(x.div_(torch.where(norm > 0, norm, 1)), coefficients, transposed=rows > cols,
+                standard=method == "standard" or rows == cols, dtype=dtype)
+    return x.to(matrix.dtype).reshape(matrix.shape)
 
 
-def _normalised(x: Tensor) -> Tensor:
-    """Float32 matrices of Frobenius norm 1, or 0; squares of neither tiny nor huge entries leave float32."""
+def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Float32 copies of ``(k, rows, cols)`` with a largest entry of 1, their Frobenius norms, and what they were
+    divided by, both ``(k, 1, 1)``; squares of neither tiny nor huge entries leave float32. Zeros stay zeros."""
     x = x.float()
     peak = x.abs().amax((-2, -1), keepdim=True)
     x = x / torch.where(peak > 0, peak, 1)
     # One norm a matrix: over a batch, the order of the sum would depend on its size.
-    norm = torch.stack(torch._foreach_norm(list(x.unbind()))).view(-1, 1, 1)
-    return x.div_(torch.where(norm > 0, norm, 1))
+    return x, torch.stack(torch._foreach_norm(list(x.unbind()))).view(-1, 1, 1), peak
 
 
-def _standard(x: Tensor, coefficients: Coefficients) -> Tensor:
+def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard: bool, dtype: torch.dtype,
+            total: Callable[[Tensor], Tensor] = lambda gram: gram) -> Tensor:
+    """The steps on ``(k, rows, cols)`` matrices, or on parts of them.
+
+    Args:
+        x: of Frobenius norm 1 each, float32.
+        transposed: form the Gram matrix of the columns, not of the rows.
+        standard: iterate on the matrix; else on the Gram matrix.
+        total: gets the Gram matrix of ``x``, and returns that of the whole matrices, which may be in its place.
+
+    Returns:
+        Of ``x``'s shape, in ``dtype``.
+    """
+    rows, cols = x.shape[-2:]
+    x = F.pad(x, (0, -cols % _ALIGNMENT, 0, -rows % _ALIGNMENT)).to(dtype)
+    x = x.mT if transposed else x
+    x = _standard(x, coefficients, total) if standard else _gram(x, coefficients, total)
+    x = x.mT if transposed else x
+    return x[:, :rows, :cols]
+
+
+def _standard(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
     for a, b, c in coefficients:
-        gram = x @ x.mT
+        gram = total(x @ x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def _gram(x: Tensor, coefficients: Coefficients) -> Tensor:
+def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
     """The iteration in segments, each of which forms its Gram matrix anew; see the note on precision."""
     done = 0
     for length in gram_segments(len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16):
-        x = _factor(x @ x.mT, coefficients[done:done + length]) @ x
+        x = _factor(total(x @ x.mT), coefficients[done:done + length]) @ x
         done += length
     return x
 

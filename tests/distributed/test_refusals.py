@@ -15,6 +15,7 @@ from torch import nn
 import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerwiseError, LayoutError, RoutingError
 from tests.harness import DistributedTest, free_port
+from tests.tensor_parallel import Mpu
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,13 +259,38 @@ class TestRefusedParallelism(DistributedTest):
         with pytest.raises(LayerwiseError, match="0.weight is another parameter on every one of 2 ranks"):
             initialize(experts)
 
-    def test_model_parallelism(self):
-        class Mpu:
-            def __getattr__(self, name):
-                return lambda *_, **__: 1 if "world_size" in name else 0 if "rank" in name else None
+    def test_an_mpu_that_says_too_little_or_too_much(self):
+        for change, message in (
+                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_"),
+                ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
+                ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
+                ({"initialize_sequence_parallel": None}, r"sequence parallelism \(mpu\) is not supported")):
+            mpu = Mpu(1)
+            for name, value in change.items():
+                setattr(mpu, name, value)
+            with pytest.raises(ConfigError, match=message):
+                initialize(mpu=mpu)
+        with pytest.raises(ConfigError, match="mpu is given, and tensor_parallel.autotp_size is 2"):
+            initialize(ds_config=config(tensor_parallel={"autotp_size": 2}), mpu=Mpu(2))
 
-        with pytest.raises(ConfigError, match=r"model parallelism \(mpu\) is not supported"):
-            initialize(mpu=Mpu())
+    def test_parts_that_do_not_fit(self):
+        mpu, module = Mpu(2), model()
+        module[0].weight = nn.Parameter(torch.zeros(8 + dist.get_rank(), 8))
+        with pytest.raises(LayoutError, match=r"the model, of which parts have to be of equal size, differs between "
+                                              r"ranks: rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
+            initialize(module, mpu=mpu)
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(LayoutError, match=r"0.weight \(8, 8\) has other values on tensor-parallel rank 1 than on "
+                                              "rank 0, and no mark .* set param.tensor_model_parallel = True"):
+            initialize(mpu=mpu)
+        torch.manual_seed(0)
+        module = model()
+        if dist.get_rank():
+            module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
+        with pytest.raises(LayoutError, match=r"the layout of tensor-parallel parts differs .* rank 1 has .*axis -2"):
+            initialize(module, mpu=mpu)
+        with pytest.raises(ConfigError, match="layerwise.save_universal is true, and tensor parallelism has cut"):
+            initialize(ds_config=config(layerwise={"save_universal": True}), mpu=mpu)
 
 
 SCRIPT = """

@@ -18,13 +18,13 @@ FLOORS = {
     "config": 1, "layout": 1,
     "cost": 2, "placement": 2,
     "planner": 3,
-    "forecast": 4,
+    "forecast": 4, "tensor_cuts": 4,
     "model_shapes": 5, "table": 5,
     "autocast": 5, "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
     "optimizers": 6,
     "owned": 7, "guard": 7,
     "comm": 8,
-    "sync": 9, "state_access": 9,
+    "sync": 9, "state_access": 9, "tensor_parallel": 9,
     "zero_base": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
@@ -37,8 +37,8 @@ FLOORS = {
 PURE = {"errors", "config", "layout", "cost", "placement", "planner", "forecast", "model_shapes", "table"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "zero_base", "zero_state", "zero_optimizer", "checkpoint",
-                        "saving", "loading", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "tensor_parallel", "zero_base", "zero_state", "zero_optimizer",
+                        "checkpoint", "saving", "loading", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

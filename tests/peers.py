@@ -1,0 +1,54 @@
+"""Tensor-parallel ranks as threads of one process, for updates that know their peers by a protocol alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ThreadPeers:
+    """One rank's view of ``size`` ranks. ``calls`` has what it asked of the others: which method, what shape."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(slots)
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self._slots, self._barrier = slots, barrier
+
+    def _exchange(self, what: str, value: Tensor) -> Tensor:
+        self.calls.append((what, tuple(value.shape)))
+        self._slots[self.rank] = (what, value.clone())
+        self._barrier.wait(20)
+        kinds, values = zip(*self._slots, strict=True)
+        assert len(set(kinds)) == 1, f"ranks are in different collectives: {kinds}"
+        together = torch.stack(values)
+        self._barrier.wait(20)
+        return together
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Everyone's ``value``, stacked."""
+        assert value.is_contiguous()
+        return self._exchange("gather", value)
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """The sum of everyone's ``value``."""
+        return self._exchange("sum", value).sum(0)
+
+
+def on_ranks(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
+    """What ``function`` returns for each of ``size`` ranks that run side by side."""
+    slots, barrier = [None] * size, threading.Barrier(size)
+
+    def run(rank: int) -> Any:
+        try:
+            return function(ThreadPeers(rank, slots, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
