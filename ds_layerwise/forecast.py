@@ -64,6 +64,9 @@ class RunConfig:
         if (given.get("torch_autocast") or {}).get("enabled"):
             raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
                               "gradients in half precision; plan without it")
+        if ((given.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
+            raise ConfigError("tensor_parallel.autotp_size is greater than 1, and shapes of a whole model do not say how "
+                              "AutoTP cuts them; plan without it")
         zero = given["zero_optimization"]
         return cls(
             optimizer=optimizer, layerwise=layerwise, stage=zero["stage"],
@@ -130,7 +133,8 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
     def work(matrix_shape: tuple[int, ...] | None, axis: Axis | None) -> int:
         if matrix_shape is None:
             return 0
-        *batch, rows, cols = whole_shape(matrix_shape, None if blockwise else axis, tp_size)
+        axis = None if blockwise else axis
+        *batch, rows, cols = whole_shape(matrix_shape, axis, tp_size)
         return newton_schulz_flops(rows, cols, steps=optimizer.ns_steps, method=optimizer.ns_method,
                                    batch=math.prod(batch))
 
