@@ -348,7 +348,6 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
     "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),
-    "sequence_parallel_size": ((1,), "remove it"),
     "expert_parallel.enabled": ((False,), "experts of other ranks have no owner here; remove it"),
 }
 

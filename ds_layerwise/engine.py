@@ -27,7 +27,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import comm, loading, saving
+from ds_layerwise import comm, loading, saving, sequence_parallel
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
@@ -112,7 +112,9 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
                           f"{given['optimizer']['type']!r} in the config; remove one")
     if isinstance(engine.mpu, PipelineParallelGrid):
         raise ConfigError("PipelineModule is not supported by this optimizer")
-    if engine.mpu is not None:
+    if engine.mpu is None and engine.mesh_device is not None:
+        engine.mpu = sequence_parallel.MeshGroups(engine.mesh_device)
+    if engine.mpu is not None and not sequence_parallel.is_ulysses(engine.mpu):
         raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
                           "orthogonalised as a whole")
     return original()
@@ -139,6 +141,7 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             _check_model(engine.module)
         else:
             with comm.Alike(None):
+                sequence_parallel.check(engine)
                 _check_model(engine.module)
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
@@ -223,8 +226,9 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         group=group,
         model_dtype=model_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
+        # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
         wire_dtype=config.communication_data_type,
-        divide_by=float(comm.size_of(group)) if engine.gradient_average else 1.0,
+        divide_by=sequence_parallel.num_sequences(engine) if engine.gradient_average else 1.0,
         bucket_numel=engine.zero_reduce_bucket_size(),
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=engine.gradient_clipping(),

@@ -179,6 +179,7 @@ class StatefulOptimizer(EngineOptimizer):
         gas = engine.gradient_accumulation_steps()
         starts = {p.name: p.param_start for p in self._owned.record().pieces} if self.settings.stage == 2 else {}
         return {"micro_batches": engine.micro_steps % gas, "of": gas, "starts": starts,
+                "divide_by": self.settings.divide_by,
                 "gradients": {name: regular.alone(values) for name, values in gradients.items()}}
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ class StatefulOptimizer(EngineOptimizer):
             raise LayerwiseError(f"the checkpoint was saved after {first['micro_batches']} of {first['of']} "
                                  f"micro-batches of a step, and this run accumulates {gas}; resume with "
                                  f"gradient_accumulation_steps {first['of']}")
-        scale = self.world_size / saved.world_size if engine.gradient_average else 1.0
+        scale = self.settings.divide_by / first["divide_by"]
         renamed = new_names(saved.header.shapes, self.config.rename)
         trained = {spec.name for spec in self.specs}
         return Accumulated(first["micro_batches"], [

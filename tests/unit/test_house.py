@@ -27,7 +27,7 @@ FLOORS = {
     "zero_base": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
-    "saving": 13, "loading": 13,
+    "saving": 13, "loading": 13, "sequence_parallel": 13,
     "engine": 14,
     "cli": 15, "run": 15,
 }
@@ -37,7 +37,7 @@ PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
 MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving", "loading",
-                        "engine", "run"}
+                        "sequence_parallel", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
