@@ -25,6 +25,7 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise import comm, loading, saving, sequence_parallel
@@ -220,10 +221,13 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
     check_overflow = engine.fp16_enabled() or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
-    group = engine.seq_data_parallel_group
+    group, mpu = engine.seq_data_parallel_group, engine.mpu
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
+        model_group=None if mpu is None else mpu.get_model_parallel_group(),
+        part=0 if mpu is None else mpu.get_model_parallel_rank(),
+        tensor_rank=bwc_tensor_model_parallel_rank(mpu),
         model_dtype=model_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
         # With sequence parallelism the engine has put seq_parallel_communication_data_type here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,11 @@ class Owned:
         shape = self._routes[name].matrix_shape
         return shards.piece(name) if shape is None else shards.piece(name).view(shape)
 
-    def sum_of_squares(self) -> Tensor:
+    def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
         """Of this rank's averaged gradients, 0-d float64: no finite float32 overflows it, and how parameters are cut
         does not show in the float32 norm."""
-        views = [view for index in range(len(self.pieces)) for view in self.reduced.views(index)]
+        views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
+                 if piece.name not in leave_out]
         total = torch.zeros((), dtype=torch.float64, device=self.reduced.bucket(0).device)
         if views:
             total += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()

@@ -125,7 +125,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             staging.begin(folder)
     staged, rank = staging.staged(folder), engine.global_rank
     with comm.Alike(None), _saying_where(save.save_dir):
-        saved = RegularCheckpoint(regular, rank=rank)
+        saved = RegularCheckpoint(regular, rank=engine.optimizer.rank, part=engine.optimizer.settings.part)
         names = universal.write_parameters(saved, staged, universal.shares(saved, dist.get_world_size())[rank])
         if rank == 0:
             model_file = Path(engine._get_ckpt_name(str(regular.parent), regular.name))

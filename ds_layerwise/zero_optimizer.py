@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.utils import count_used_parameters_in_backward, is_model_parallel_parameter
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -43,6 +43,12 @@ class Settings:
     stage: int
     group: comm.Group
     """The process group over which gradients are averaged and ownership is dealt out."""
+    model_group: comm.Group | None
+    """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
+    part: int
+    """Which part this rank holds, as DeepSpeed numbers them in the names of its files."""
+    tensor_rank: int
+    """Which part of every tensor that is cut this rank holds."""
     model_dtype: torch.dtype
     accumulation_dtype: torch.dtype | None
     """What micro-batches are added up in; None for each parameter's own dtype."""
@@ -84,6 +90,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
                                 dynamic=settings.dynamic_loss_scale, args=settings.loss_scale_args)
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
+        self._counted_elsewhere = self._replicated()
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
@@ -95,7 +102,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
         """Route and place every parameter; ranks compare the outcome before anything else."""
         rules = self.optimizer.config
-        with comm.Alike(self.dp_process_group):
+        with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
                                       per_head=rules.per_head_muon)
             specs = [
@@ -111,9 +118,15 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]
-        comm.check_alike("the layout", comm.digest_of([layout.digest(), *described]), described,
-                         group=self.dp_process_group)
+        with comm.Alike(None):
+            comm.check_alike("the layout", comm.digest_of([layout.digest(), *described]), described,
+                             group=self.dp_process_group)
         return routes, specs, layout
+
+    def _replicated(self) -> frozenset[str]:
+        """Parameters that another rank of the same model holds, too, and counts in the norm."""
+        return frozenset(name for name, param in self._params.items() if getattr(param, "ds_pipe_replicated", False)
+                         or (self.settings.tensor_rank > 0 and not is_model_parallel_parameter(param)))
 
     def _init_buffers(self, device: torch.device) -> None:
         s, layout = self.settings, self.layout
@@ -239,11 +252,26 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.overflow = False
         if not (s.compute_grad_norm or s.check_overflow):
             return 1 / scale
-        norm = float(comm.sum_over_ranks(self._owned.sum_of_squares(), group=self.dp_process_group).sqrt()) / scale
-        self.overflow = s.check_overflow and not math.isfinite(norm)
+        norm, is_finite = self._norm()
+        norm /= scale
+        self.overflow = s.check_overflow and not is_finite
         self._global_grad_norm = None if not s.compute_grad_norm else math.inf if self.overflow else norm
         clip = (norm + _CLIP_EPS) / self.clip_grad if self.clip_grad > 0 else 1.0
         return 1 / (scale * (clip if clip > 1 else 1.0))
+
+    def _norm(self) -> tuple[float, bool]:
+        """The norm of the averaged gradient of the whole model, and whether all of it is finite, the same everywhere.
+
+        Where a model is cut, what several of its ranks hold alike counts once, but any of them may find it not finite.
+        """
+        s, counted = self.settings, self._owned.sum_of_squares(leave_out=self._counted_elsewhere)
+        if s.model_group is None:
+            norm = float(comm.sum_over_ranks(counted, group=s.group).sqrt())
+            return norm, math.isfinite(norm)
+        squares = torch.stack([counted, self._owned.sum_of_squares()])
+        for group in (s.group, s.model_group):
+            comm.sum_over_ranks(squares, group=group)
+        return float(squares[0].sqrt()), bool(squares[1].isfinite())
 
     # --- parameters ------------------------------------------------------------------------------------------------
 

@@ -198,12 +198,12 @@ class StatefulOptimizer(EngineOptimizer):
             LayerwiseError: on every rank, if any rank finds something missing or wrong.
         """
         self.reload_states()
-        with comm.Alike(self.dp_process_group):
+        with comm.Alike(None):
             opened: RegularCheckpoint | UniversalCheckpoint
             if universal:
                 opened = UniversalCheckpoint(folder)
             else:
-                opened = RegularCheckpoint(folder, rank=self.rank)
+                opened = RegularCheckpoint(folder, rank=self.rank, part=self.settings.part)
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, self.config.rename, use_all=universal)
             check_shapes(self._shapes, saved.header.shapes)
@@ -224,7 +224,8 @@ class StatefulOptimizer(EngineOptimizer):
         which = [f"step {saved.header.step}"]
         if isinstance(opened, RegularCheckpoint):
             which += [f"files of {opened.world_size} ranks", f"layout {opened.ours['layout_digest']}"]
-        comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.dp_process_group)
+        with comm.Alike(None):
+            comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.dp_process_group)
         self._prepared = prepared
 
     def _check_names(self, saved: Renamed, folder: Path) -> None:

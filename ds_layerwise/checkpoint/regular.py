@@ -39,7 +39,7 @@ FORMAT = 2
 #: What reading a dict leads to that is not what it should be.
 _MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError)
 
-_ENDING = "mp_rank_00_optim_states.pt"
+_ENDING = "_mp_rank_{part:02d}_optim_states.pt"
 
 #: The states that DeepSpeed's converter carries along.
 CONVERTED = ("exp_avg", "exp_avg_sq", "step")
@@ -144,14 +144,16 @@ class RegularCheckpoint:
     """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
 
     Files are opened when something in them is asked for. ``rank`` says whose file to look into first: where every
-    node has its own disk, and the layout is the same, it is the only one that this rank needs.
+    node has its own disk, and the layout is the same, it is the only one that this rank needs. ``part`` says which part
+    of a model that is cut over ranks; see :class:`ds_layerwise.zero_optimizer.Settings`.
 
     Raises:
         LayerwiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0) -> None:
-        self._folder, self._prefix = folder, _prefix(folder)
+    def __init__(self, folder: Path, *, rank: int = 0, part: int = 0) -> None:
+        self._folder, self._ending = folder, _ENDING.format(part=part)
+        self._prefix = _prefix(folder, self._ending)
         opened = rank if self.path(rank).exists() else 0
         state_dict = read(self.path(opened))
         self._dicts = {opened: state_dict}
@@ -169,7 +171,7 @@ class RegularCheckpoint:
 
     def path(self, rank: int) -> Path:
         """The file that ``rank`` saved."""
-        return self._folder / f"{self._prefix}zero_pp_rank_{rank}_{_ENDING}"
+        return self._folder / f"{self._prefix}zero_pp_rank_{rank}{self._ending}"
 
     def state_dict(self, rank: int) -> dict[str, Any]:
         """The ``optimizer_state_dict`` that ``rank`` saved, tensors mapped from its file."""
@@ -236,11 +238,11 @@ class RegularCheckpoint:
             return found
 
 
-def _prefix(folder: Path) -> str:
+def _prefix(folder: Path, ending: str) -> str:
     """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
-    found = {path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*_{_ENDING}")}
+    found = {path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")}
     if len(found) != 1:
-        raise LayerwiseError(f"{folder} has {'two kinds of' if found else 'no'} files named *zero_pp_rank_*_{_ENDING}"
+        raise LayerwiseError(f"{folder} has {'two kinds of' if found else 'no'} files named *zero_pp_rank_*{ending}"
                              ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
                              "load_optimizer_states=False)")
     return found.pop()
