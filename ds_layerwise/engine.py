@@ -28,7 +28,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import comm, loading, saving, sequence_parallel
+from ds_layerwise import comm, loading, pipeline, saving, sequence_parallel
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
@@ -111,11 +111,9 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
-    if isinstance(engine.mpu, PipelineParallelGrid):
-        raise ConfigError("PipelineModule is not supported by this optimizer")
     if engine.mpu is None and engine.mesh_device is not None:
         engine.mpu = sequence_parallel.MeshGroups(engine.mesh_device)
-    if engine.mpu is not None and not sequence_parallel.is_ulysses(engine.mpu):
+    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence_parallel.is_ulysses(engine.mpu):
         raise ConfigError("model parallelism (mpu) is not supported by this optimizer: a slice of a matrix cannot be "
                           "orthogonalised as a whole")
     return original()
@@ -144,9 +142,13 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             with comm.Alike(None):
                 sequence_parallel.check(engine)
                 _check_model(engine.module)
+                if pipeline.is_pipeline(engine.module):
+                    pipeline.check(engine, engine.module, _sections(engine)[1])
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
-            comm.check_alike("the model", comm.digest_of(described), described, group=None)
+            with comm.Alike(None):
+                comm.check_alike("the model", comm.digest_of(described), described,
+                                 group=engine.seq_data_parallel_group)
         for param in engine.module.parameters():
             # Broadcasting views parameters as bytes, which only contiguous ones allow.
             if not param.data.is_contiguous():
@@ -188,7 +190,10 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO):
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
                                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE})
-    if dist.get_rank() == 0:
+    if pipeline.is_pipeline(engine.module):
+        if built.rank == 0:
+            print(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}", flush=True)
+    elif dist.get_rank() == 0:
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
         print(built.describe(), flush=True)
     return built
@@ -221,7 +226,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         if dtype is not None and dtype not in DTYPES.values():
             raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
     check_overflow = engine.fp16_enabled() or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
-    group, mpu = engine.seq_data_parallel_group, engine.mpu
+    group, mpu = engine.seq_data_parallel_group, None if sequence_parallel.is_ulysses(engine.mpu) else engine.mpu
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,

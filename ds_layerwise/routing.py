@@ -6,8 +6,8 @@ The rules, first match wins:
 
 1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``;
 2. fewer than two axes: scalar (norms, biases);
-3. a table or an output head: scalar (``nn.Embedding`` by module type; a head is a linear layer that shares an
-   embedding's weight, that the model returns from ``get_output_embeddings()``, that ends in one of
+3. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type; a head
+   is a linear layer that shares an embedding's weight, that the model returns from ``get_output_embeddings()``, that ends in one of
    :data:`HEAD_NAMES`, or that is the model's last and maps an embedding's width to its number of rows);
 4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels and kernels over one axis are scalar;
@@ -18,7 +18,7 @@ The rules, first match wins:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -57,6 +57,20 @@ class Route:
     lr_scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a stage of a pipeline must know of the others to decide as for the whole model."""
+
+    tables: frozenset[tuple[int, ...]]
+    """The shapes of all embeddings."""
+    linear_after: bool
+    """Whether a later stage has a linear layer, so that the model's last one is not here."""
+    tied: frozenset[Tensor]
+    """The weights here that another layer uses, too, wherever that is."""
+    names: frozenset[str]
+    """The trainable parameters of all stages."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Home:
     """What the model says about a parameter: the modules that hold it, and facts about the model."""
@@ -66,10 +80,12 @@ class _Home:
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
-                     overrides: Sequence[Override] = (), per_head: bool = False) -> dict[str, Route]:
+                     overrides: Sequence[Override] = (), per_head: bool = False,
+                     elsewhere: Elsewhere | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
-    Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route.
+    Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
+    ``elsewhere``, ``model`` is a part: :func:`check_routes` is for the caller, with the routes of all parts.
 
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
@@ -84,7 +100,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                 raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
                                    "model does not have; pass parameters of the model given to initialize()")
             group_of[names[param]] = index
-    homes = _homes(model)
+    homes = _homes(model, elsewhere)
     routes: dict[str, Route] = {}
     matched: set[int] = set()
     for param, name in names.items():
@@ -104,16 +120,27 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                                            lr_scale=merged.get("lr_scale", 1.0)),
                                    merged.get("num_heads"), explicit=True)
     for index, override in enumerate(overrides):
-        if index not in matched:
+        if index not in matched and not any(fnmatchcase(name, override.name)
+                                            for name in (elsewhere.names if elsewhere else ())):
             raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
                                "the pattern misspelled?")
     if per_head:
         routes = _split_heads(model, routes)
-    if not any(route.optimizer == "matrix" for route in routes.values()):
-        raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
-                           f"{_reasons(routes.values())}; use a plain optimizer, or route some with "
-                           "layerwise.overrides or param.use_muon = True")
+    if elsewhere is None:
+        check_routes(routes.values())
     return routes
+
+
+def check_routes(routes: Collection[Route]) -> None:
+    """Refuse a model that has nothing for the matrix optimizer.
+
+    Raises:
+        RoutingError: says how many parameters there are, and why they are none.
+    """
+    if not any(route.optimizer == "matrix" for route in routes):
+        raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
+                           f"{_reasons(routes)}; use a plain optimizer, or route some with layerwise.overrides or "
+                           "param.use_muon = True")
 
 
 def _reasons(routes: Iterable[Route]) -> str:
@@ -196,24 +223,35 @@ def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int,
     return (groups, first // groups, rest), "grouped convolution"
 
 
-def _homes(model: nn.Module) -> dict[str, _Home]:
+def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
     """For each parameter name, the modules that hold it and whether it is an output head."""
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for param in module._parameters.values():
             if param is not None:
                 holders.setdefault(param, []).append((path, module))
-    heads = dict(_heads(model))
+    heads = dict(_heads(model, elsewhere))
     return {name: _Home(tuple(holders[param]), heads.get(param)) for name, param in model.named_parameters()}
 
 
-def _heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear)]
-    if linears:
+def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> tuple[
+        set[tuple[int, ...]], list[tuple[str, nn.Linear]]]:
+    """The shapes of the embeddings, and the linear layers in their order but for those with a weight of ``leave_out``.
+    """
+    modules = list(model.named_modules())
+    return ({tuple(m.weight.shape) for _, m in modules if isinstance(m, nn.Embedding)},
+            [(path, m) for path, m in modules if isinstance(m, nn.Linear) and m.weight not in leave_out])
+
+
+def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
+    tied = elsewhere.tied if elsewhere else frozenset()
+    tables, linears = tables_and_linears(model, leave_out=tied)
+    if linears and not (elsewhere and elsewhere.linear_after):
         last = linears[-1][1]
-        if any(last.weight.shape == table.weight.shape for table in tables):
+        if tuple(last.weight.shape) in (elsewhere.tables if elsewhere else tables):
             yield last.weight, "output head (last linear layer, shaped like an embedding)"
+    for weight in tied:
+        yield weight, "tied to another layer of the pipeline"
     for path, linear in linears:
         if path.rpartition(".")[2] in HEAD_NAMES:
             yield linear.weight, "output head (by name)"

@@ -14,7 +14,7 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_layerwise import comm, cost
+from ds_layerwise import comm, cost, pipeline
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.config import LayerwiseConfig
 from ds_layerwise.layout import Layout, ParamSpec
@@ -22,7 +22,7 @@ from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
-from ds_layerwise.routing import Route, route_parameters
+from ds_layerwise.routing import Route, check_routes, route_parameters
 from ds_layerwise.state_access import StateAccess
 from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
@@ -91,6 +91,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
         self._counted_elsewhere = self._replicated()
+        names = {param: name for name, param in self._params.items()}
+        self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
@@ -101,10 +103,10 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
         """Route and place every parameter; ranks compare the outcome before anything else."""
-        rules = self.optimizer.config
+        rules, elsewhere = self.optimizer.config, pipeline.elsewhere(model, self.settings.model_group)
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
-                                      per_head=rules.per_head_muon)
+                                      per_head=rules.per_head_muon, elsewhere=elsewhere)
             specs = [
                 ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
                           whole=routes[name].optimizer == "matrix",
@@ -113,6 +115,9 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
+        if elsewhere is not None:
+            stages = comm.gather_objects(list(routes.values()), group=self.settings.model_group)
+            check_routes([route for stage in stages for route in stage])
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
                      for spec in specs for route in [routes[spec.name]]]
@@ -200,7 +205,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Finish the reduction after a backward pass. The engine calls it at the boundary; see the next one."""
-        if self._backward_active_depth and not self._hooks_fired_this_backward:
+        if pipeline_parallel and isinstance(self._grad_sync, GradSync):
+            # The engine has done so for gradients that stay on the parameters, and ours do not.
+            for name, group in self._tied:
+                self._grad_sync.sum_over(name, group=group)
+        elif self._backward_active_depth and not self._hooks_fired_this_backward:
             # torch.autograd.grad runs this, too: what a backward pass without our parameters leaves is for step().
             self._deferred += 1
             return

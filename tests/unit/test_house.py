@@ -23,7 +23,7 @@ FLOORS = {
     "optimizers": 6,
     "owned": 7, "table": 7,
     "comm": 8,
-    "sync": 9, "state_access": 9,
+    "sync": 9, "state_access": 9, "pipeline": 9,
     "zero_base": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
@@ -37,7 +37,7 @@ PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
 MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving", "loading",
-                        "sequence_parallel", "engine", "run"}
+                        "sequence_parallel", "pipeline", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
