@@ -107,10 +107,12 @@ class Owned:
         if values.data_ptr() != masters.data_ptr():
             masters.copy_(values)
 
-    def rule_records(self) -> dict[str, RuleRecord]:
-        """By parameter name, over all ranks, what a checkpoint needs to know of its optimizer."""
-        return {slot.name: _rule_record(self.rules[self._routes[slot.name].optimizer])
-                for bucket in self.layout.buckets for slot in bucket.slots}
+    def rule_records(self, elsewhere: Mapping[str, Placement] | None = None) -> dict[str, RuleRecord]:
+        """By parameter name, over all ranks, what a checkpoint needs to know of its optimizer; also of those
+        ``elsewhere``, which are not in this layout."""
+        records = {placement: _rule_record(rule) for placement, rule in self.rules.items()}
+        here = {slot.name: self._routes[slot.name].optimizer for bucket in self.layout.buckets for slot in bucket.slots}
+        return {name: records[placement] for name, placement in {**(elsewhere or {}), **here}.items()}
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""

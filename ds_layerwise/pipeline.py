@@ -60,8 +60,8 @@ def elsewhere(model: nn.Module, group: comm.Group) -> Elsewhere | None:
     """
     if not isinstance(model, PipelineModule):
         return None
-    tied = frozenset(weight for key, names in model.tied_weight_attrs.items() for name in names
-                     for weight in [_weight(model, key, name)])
+    tied: frozenset[Tensor] = frozenset(model._recursive_getattr(model.tied_modules[key], name)
+                                        for key, names in model.tied_weight_attrs.items() for name in names)
     tables, linears = tables_and_linears(model, leave_out=tied)
     names = [name for name, param in model.named_parameters() if param.requires_grad and param.numel()]
     stages = comm.gather_objects((tables, bool(linears), names), group=group)
@@ -71,11 +71,12 @@ def elsewhere(model: nn.Module, group: comm.Group) -> Elsewhere | None:
                      names=frozenset(name for _, _, names in stages for name in names))
 
 
-def tied_weights(model: nn.Module) -> list[tuple[Tensor, comm.Group]]:
+def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
     """The weights that other stages hold, too, with the ranks that do; in the same order on all of them."""
     return list(model.get_tied_weights_and_groups()) if isinstance(model, PipelineModule) else []
 
 
-def _weight(model: PipelineModule, key: str, name: str) -> Tensor:
-    weight: Tensor = model._recursive_getattr(model.tied_modules[key], name)
-    return weight
+def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:
+    """The names in the ``state_dict`` of the whole model, of which ``model`` may be a stage."""
+    names = set(model.state_dict())
+    return names.union(*comm.gather_objects(names, group=group)) if is_pipeline(model) else names

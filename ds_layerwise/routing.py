@@ -7,7 +7,8 @@ The rules, first match wins:
 1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``;
 2. fewer than two axes: scalar (norms, biases);
 3. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type; a head
-   is a linear layer that shares an embedding's weight, that the model returns from ``get_output_embeddings()``, that ends in one of
+   is a linear layer that shares an embedding's weight, that the model returns from ``get_output_embeddings()``, that
+   ends in one of
    :data:`HEAD_NAMES`, or that is the model's last and maps an embedding's width to its number of rows);
 4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels and kernels over one axis are scalar;
@@ -250,8 +251,7 @@ def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tens
         last = linears[-1][1]
         if tuple(last.weight.shape) in (elsewhere.tables if elsewhere else tables):
             yield last.weight, "output head (last linear layer, shaped like an embedding)"
-    for weight in tied:
-        yield weight, "tied to another layer of the pipeline"
+    yield from ((weight, "tied to another layer of the pipeline") for weight in tied)
     for path, linear in linears:
         if path.rpartition(".")[2] in HEAD_NAMES:
             yield linear.weight, "output head (by name)"

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ds_layerwise import comm, cost, pipeline
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
@@ -91,13 +92,16 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
         self._counted_elsewhere = self._replicated()
+        self._saved_elsewhere = self._counted_elsewhere if pipeline.is_pipeline(model) else frozenset()
+        self._tied_are_checked = False
         names = {param: name for name, param in self._params.items()}
         self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
         self._init_buffers(next(iter(self._params.values())).device)
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
-        self.bit16_groups = self.round_robin_bit16_groups = [[param] for param in self._params.values()]
+        self.bit16_groups = self.round_robin_bit16_groups = [
+            [param] for name, param in self._params.items() if name not in self._saved_elsewhere]
 
     # --- construction ----------------------------------------------------------------------------------------------
 
@@ -115,9 +119,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
+        self._placed_elsewhere = {}
         if elsewhere is not None:
             stages = comm.gather_objects(list(routes.values()), group=self.settings.model_group)
             check_routes([route for stage in stages for route in stage])
+            self._placed_elsewhere = {route.name: route.optimizer for stage in stages for route in stage}
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
                      for spec in specs for route in [routes[spec.name]]]
@@ -206,6 +212,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Finish the reduction after a backward pass. The engine calls it at the boundary; see the next one."""
         if pipeline_parallel and isinstance(self._grad_sync, GradSync):
+            self._check_tied(self._grad_sync)
             # The engine has done so for gradients that stay on the parameters, and ours do not.
             for name, group in self._tied:
                 self._grad_sync.sum_over(name, group=group)
@@ -214,6 +221,22 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             self._deferred += 1
             return
         self._grad_sync.reduce()
+
+    def _check_tied(self, gradients: GradSync) -> None:
+        """Before the first step of a pipeline: what another stage saves for this one must follow that one's gradients.
+
+        Raises:
+            StepError: on every rank, if a module that stages share is trained in a parameter that they do not share.
+        """
+        if self._tied_are_checked:
+            return
+        with comm.Alike(None):
+            apart = self._saved_elsewhere - {name for name, _ in self._tied}
+            if used := apart & gradients.accumulated().keys():
+                raise StepError(f"{min(used)} got a gradient on a later stage of the pipeline than its first, and is "
+                                "not tied: its copies would drift apart; name it in tied_weight_attr of TiedLayerSpec, "
+                                "or keep it out of the shared module")
+        self._tied_are_checked = True
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """The same at stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""

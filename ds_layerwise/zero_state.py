@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ds_layerwise import comm
+from ds_layerwise import comm, pipeline
 from ds_layerwise.buffers import FlatBuffer
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.folder import ModelFile
@@ -24,8 +24,9 @@ from ds_layerwise.checkpoint.names import Renamed, new_names
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
+from ds_layerwise.checkpoint.stages import PipelineCheckpoint
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
-from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.config import LayerwiseConfig, Placement
 from ds_layerwise.errors import LayerwiseError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.offload import Parking
@@ -75,6 +76,10 @@ class StatefulOptimizer(EngineOptimizer):
     _engine: Any
     _module: nn.Module
     _owned: Owned
+    _saved_elsewhere: frozenset[str]
+    """Parameters that are in the files of another stage."""
+    _placed_elsewhere: dict[str, Placement]
+    """The optimizers of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
     _values: FlatBuffer
     _grads: FlatBuffer | None
     _params: dict[str, nn.Parameter]
@@ -148,8 +153,8 @@ class StatefulOptimizer(EngineOptimizer):
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         return Header(
-            step=self.step_count, shapes=self._shapes,
-            rules=self._owned.rule_records(), dtypes=self.layout.dtypes,
+            step=self.step_count, shapes={n: s for n, s in self._shapes.items() if n not in self._saved_elsewhere},
+            rules=self._owned.rule_records(self._placed_elsewhere), dtypes=self.layout.dtypes,
             param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,6 +189,12 @@ class StatefulOptimizer(EngineOptimizer):
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
+    def open_regular(self, folder: Path) -> RegularCheckpoint | PipelineCheckpoint:
+        """The regular checkpoint in ``folder``, as far as this rank may need it."""
+        if pipeline.is_pipeline(self._module):
+            return PipelineCheckpoint(folder, rank=self.rank, stage=self.settings.part)
+        return RegularCheckpoint(folder, rank=self.rank, part=self.settings.part)
+
     def prepare_load(self, folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> None:
         """Open the checkpoint in ``folder``, check every byte, and find what :meth:`finish_load` will take over.
 
@@ -198,12 +209,9 @@ class StatefulOptimizer(EngineOptimizer):
             LayerwiseError: on every rank, if any rank finds something missing or wrong.
         """
         self.reload_states()
+        names = pipeline.names_of_all_stages(self._module, self.settings.model_group)
         with comm.Alike(None):
-            opened: RegularCheckpoint | UniversalCheckpoint
-            if universal:
-                opened = UniversalCheckpoint(folder)
-            else:
-                opened = RegularCheckpoint(folder, rank=self.rank, part=self.settings.part)
+            opened = UniversalCheckpoint(folder) if universal else self.open_regular(folder)
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, self.config.rename, use_all=universal)
             check_shapes(self._shapes, saved.header.shapes)
@@ -215,21 +223,21 @@ class StatefulOptimizer(EngineOptimizer):
                              on_missing_state=self.config.on_missing_state,
                              on_optimizer_change=self.config.on_optimizer_change)
             if universal and strict:
-                self._check_names(saved, folder)
+                self._check_names(saved, folder, names)
             others = self._others(saved, folder, strict=strict) if universal else {}
             prepared = PreparedLoad(
                 folder, saved.header, plan, states, masters, universal, others,
                 self._accumulated_in(opened) if states and isinstance(opened, RegularCheckpoint) else None)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
-        if isinstance(opened, RegularCheckpoint):
-            which += [f"files of {opened.world_size} ranks", f"layout {opened.ours['layout_digest']}"]
+        if not isinstance(opened, UniversalCheckpoint):
+            which += opened.identity()
         with comm.Alike(None):
             comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.dp_process_group)
         self._prepared = prepared
 
-    def _check_names(self, saved: Renamed, folder: Path) -> None:
-        """Compare the names in a universal checkpoint with the model's.
+    def _check_names(self, saved: Renamed, folder: Path, names: Set[str]) -> None:
+        """Compare the names in a universal checkpoint with ``names``, those of the model.
 
         Raises:
             LayerwiseError: one has what the other lacks.
@@ -238,7 +246,7 @@ class StatefulOptimizer(EngineOptimizer):
             raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                                  f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
                                  "weights")
-        if unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys()):
+        if unknown := sorted(saved.header.shapes.keys() - names):
             raise LayerwiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                                  f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                                  "layerwise.rename, or load what fits with load_module_strict=False")
@@ -320,8 +328,9 @@ class StatefulOptimizer(EngineOptimizer):
         if prepared.states:
             self._take_over(prepared.header)
         self._resume_step(prepared.accumulated)
-        if prepared.masters and not prepared.universal and prepared.header.dtypes != self.layout.dtypes:
-            # The engine has loaded weights that were rounded to another dtype.
+        if prepared.masters and not prepared.universal and (
+                prepared.header.dtypes != self.layout.dtypes or self._saved_elsewhere):
+            # The engine has loaded weights that were rounded to another dtype, or none of what other stages save.
             self.update_lp_params()
         self._report(prepared)
 

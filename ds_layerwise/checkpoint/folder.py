@@ -171,6 +171,10 @@ class ModelFile:
         content = _load_trusted(paths[0]) if trust else _load_client_state(paths[0])
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerwiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
+        if content["module"] is None and any(folder.glob("layer_*-model_states.pt")):
+            raise LayerwiseError(f"{folder} was saved by a pipeline, one file a layer, which this does not read; make "
+                                 "it a universal checkpoint with layerwise.save_universal or DeepSpeed's "
+                                 "ds_to_universal.py")
         groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
         shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
         frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}

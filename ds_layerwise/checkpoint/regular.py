@@ -169,6 +169,10 @@ class RegularCheckpoint:
                 self._holders.setdefault(piece.name, []).append(
                     (holder, piece.param_start, piece.param_start + piece.numel))
 
+    def identity(self) -> list[str]:
+        """What is the same for all ranks that read the same save."""
+        return [f"files of {self.world_size} ranks", f"layout {self.ours['layout_digest']}"]
+
     def path(self, rank: int) -> Path:
         """The file that ``rank`` saved."""
         return self._folder / f"{self._prefix}zero_pp_rank_{rank}{self._ending}"
