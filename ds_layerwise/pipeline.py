@@ -8,6 +8,7 @@ are added up before they are reduced, and because everything after that is the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -15,9 +16,10 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from ds_layerwise import comm
-from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.routing import Elsewhere, tables_and_linears
+from ds_layerwise.config import LayerwiseConfig, Placement
+from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.optimizers.param_groups import HYPER_KEYS
+from ds_layerwise.routing import Elsewhere, Route, check_routes, tables_and_linears
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -69,6 +71,29 @@ def elsewhere(model: nn.Module, group: comm.Group) -> Elsewhere | None:
     return Elsewhere(tables=frozenset().union(*(tables for tables, _, _ in stages)),
                      linear_after=any(has_linear for _, has_linear, _ in later), tied=tied,
                      names=frozenset(name for _, _, names in stages for name in names))
+
+
+def placements(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]],
+               group: comm.Group) -> dict[str, Placement]:
+    """The optimizers of the parameters of all stages, once they were found to go together.
+
+    Raises:
+        RoutingError: no stage has anything for the matrix optimizer.
+        LayoutError: stages would train a parameter that they share each in its own way.
+    """
+    mine = [(route, {key: value for key, value in param_groups[route.group].items() if key in HYPER_KEYS})
+            for route in routes.values()]
+    stages = comm.gather_objects(mine, group=group)
+    check_routes([route for stage in stages for route, _ in stage])
+    said: dict[str, tuple[int, str]] = {}
+    for index, stage in enumerate(stages):
+        for route, hyper in stage:
+            how = f"{route.optimizer}, weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, group of {hyper}"
+            first, other = said.setdefault(route.name, (index, how))
+            if how != other:
+                raise LayoutError(f"{route.name} is shared by stages {first} and {index} of the pipeline, which would "
+                                  f"train it differently: {other}; {how}")
+    return {route.name: route.optimizer for stage in stages for route, _ in stage}
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:

@@ -23,7 +23,7 @@ from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
-from ds_layerwise.routing import Route, check_routes, route_parameters
+from ds_layerwise.routing import Route, route_parameters
 from ds_layerwise.state_access import StateAccess
 from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
@@ -119,11 +119,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
-        self._placed_elsewhere = {}
-        if elsewhere is not None:
-            stages = comm.gather_objects(list(routes.values()), group=self.settings.model_group)
-            check_routes([route for stage in stages for route in stage])
-            self._placed_elsewhere = {route.name: route.optimizer for stage in stages for route in stage}
+        self._placed_elsewhere = {} if elsewhere is None else pipeline.placements(
+            routes, self.optimizer.param_groups, self.settings.model_group)
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
                      for spec in specs for route in [routes[spec.name]]]

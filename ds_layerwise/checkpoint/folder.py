@@ -60,8 +60,16 @@ def find(path: Path) -> Path:
     """The folder of one checkpoint: ``path`` itself, or the one that ``latest`` in it names.
 
     Raises:
-        LayerwiseError: there is none.
+        LayerwiseError: there is none, or it is of a kind that only an engine reads.
     """
+    folder = _find(path)
+    if any(folder.glob("layer_*-model_states.pt")):
+        raise LayerwiseError(f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
+                             "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py write")
+    return folder
+
+
+def _find(path: Path) -> Path:
     if not path.is_dir():
         raise LayerwiseError(f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest")
     if is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt")):
@@ -171,10 +179,6 @@ class ModelFile:
         content = _load_trusted(paths[0]) if trust else _load_client_state(paths[0])
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerwiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
-        if content["module"] is None and any(folder.glob("layer_*-model_states.pt")):
-            raise LayerwiseError(f"{folder} was saved by a pipeline, one file a layer, which this does not read; make "
-                                 "it a universal checkpoint with layerwise.save_universal or DeepSpeed's "
-                                 "ds_to_universal.py")
         groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
         shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
         frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}

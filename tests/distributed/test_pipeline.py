@@ -2,19 +2,23 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+import ds_layerwise
+from ds_layerwise.errors import ConfigError, LayerwiseError, LayoutError, RoutingError
 from tests.checkpoints import assert_equal_states, on_rank_0
 from tests.harness import DistributedTest
 from tests.models import Block
-from tests.reference import LossScale, Recipe, train, trainable
-from tests.training import allow_fp16, ds_config, relative_error, start
+from tests.reference import Recipe, train, train_on_gradients, whole_number_gradients
+from tests.training import allow_fp16, ds_config, reduced_gradients, relative_error, start
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
 pytestmark = pytest.mark.filterwarnings("ignore:c10d")
@@ -153,29 +157,192 @@ def whole_states(engine):
 
 
 class TestAgainstOnePiece(DistributedTest):
-    world_size = [2, 4]
-
+    @pytest.mark.world_size([2, 4])
     @pytest.mark.parametrize("tied", [True, False])
     def test_two_stages(self, tied):
-        self.compare(2, tied, clip=0.3)
+        compare(2, tied, clip=0.3, layerwise={"overlap_param_gather": tied})
 
-    def compare(self, stages, tied, *, clip, tolerance=1e-5, module_options={}, **changes):
-        pipes = dist.get_world_size() // stages
-        expected = oracle(tied, pipes, clip=clip)
-        engine = start(pipeline(stages, tied=tied, **module_options), config(clip=clip, **changes))
-        assert (engine.grid.pipe_parallel_size, engine.optimizer.world_size) == (stages, pipes)
-        for step in range(STEPS):
-            loss, = train_pipeline(engine, 1, first=step)
-            assert loss == pytest.approx(expected.steps[step].loss, rel=1e-5)
-            assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step].norm, rel=1e-5)
-        found = whole_weights(engine)
-        assert found.keys() == expected.model_params.keys()
-        for name, value in expected.model_params.items():
-            assert relative_error(found[name], value) < tolerance, name
+    @pytest.mark.world_size(2)
+    def test_one_stage(self):
+        compare(1, True, clip=0.3)
+
+    @pytest.mark.world_size(2)
+    def test_activation_checkpointing(self):
+        compare(2, True, clip=0.3, pipeline={"activation_checkpoint_interval": 1},
+                module_options={"checkpointable_layers": ["Block"]})
+        compare(2, True, clip=0.3, pipeline={"activation_checkpoint_interval": 2, "use_reentrant": False})
+
+
+def compare(stages, tied, *, clip, module_options={}, **changes):
+    """Train a pipeline and the oracle: losses, norms and weights."""
+    pipes = dist.get_world_size() // stages
+    expected = oracle(tied, pipes, clip=clip)
+    assert expected.steps[0].clip_factor > 1.5
+    engine = start(pipeline(stages, tied=tied, **module_options), config(clip=clip, **changes))
+    assert (engine.grid.pipe_parallel_size, engine.optimizer.world_size) == (stages, pipes)
+    for step in range(STEPS):
+        loss, = train_pipeline(engine, 1, first=step)
+        assert loss == pytest.approx(expected.steps[step].loss, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step].norm, rel=1e-5)
+    found = whole_weights(engine)
+    assert found.keys() == expected.params.keys()
+    for name, value in expected.params.items():
+        assert relative_error(found[name], value) < 1e-5, name
+    engine.destroy()
+
+
+class Numbers(nn.Module):
+    """Adds to a sum what gives its weight whole numbers for a gradient: others in every micro-batch and pipeline."""
+
+    def __init__(self, rows, cols):
+        super().__init__()
+        torch.manual_seed(7)
+        self.weight = nn.Parameter(torch.randn(rows, cols))
+
+    def forward(self, x, place="first"):
+        numbers = whole_number_gradients(place, self.weight.shape, *(int(n) for n in x[0, :3]))
+        return torch.cat([x[:, :3].detach(), x[:, 3:] + (self.weight * numbers).sum()], dim=1)
+
+
+def at_the_end(module, x):
+    return module(x, "last")
+
+
+class TestGradients(DistributedTest):
+    """Whole numbers add up exactly. Muon and Adam forget the scale of a gradient, and what is added twice."""
+
+    @pytest.mark.world_size(4)
+    def test_sums_norm_and_updates(self):
+        for precision in ({}, {"bf16": {"enabled": True}},
+                          {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}):
+            specs = [TiedLayerSpec("tied", Numbers, 7, 9), LayerSpec(Numbers, 12, 5), LayerSpec(Numbers, 6, 30),
+                     TiedLayerSpec("tied", Numbers, 7, 9, forward_fn=at_the_end)]
+            engine = start(PipelineModule(specs, num_stages=2, partition_method="uniform",
+                                          loss_fn=lambda x, _: x[:, 3].sum()), ds_config(gas=2, clip=5.0, **precision))
+            expected = self.oracle(torch.bfloat16 if precision else torch.float32)
+            assert expected.steps[0].clip_factor > 2
+            optimizer, found = engine.optimizer, {}
+            take_step = optimizer.step
+
+            def step():
+                found.update(reduced_gradients(engine))
+                take_step()
+
+            optimizer.step = step
+            pipe = engine.grid.get_data_parallel_id()
+            for index, wanted in enumerate(expected.steps):
+                engine.train_batch(iter([(torch.tensor([[index, micro, pipe, 0.0]]).requires_grad_(), torch.zeros(1))
+                                         for micro in range(2)]))
+                for name, (first, values) in found.items():
+                    assert torch.equal(values, wanted.grads[name].flatten()[first:first + values.numel()]), name
+                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-12)
+            states = whole_states(engine)
+            for name, value in expected.params.items():
+                assert relative_error(states[name, "fp32"], value.flatten()) < 1e-5, name
+            whole_weights(engine)
+            engine.destroy()
+
+    def oracle(self, dtype):
+        def gradient(name, shape, *place):
+            return sum(whole_number_gradients(where, shape, *place)
+                       for where in (["first", "last"] if "tied" in name else ["first"]))
+
+        shapes = {"1.weight": (12, 5), "2.weight": (6, 30), "tied_modules.tied.weight": (7, 9)}
+        recipe = Recipe(matrices={name: (1, *shape) for name, shape in shapes.items() if "tied" not in name}, gas=2,
+                        world_size=2, clip=5.0, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, param_dtype=dtype)
+        return train_on_gradients({name: Numbers(*shape).weight for name, shape in shapes.items()}, gradient, recipe, 3)
+
+    @pytest.mark.world_size(4)
+    def test_an_overflow_on_one_rank_skips_the_step_on_all(self):
+        allow_fp16()
+        for bad in range(4):
+            engine = start(pipeline(2), config(fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}))
+            train_pipeline(engine, 1)
+            before = whole_states(engine)
+            spoil = next(p for name, p in engine.module.named_parameters() if name in ("1.qkv.bias", "3.bias"))
+            hook = spoil.register_hook(lambda grad: grad * (float("inf") if dist.get_rank() == bad else 1))
+            train_pipeline(engine, 1, first=1)
+            assert (engine.skipped_steps, engine.optimizer.loss_scale) == (1, 128)
+            assert_equal_states(whole_states(engine), before)
+            hook.remove()
+            train_pipeline(engine, 1, first=2)
+            assert (engine.skipped_steps, engine.optimizer.step_count) == (1, 2)
+            whole_weights(engine)
+            engine.destroy()
+
+
+class TestRouting(DistributedTest):
+    world_size = 2
+
+    def test_a_stage_decides_as_the_whole_model_would(self):
+        """The last linear layer is a head if it has an embedding's shape, wherever that embedding is."""
+        specs = [LayerSpec(nn.Embedding, 12, 8), LayerSpec(nn.Linear, 8, 12), LayerSpec(nn.Linear, 12, 8),
+                 LayerSpec(nn.Linear, 8, 12)]
+        found = []
+        for stages in (1, 2):
+            engine = start(PipelineModule(specs, num_stages=stages, partition_method="uniform", loss_fn=token_loss),
+                           ds_config(layerwise={"overrides": [{"name": "2.weight", "lr_scale": 0.5}]}))
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, {name: (route.optimizer, route.reason, route.lr_scale)
+                                              for name, route in engine.optimizer.routes.items()})
+            found.append({name: route for routes in everyone for name, route in routes.items()})
+            engine.destroy()
+        assert found[0] == found[1]
+        assert {name for name, route in found[0].items() if route[0] == "matrix"} == {"1.weight", "2.weight"}
+
+    def test_no_matrix_and_no_match_in_any_stage(self):
+        norms = [LayerSpec(nn.LayerNorm, 8), LayerSpec(nn.LayerNorm, 8)]
+        with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer, of 4 trainable ones"):
+            start(PipelineModule(norms, num_stages=2, loss_fn=token_loss), ds_config())
+        with pytest.raises(RoutingError, match=r"overrides\[0\] \('7.weight'\) matches no trainable parameter"):
+            start(pipeline(2), config(layerwise={"overrides": [{"name": "7.weight", "lr_scale": 2.0}]}))
+
+    def test_a_shared_weight_is_trained_alike(self):
+        module = pipeline(2)
+        groups = [{"params": list(module.parameters()), "weight_decay": 0.1 * dist.get_rank()}]
+        with pytest.raises(LayoutError, match="tied_modules.embed.weight is shared by stages 0 and 1 of the pipeline"):
+            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
+
+    def test_what_a_shared_module_does_not_share_is_trained_on_its_first_stage_only(self):
+        def with_positions(embedding, x):
+            return logits(embedding, x + embedding.positions.weight)
+
+        specs = layers(True)[:-1] + [TiedLayerSpec("embed", Embedding, forward_fn=with_positions)]
+        engine = start(PipelineModule(specs, num_stages=2, loss_fn=token_loss), config())
+        with pytest.raises(LayerwiseError, match="tied_modules.embed.positions.weight got a gradient on a later stage"):
+            train_pipeline(engine, 1)
+
+
+REFUSED = {
+    "stage 2": ({"stage": 2}, "zero_optimization.stage must be 1 with a PipelineModule, got 2"),
+    "rename": ({"layerwise": {"rename": {"a": "b"}}}, "layerwise.rename is not supported with a PipelineModule"),
+    "own disks": ({"checkpoint": {"use_node_local_storage": True}}, "use_node_local_storage is not supported with a P"),
+}
+
+
+class TestRefused(DistributedTest):
+    world_size = 2
+
+    def test_by_the_config(self):
+        for changes, message in REFUSED.values():
+            with pytest.raises(ConfigError, match=message):
+                start(pipeline(2), config(**changes))
+
+    def test_by_the_model(self):
+        functions = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8), torch.relu, torch.relu]
+        with pytest.raises(LayerwiseError, match="stage 1 of the pipeline has nothing to train"):
+            start(PipelineModule(functions, num_stages=2, partition_method="uniform", loss_fn=token_loss), config())
+        slices = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+        with pytest.raises(ConfigError, match=r"a pipeline with tensor slices \(2 ranks a layer\) is not supported"):
+            start(PipelineModule(layers(False), topology=slices, loss_fn=token_loss), config())
+        if find_spec("deepspeed.runtime.pipe.dualpipev"):
+            from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+            with pytest.raises(ConfigError, match="DualPipeVModule is not supported by this optimizer"):
+                start(DualPipeVModule(layers(False), num_stages=2, loss_fn=token_loss), config())
 
 
 class TestCheckpoints(DistributedTest):
-    """Of one training, by different numbers of stages and pipelines; 4 x 3 micro-batches a pipeline are the same."""
+    """What two pipelines of two stages have saved, read by others."""
 
     @pytest.mark.world_size(4)
     @pytest.mark.parametrize("tied", [True, False])
