@@ -156,16 +156,18 @@ def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stri
     Raises:
         LayerwiseError: names or shapes differ, or there is no state for the scheduler.
     """
-    _check_names_and_shapes(checkpoint["module"], engine.module.state_dict(keep_vars=True), strict=strict)
+    _check_names_and_shapes(checkpoint["module"], engine.module.state_dict(keep_vars=True), strict=strict,
+                            way_out="rename it with layerwise.rename, or ")
     _check_scheduler(engine, checkpoint)
 
 
-def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, of: str = "") -> None:
+def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, of: str = "",
+                            way_out: str = "") -> None:
     for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
         if strict and names:
             raise LayerwiseError(f"the checkpoint {what} {', '.join(sorted(names)[:5])}{' and more' * (len(names) > 5)}"
-                                 f"{of}, which the model {'has' if what == 'lacks' else 'lacks'}; rename it with "
-                                 "layerwise.rename, or load what fits with load_module_strict=False")
+                                 f"{of}, which the model {'has' if what == 'lacks' else 'lacks'}; {way_out}load what "
+                                 "fits with load_module_strict=False")
     for name in wanted.keys() & found.keys():
         if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
             raise LayerwiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "

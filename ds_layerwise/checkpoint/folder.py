@@ -176,11 +176,14 @@ class ModelFile:
         paths = [path for name in (MODEL_FILE, ZERO3_MODEL_FILE) if (path := folder / name).exists()]
         if not paths:
             return None
-        content = _load_trusted(paths[0]) if trust else _load_client_state(paths[0])
+        load = _load_trusted if trust else _load_client_state
+        content = load(paths[0])
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerwiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
-        groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
-        shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+        shapes = _shapes(content)
+        for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
+            # Of a pipeline, each stage has its own.
+            shapes = shapes if stage == paths[0] else {**_shapes(load(stage)), **shapes}
         frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}
         module = {name: value for name, value in (content["module"] or {}).items() if isinstance(value, Tensor)}
         if paths[0].name == ZERO3_MODEL_FILE:
@@ -195,6 +198,11 @@ class ModelFile:
         """Frozen parameters and buffers."""
         left_out = {*trained, *self.aliases}
         return {name: value for name, value in self.module.items() if name not in left_out}
+
+
+def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
+    return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
 
 def _load_client_state(path: Path) -> Any:

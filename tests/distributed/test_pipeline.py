@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from safetensors.torch import load_file
 from torch import nn
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerwiseError, LayoutError, RoutingError
 from tests.checkpoints import assert_equal_states, on_rank_0
+from tests.cli import assert_refused, run
 from tests.harness import DistributedTest
 from tests.models import Block
 from tests.reference import Recipe, train, train_on_gradients, whole_number_gradients
@@ -58,8 +60,8 @@ def token_loss(outputs, targets):
     return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
-def pipeline(stages, *, tied=True, **options):
-    return PipelineModule(layers(tied), num_stages=stages, loss_fn=token_loss, seed_layers=True,
+def pipeline(stages, *, tied=True, more=(), **options):
+    return PipelineModule([*layers(tied), *more], num_stages=stages, loss_fn=token_loss, seed_layers=True,
                           partition_method="uniform", **options)
 
 
@@ -341,49 +343,111 @@ class TestRefused(DistributedTest):
                 start(DualPipeVModule(layers(False), num_stages=2, loss_fn=token_loss), config())
 
 
+def with_frozen(stages, **options):
+    """A pipeline with a parameter that is not trained, and a buffer."""
+    module = pipeline(stages, **options)
+    for name, layer in module.named_children():
+        if name == "3":
+            layer.bias.requires_grad_(False)
+            layer.register_buffer("seen", torch.tensor([1.0, 2.0]))
+    return module
+
+
+def not_trained(engine):
+    """Frozen parameters and buffers of all stages."""
+    trained = {f"{name}" for name in engine.optimizer._params}
+    return of_all_stages({name: value.clone() for name, value in engine.module.state_dict().items()
+                          if name not in trained})
+
+
 class TestCheckpoints(DistributedTest):
     """What two pipelines of two stages have saved, read by others."""
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("tied", [True, False])
-    def test_1_resume_bit_for_bit(self, tied, class_tmpdir):
-        folder = class_tmpdir / f"{tied}"
-        first, resumed = (start(pipeline(2, tied=tied), config(layerwise={"save_universal": True}, bf16={
+    def test_1_resume_bit_for_bit(self, class_tmpdir):
+        first, resumed = (start(with_frozen(2), config(layerwise={"save_universal": True}, bf16={
             "enabled": True}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}})) for _ in range(2))
         train_pipeline(first, 3)
-        first.save_checkpoint(folder, client_state={"key": "value"})
-        saved = whole_states(first)
+        first.save_checkpoint(class_tmpdir, client_state={"key": "value"})
+        saved = {"states": whole_states(first), "others": not_trained(first)}
+        on_rank_0(lambda: torch.save(saved, class_tmpdir / "saved.pt"))
         expected = train_pipeline(first, 3, first=3)
         train_pipeline(resumed, 2, first=70)
-        assert resumed.load_checkpoint(folder)[1]["key"] == "value"
+        assert resumed.load_checkpoint(class_tmpdir)[1]["key"] == "value"
         assert (resumed.global_steps, resumed.optimizer.step_count) == (3, 3)
         assert train_pipeline(resumed, 3, first=3) == expected
+        assert resumed.get_lr() == first.get_lr()
         assert_equal_states(whole_states(resumed), whole_states(first))
         assert_equal_states(whole_weights(resumed), whole_weights(first))
-        on_rank_0(lambda: torch.save(saved, folder / "saved.pt"))
 
     @pytest.mark.world_size([1, 2, 4])
-    @pytest.mark.parametrize("tied", [True, False])
-    def test_2_any_number_of_stages_and_pipelines(self, tied, class_tmpdir):
+    def test_2_any_number_of_stages_and_pipelines(self, class_tmpdir):
         """Every weight and state is found by its name."""
-        folder, expected = class_tmpdir / f"{tied}", torch.load(class_tmpdir / f"{tied}" / "saved.pt")
         for stages in {1: [1], 2: [2, 1], 4: [4]}[dist.get_world_size()]:
-            engine = start(pipeline(stages, tied=tied), config(bf16={"enabled": True}))
+            engine = start(with_frozen(stages), config(bf16={"enabled": True}))
             for tag in ("global_step3", "global_step3_universal"):
-                train_pipeline(engine, 1, first=70)
-                engine.load_checkpoint(folder, tag=tag)
-                assert_equal_states(whole_states(engine), expected)
-                for name, value in whole_weights(engine).items():
-                    assert torch.equal(value.flatten(), expected[name, "fp32"].bfloat16()), name
+                self.load(engine, class_tmpdir, tag)
                 assert engine.optimizer.step_count == engine.global_steps == 3
+            self.load(engine, class_tmpdir, "global_step3", load_module_only=True, states=False)
 
     @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("tied", [True, False])
-    def test_3_deepspeeds_converter(self, tied, class_tmpdir):
-        folder = class_tmpdir / f"{tied}"
-        on_rank_0(lambda: subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
-                                          folder / "global_step3", "--output_folder", folder / "converted"], check=True))
-        engine = start(pipeline(2, tied=tied), config(bf16={"enabled": True}))
+    def test_3_deepspeeds_converter(self, class_tmpdir):
+        on_rank_0(lambda: subprocess.run(
+            [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
+             class_tmpdir / "global_step3", "--output_folder", class_tmpdir / "converted"], check=True))
+        engine = start(with_frozen(2), config(bf16={"enabled": True}))
+        with pytest.raises(LayerwiseError, match="3.bias, which is not trained, cannot be restored"):
+            engine.load_checkpoint(class_tmpdir, tag="converted")
+        self.load(engine, class_tmpdir, "converted", load_module_strict=False, others=False)
+
+    def load(self, engine, folder, tag, *, states=True, others=True, **options):
+        """Load over other values, and compare with what was saved."""
+        expected = torch.load(folder / "saved.pt")
         train_pipeline(engine, 1, first=70)
-        engine.load_checkpoint(folder, tag="converted")
-        assert_equal_states(whole_states(engine), torch.load(folder / "saved.pt"))
+        for name, value in engine.module.state_dict().items():
+            if name not in engine.optimizer._params:
+                value.fill_(7)
+        engine.load_checkpoint(folder, tag=tag, **options)
+        for name, value in whole_weights(engine).items():
+            if (name, "fp32") in expected["states"]:
+                assert torch.equal(value.flatten(), expected["states"][name, "fp32"].bfloat16()), name
+        if states:
+            assert_equal_states(whole_states(engine), expected["states"])
+        if others:
+            assert_equal_states(not_trained(engine), expected["others"])
+
+    @pytest.mark.world_size(2)
+    def test_4_what_does_not_fit_is_refused_on_all_ranks(self, class_tmpdir):
+        engine = start(with_frozen(2), config(bf16={"enabled": True}))
+        before = whole_states(engine)
+        for module, message in (
+                (with_frozen(2, more=[LayerSpec(nn.LayerNorm, VOCAB)]), "has 0 files of layer 5, and needs one"),
+                (pipeline(2), "has seen of layer 3, which the model lacks; load what fits with load_module_strict=Fa")):
+            other = start(module, config())
+            for states in (True, False):
+                with pytest.raises(LayerwiseError, match=message):
+                    other.load_checkpoint(class_tmpdir, tag="global_step3", load_optimizer_states=states)
+            other.destroy()
+        layer = class_tmpdir / "global_step3" / "layer_03-model_states.pt"
+        whole = layer.read_bytes()
+        on_rank_0(lambda: layer.write_bytes(whole[:-1]))
+        for states in (True, False):
+            with pytest.raises(LayerwiseError, match="layer_03-model_states.pt"):
+                engine.load_checkpoint(class_tmpdir, tag="global_step3", load_optimizer_states=states)
+        assert_equal_states(whole_states(engine), before)
+        on_rank_0(lambda: layer.write_bytes(whole))
+
+    def test_5_without_an_engine(self, class_tmpdir):
+        folder = class_tmpdir / "global_step3"
+        expected = torch.load(class_tmpdir / "saved.pt")
+        for command in (["verify", folder], ["to-universal", folder, class_tmpdir / "out"],
+                        ["consolidate", folder, class_tmpdir / "out"]):
+            assert_refused("was saved by a pipeline, which only a pipeline reads", *command)
+        code, out, _ = run("verify", f"{folder}_universal")
+        assert code == 0, out
+        code, *_ = run("consolidate", f"{folder}_universal", class_tmpdir / "out.safetensors")
+        found = load_file(class_tmpdir / "out.safetensors")
+        assert code == 0 and found.keys() == expected["others"].keys() | {name for name, _ in expected["states"]}
+        for (name, key), value in expected["states"].items():
+            if key == "fp32":
+                assert torch.equal(found[name].flatten(), value), name
