@@ -348,7 +348,8 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
     "tensor_parallel.autotp_size": ((0, 1), "a slice of a matrix cannot be orthogonalised as a whole; remove it"),
-    "expert_parallel.enabled": ((False,), "experts of other ranks have no owner here; remove it"),
+    "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),
+    "use_data_before_expert_parallelism": ((False,), "experts are dealt out rank after rank; remove it"),
 }
 
 #: What Hugging Face fills in, and DeepSpeed reads as it stands, or takes for false.

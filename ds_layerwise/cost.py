@@ -71,17 +71,21 @@ class Wire:
 
 def wire_elements(layout: Layout, dtype: str | None = None) -> Wire:
     """What each rank sends for the buckets of ``dtype``, or for all of them."""
-    shards = _shard_numels(layout, dtype)
-    total = sum(shards)
-    return Wire(reduce=tuple(total - own for own in shards),
-                gather=tuple((layout.world_size - 1) * own for own in shards))
+    reduce, gather = [0] * layout.world_size, [0] * layout.world_size
+    for variants in {bucket.variants for bucket in layout.buckets}:
+        shards, holders = _shard_numels(layout, dtype, variants), layout.world_size // variants
+        total = sum(shards) // variants
+        for rank, own in enumerate(shards):
+            reduce[rank] += total - own
+            gather[rank] += (holders - 1) * own
+    return Wire(tuple(reduce), tuple(gather))
 
 
-def _shard_numels(layout: Layout, dtype: str | None = None) -> list[int]:
-    """Elements in the shards of each rank, padding included."""
+def _shard_numels(layout: Layout, dtype: str | None, variants: int) -> list[int]:
+    """Elements in the shards of each rank, padding included, of parameters with so many variants."""
     numels = [0] * layout.world_size
     for bucket in layout.buckets:
-        if dtype in (None, bucket.dtype):
+        if dtype in (None, bucket.dtype) and bucket.variants == variants:
             for rank, numel in bucket.non_empty_shards():
                 numels[rank] += numel
     return numels
@@ -148,7 +152,8 @@ def _owned_numels(layout: Layout) -> tuple[list[int], list[int]]:
     for bucket in layout.buckets:
         if bucket.whole:
             for slot in bucket.slots:
-                whole[bucket.owner(slot)] += slot.numel
+                for owner in bucket.owners(slot):
+                    whole[owner] += slot.numel
         else:
             for rank, _ in bucket.non_empty_shards():
                 split[rank] += sum(piece.numel for piece in bucket.pieces(rank))
@@ -161,7 +166,7 @@ class LayoutReport:
 
     num_buckets: int
     numel: int
-    """Elements of all parameters."""
+    """Elements of all parameters of a rank's model."""
     padding: int
     """Elements of the buffers that belong to no parameter."""
     work: tuple[int, ...]
@@ -188,9 +193,10 @@ class LayoutReport:
         for bucket in layout.buckets:
             if bucket.whole:
                 for slot in bucket.slots:
-                    work[bucket.owner(slot)] += work_of[slot.name]
+                    for owner in bucket.owners(slot):
+                        work[owner] += work_of[slot.name]
         whole, split = _owned_numels(layout)
-        numel = sum(whole) + sum(split)
+        numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
         return cls(
             num_buckets=len(layout.buckets), numel=numel,
             padding=sum(layout.buffer_numel(dtype) for dtype in layout.dtypes) - numel,

@@ -17,7 +17,6 @@ from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
-import torch
 from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY,
                                             UNIVERSAL_CHECKPOINT_VERSION_VALUE)
 from deepspeed.moe.layer import MoE
@@ -137,11 +136,11 @@ def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     if _uses_us(engine):
         if not dist.is_initialized():
-            _check_model(engine.module)
+            _check_model(engine)
         else:
             with comm.Alike(None):
                 sequence_parallel.check(engine)
-                _check_model(engine.module)
+                _check_model(engine)
                 if pipeline.is_pipeline(engine.module):
                     pipeline.check(engine, engine.module, _sections(engine)[1])
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
@@ -156,15 +155,17 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     return original()
 
 
-def _check_model(model: torch.nn.Module) -> None:
-    """Refuse what one rank can see to be wrong with ``model``.
+def _check_model(engine: DeepSpeedEngine) -> None:
+    """Refuse what one rank can see to be wrong with the model.
 
     Raises:
-        ConfigError: it has experts that differ between ranks, or its gradients go to another engine.
+        ConfigError: its gradients go to another engine, or it has experts and is cut over ranks otherwise, too.
     """
-    if any(isinstance(module, MoE) for module in model.modules()):
-        raise ConfigError("deepspeed.moe layers are not supported by this optimizer: their experts are not the same on "
-                          "every rank")
+    model = engine.module
+    if any(isinstance(module, MoE) for module in model.modules()) and (
+            engine.mpu is not None or engine.sequence_parallel_size > 1):
+        raise ConfigError("deepspeed.moe layers together with model or sequence parallelism are not supported by this "
+                          "optimizer: it knows no order of experts for that")
     if taken := [name for name, param in model.named_parameters() if param in owners]:
         raise ConfigError(f"{taken[0]} belongs to another engine, whose hooks would take its gradients; call destroy() "
                           "on that engine first")
@@ -230,6 +231,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
+        expert_groups=(engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {},
         model_group=None if mpu is None else mpu.get_model_parallel_group(),
         part=0 if mpu is None else mpu.get_model_parallel_rank(),
         tensor_rank=bwc_tensor_model_parallel_rank(mpu),

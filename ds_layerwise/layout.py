@@ -25,10 +25,11 @@ class ParamSpec:
     """What a planner knows of one parameter.
 
     ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the Newton-Schulz
-    FLOPs of one step, 0 for what is cut.
+    FLOPs of one step, 0 for what is cut. ``variants`` is how many different parameters go by this name, on as many
+    consecutive ranks, again and again: more than 1 for experts, of which each rank has its own.
 
     Raises:
-        LayoutError: no name, no elements, or work that nobody would do.
+        LayoutError: no name, no elements, no variants, or work that nobody would do.
     """
 
     name: str
@@ -36,12 +37,15 @@ class ParamSpec:
     dtype: str
     whole: bool
     work: int = 0
+    variants: int = 1
 
     def __post_init__(self) -> None:
         if not self.name or not self.dtype:
             raise LayoutError(f"a parameter needs a name and a dtype, got name {self.name!r}, dtype {self.dtype!r}")
         if any(size < 1 for size in self.shape):
             raise LayoutError(f"{self.name}: every axis needs at least 1 element, got shape {self.shape}")
+        if self.variants < 1:
+            raise LayoutError(f"{self.name}: variants must be at least 1, got {self.variants}")
         if self.work < 0 or (self.work and not self.whole):
             raise LayoutError(f"{self.name}: work must be at least 0, and 0 where whole is false, got {self.work} "
                               f"with whole {self.whole}")
@@ -89,7 +93,8 @@ class Bucket:
     """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0, of rank 1, ...
 
     Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole`` bucket no slot
-    crosses a border between shards.
+    crosses a border between shards. Where parameters have ``variants``, every so many consecutive ranks of the layout
+    have the same shard, each of its own variant, and a collective takes the ranks of one variant.
 
     Raises:
         LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross.
@@ -101,36 +106,38 @@ class Bucket:
     start: int
     shard_numels: tuple[int, ...]
     slots: tuple[Slot, ...]
-    # Ranks whose shard is not empty, and where these shards start. At 1024 ranks most shards of most buckets are
+    variants: int = 1
+    # Numbers of the shards that are not empty, and where these start. At 1024 ranks most shards of most buckets are
     # empty, or all are equal and these are ranges: that keeps layouts of 10,000 buckets cheap.
-    _ranks: Sequence[int] = field(init=False, repr=False, compare=False)
+    _filled: Sequence[int] = field(init=False, repr=False, compare=False)
     _starts: Sequence[int] = field(init=False, repr=False, compare=False)
     _numel: int = field(init=False, repr=False, compare=False)
     is_even: bool = field(init=False, repr=False, compare=False)
     """Whether all shards have the same length."""
 
     def __post_init__(self) -> None:
-        if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots:
-            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards and slots at least 1, "
-                              f"got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} slots")
-        ranks: Sequence[int]
+        if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.variants < 1:
+            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards, slots and variants at "
+                              f"least 1, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} "
+                              f"slots, {self.variants} variants")
+        filled: Sequence[int]
         starts: Sequence[int]
         is_even = self.shard_numels.count(self.shard_numels[0]) == len(self.shard_numels)
         if is_even:
-            world_size, lowest = self.world_size, self.shard_numels[0]
-            numel = world_size * lowest
-            ranks = range(world_size) if lowest else ()
+            count, lowest = len(self.shard_numels), self.shard_numels[0]
+            numel = count * lowest
+            filled = range(count) if lowest else ()
             starts = range(self.start, self.start + numel, lowest) if lowest else ()
         else:
             numels = tuple(compress(self.shard_numels, self.shard_numels))
             numel, lowest = sum(numels), min(numels)
-            ranks = tuple(compress(_count_to(self.world_size), self.shard_numels))
+            filled = tuple(compress(_count_to(len(self.shard_numels)), self.shard_numels))
             starts = tuple(accumulate(numels[:-1], initial=self.start))
         if lowest < 0:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
-                              f"{self.shard_numels.index(lowest)} has {lowest}")
+                              f"{self.variants * self.shard_numels.index(lowest)} has {lowest}")
         object.__setattr__(self, "is_even", is_even)
-        object.__setattr__(self, "_ranks", ranks)
+        object.__setattr__(self, "_filled", filled)
         object.__setattr__(self, "_starts", starts)
         object.__setattr__(self, "_numel", numel)
         self._check_slots()
@@ -168,27 +175,34 @@ class Bucket:
 
     @property
     def world_size(self) -> int:
-        """The number of shards, empty ones included."""
-        return len(self.shard_numels)
+        """The number of ranks of the layout."""
+        return len(self.shard_numels) * self.variants
 
     def shard(self, rank: int) -> tuple[int, int]:
         """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is empty.
 
         Raises:
-            LayoutError: ``rank`` is not one of the shards.
+            LayoutError: the layout has no such rank.
         """
-        if not 0 <= rank < len(self.shard_numels):
-            raise LayoutError(f"rank must be in [0, {len(self.shard_numels)}), got {rank}")
-        i = bisect_left(self._ranks, rank)
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
+        number = rank // self.variants
+        i = bisect_left(self._filled, number)
         start = self._starts[i] if i < len(self._starts) else self.stop
-        return start, start + self.shard_numels[rank]
+        return start, start + self.shard_numels[number]
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """``(rank, numel)`` of every shard that has elements, in rank order."""
-        return ((rank, self.shard_numels[rank]) for rank in self._ranks)
+        return ((number * self.variants + variant, self.shard_numels[number])
+                for number in self._filled for variant in range(self.variants))
+
+    def owners(self, slot: Slot) -> range:
+        """The ranks that hold ``slot`` as a whole, one for each of its variants."""
+        owner = self.owner(slot)
+        return range(owner, owner + self.variants)
 
     def owner(self, slot: Slot) -> int:
-        """The rank that holds ``slot`` as a whole.
+        """The rank that holds ``slot``, or the first of its variants, as a whole.
 
         Raises:
             LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
@@ -196,7 +210,7 @@ class Bucket:
         if not self.whole or not self.start <= slot.start < self.stop:
             raise LayoutError(f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
                               f"[{self.start}, {self.stop}), whole {self.whole}")
-        return self._ranks[bisect_right(self._starts, slot.start) - 1]
+        return self._filled[bisect_right(self._starts, slot.start) - 1] * self.variants
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What lies in the shard of ``rank``, in memory order, without padding."""
@@ -256,7 +270,8 @@ class Layout:
         if bucket.index != index:
             raise LayoutError(f"bucket {bucket.index} is at place {index} of the launch order")
         if bucket.world_size != self.world_size:
-            raise LayoutError(f"bucket {index} has {bucket.world_size} shards, the layout {self.world_size} ranks")
+            raise LayoutError(f"bucket {index} has {len(bucket.shard_numels)} shards for each of {bucket.variants} "
+                              f"variants, the layout {self.world_size} ranks")
         if bucket.start != expected_start:
             raise LayoutError(f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one before "
                               f"it stops at {expected_start}")
@@ -301,7 +316,8 @@ class Layout:
         return json.dumps({
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
             "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start, "shards": _run_lengths(b),
-                         "slots": [[s.name, s.start, s.numel] for s in b.slots]} for b in self.buckets],
+                         "slots": [[s.name, s.start, s.numel] for s in b.slots],
+                         **({"variants": b.variants} if b.variants > 1 else {})} for b in self.buckets],
         }, separators=(",", ":"))
 
     @classmethod
@@ -328,7 +344,7 @@ class Layout:
 def _run_lengths(bucket: Bucket) -> list[list[int]]:
     """Runs of equal shard lengths, every run as long as it can be, so that equal layouts have equal texts."""
     if bucket.is_even:
-        return [[bucket.world_size, bucket.shard_numels[0]]]
+        return [[len(bucket.shard_numels), bucket.shard_numels[0]]]
     runs: list[list[int]] = []
 
     def add(count: int, numel: int) -> None:
@@ -338,15 +354,15 @@ def _run_lengths(bucket: Bucket) -> list[list[int]]:
             runs.append([count, numel])
 
     done = 0
-    for rank, numel in bucket.non_empty_shards():
-        add(rank - done, 0)
-        add(1, numel)
-        done = rank + 1
-    add(bucket.world_size - done, 0)
+    for number in bucket._filled:
+        add(number - done, 0)
+        add(1, bucket.shard_numels[number])
+        done = number + 1
+    add(len(bucket.shard_numels) - done, 0)
     return runs
 
 
 def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
     shards = tuple(chain.from_iterable(repeat(numel, count) for count, numel in values["shards"]))
     return Bucket(index, values["dtype"], values["whole"], values["start"], shards,
-                  tuple(Slot(*slot) for slot in values["slots"]))
+                  tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1))

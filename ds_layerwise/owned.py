@@ -38,13 +38,18 @@ class Owned:
         values: the parameter buffer; masters start as its shards.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
         rules: the rule of each placement.
+        names: by parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`.
         batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
-                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *, batch_matrices: bool) -> None:
+                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *, names: Mapping[str, Sequence[str]],
+                 batch_matrices: bool) -> None:
         self.layout, self.rank, self.rules = layout, rank, rules
-        self._routes, self._values = routes, values
+        self._routes, self._values, self._names = routes, values, names
+        self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
+        """By parameter, the name that a checkpoint has for this rank's variant of it."""
+        self._known_as = {saved: name for name, saved in self.saved_as.items()}
         self.masters = ShardBuffer(layout, rank, [_float32(values.shard(b, rank)) for b in layout.buckets])
         self.reduced = ShardBuffer(layout, rank, [
             torch.zeros_like(self.masters.bucket(b.index)) if grads is None else _float32(grads.shard(b, rank))
@@ -108,10 +113,11 @@ class Owned:
             masters.copy_(values)
 
     def rule_records(self, elsewhere: Mapping[str, Placement] | None = None) -> dict[str, RuleRecord]:
-        """By parameter name, over all ranks, what a checkpoint needs to know of its optimizer; also of those
+        """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
         ``elsewhere``, which are not in this layout."""
         records = {placement: _rule_record(rule) for placement, rule in self.rules.items()}
-        here = {slot.name: self._routes[slot.name].optimizer for bucket in self.layout.buckets for slot in bucket.slots}
+        here = {saved: self._routes[slot.name].optimizer
+                for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
         return {name: records[placement] for name, placement in {**(elsewhere or {}), **here}.items()}
 
     def state_keys(self, name: str) -> tuple[str, ...]:
@@ -120,22 +126,25 @@ class Owned:
         return tuple(key for key in _rule_record(rule).state_keys if key in rule.state_keys or key == "step")
 
     def record(self) -> ShardRecord:
-        """All of it by name, as views into live memory."""
+        """All of it by name in a checkpoint, as views into live memory."""
         pieces = tuple(
-            PieceRecord(piece.name, piece.param_start, self.masters.piece(piece.name),
+            PieceRecord(self.saved_as[piece.name], piece.param_start, self.masters.piece(piece.name),
                         {key: value.view(-1) if value.shape == self._shaped(self.masters, piece.name).shape else value
                          for key, value in self.states[piece.name].items()})
             for pieces in self.pieces for piece in pieces)
-        return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces)
+        return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces,
+                           {name: tuple(saved) for name, saved in self._names.items() if len(saved) > 1})
 
-    def restart(self, name: str, keys: Iterable[str]) -> None:
-        """Set states of ``name`` back to what they are before the first update."""
+    def restart(self, saved_as: str, keys: Iterable[str]) -> None:
+        """Set states of a parameter, by its name in a checkpoint, back to what they are before the first update."""
+        name = self._known_as[saved_as]
         start = self.rules[self._routes[name].optimizer].init_state(self._shaped(self.masters, name))
         for key in keys:
             self.states[name][key].copy_(start[key])
 
-    def master_from_values(self, name: str) -> None:
-        """The master of what this rank holds of ``name`` from its place in the parameter buffer."""
+    def master_from_values(self, saved_as: str) -> None:
+        """The master of what this rank holds of a parameter from its place in the parameter buffer."""
+        name = self._known_as[saved_as]
         bucket, master = self.layout.bucket_of(name), self.masters.piece(name)
         origin = bucket.shard(self.rank)[0]
         piece = next(p for p in self.pieces[bucket.index] if p.name == name)

@@ -51,23 +51,26 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
     _check(specs, world_size, bucket_numel, policy, alignment)
-    streams: dict[tuple[str, bool], list[_Item]] = defaultdict(list)
+    streams: dict[tuple[str, bool, int], list[_Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
-        streams[spec.dtype, spec.whole].append(_Item(spec.name, position, spec.numel, span, spec.work, spec.dtype))
+        streams[spec.dtype, spec.whole, spec.variants].append(
+            _Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.variants))
     drafts: list[_Draft] = []
-    whole_buckets: list[list[_Item]] = []
-    for (_, whole), items in streams.items():
+    whole_buckets: dict[int, list[list[_Item]]] = defaultdict(list)
+    for (_, whole, variants), items in streams.items():
+        holders = world_size // variants
         if not whole:
-            drafts += [_split(bucket, world_size, alignment) for bucket in _cut_stream(items, bucket_numel)]
+            drafts += [_split(bucket, holders, alignment) for bucket in _cut_stream(items, bucket_numel)]
         elif policy == "size_matching":
-            drafts += _match_sizes(items, world_size, bucket_numel)
+            drafts += _match_sizes(items, holders, bucket_numel)
         else:
-            whole_buckets += _cut_stream(items, bucket_numel)
-    if policy == "lpt":
-        drafts += [_equal_shards(bucket, world_size) for bucket in whole_buckets]
-    else:
-        drafts += _balance(whole_buckets, world_size)
+            whole_buckets[variants] += _cut_stream(items, bucket_numel)
+    for variants, buckets in whole_buckets.items():
+        if policy == "lpt":
+            drafts += [_equal_shards(bucket, world_size // variants) for bucket in buckets]
+        else:
+            drafts += _balance(buckets, world_size // variants)
     return Layout(policy, world_size, alignment, _assemble(drafts))
 
 
@@ -81,6 +84,8 @@ def _check(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, polic
     for spec in specs:
         if spec.name in seen:
             raise LayoutError(f"{spec.name} is there twice among {len(specs)} parameters; names must differ")
+        if world_size % spec.variants:
+            raise LayoutError(f"{spec.name} has {spec.variants} variants, which {world_size} ranks cannot share evenly")
         seen.add(spec.name)
 
 
@@ -93,6 +98,7 @@ class _Item(NamedTuple):
     span: int
     work: int
     dtype: str
+    variants: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +130,11 @@ def _assemble(drafts: list[_Draft]) -> tuple[Bucket, ...]:
     ends: dict[str, int] = defaultdict(int)
     buckets: list[Bucket] = []
     for index, draft in enumerate(drafts):
-        dtype = draft.items[0].dtype
+        dtype, variants = draft.items[0].dtype, draft.items[0].variants
         start = ends[dtype]
         slots = tuple(Slot(item.name, start + offset, item.numel)
                       for item, offset in zip(draft.items, draft.offsets, strict=True))
-        buckets.append(Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots))
+        buckets.append(Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, variants))
         ends[dtype] = buckets[-1].stop
     return tuple(buckets)
 

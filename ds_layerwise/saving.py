@@ -2,10 +2,10 @@
 
 Note: what is wrapped, and why there
     ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end; here it writes
-    aside and the folder is moved into place once every rank has written its part. ``_save_checkpoint`` and
-    ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on all ranks, which would wait
-    for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs beside the training, and
-    ``destroy`` ends the last one.
+    aside and the folder is moved into place once every rank has written its part. ``_save_checkpoint``,
+    ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on
+    all ranks, which would wait for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs
+    beside the training, and ``destroy`` ends the last one.
 """
 
 from __future__ import annotations
@@ -208,6 +208,7 @@ def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
 WRAPS: dict[str, Callable[..., Any]] = {
     "save_checkpoint": _save_whole,
     "_save_checkpoint": _save_model_file,
+    "_save_moe_checkpoint": _save_model_file,
     "_save_zero_checkpoint": _raised_alike,
     "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
     "destroy": _destroy,

@@ -13,6 +13,9 @@ from ds_layerwise.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Layout
 
+#: By the number of variants of a bucket's parameters, the ranks of one variant.
+Groups = Mapping[int, comm.Group]
+
 
 def late_gradient(name: str, bucket: int) -> StepError:
     """The error for a gradient that comes when its bucket is gone."""
@@ -37,10 +40,10 @@ def no_gradient() -> StepError:
 class _BucketOrder:
     """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, group: comm.Group,
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: Groups,
                  divide_by: float, wire_dtype: Callable[[str], torch.dtype], in_flight: int = 2) -> None:
         self.layout, self.reduced = layout, reduced
-        self._params, self._group = params, group
+        self._params, self._groups = params, groups
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
@@ -123,10 +126,10 @@ class GradSync(_BucketOrder):
     """
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
-                 group: comm.Group, divide_by: float, wire_dtype: Callable[[str], torch.dtype],
+                 groups: Groups, divide_by: float, wire_dtype: Callable[[str], torch.dtype],
                  in_flight: int = 2) -> None:
         self._grads = grads
-        super().__init__(layout, params, reduced, group=group, divide_by=divide_by, wire_dtype=wire_dtype,
+        super().__init__(layout, params, reduced, groups=groups, divide_by=divide_by, wire_dtype=wire_dtype,
                          in_flight=in_flight)
 
     def reset(self) -> None:
@@ -199,8 +202,8 @@ class GradSync(_BucketOrder):
                 self._grads.param(slot.name).zero_()
         self._wait(self._in_flight - 1)
         self._pending.append(comm.reduce_to_owners(
-            self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index), group=self._group,
-            divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket.dtype)))
+            self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
+            group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket.dtype)))
         self._launched += 1
 
 
@@ -290,8 +293,8 @@ class EagerGradSync(_BucketOrder):
         total = self.reduced.bucket(bucket.index)
         out = total if self._empty[bucket.index] else torch.empty_like(total)
         self._empty[bucket.index] = False
-        pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._group, divide_by=1,
-                                        wire_dtype=wire_dtype)
+        pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.variants],
+                                        divide_by=1, wire_dtype=wire_dtype)
         if out is not total:
             pending = pending.then(lambda: total.add_(out))
         self._pending.append(pending)
@@ -311,9 +314,9 @@ class ParamSync:
         parameters of modules that did not. A forward pass of a part of the model waits for everything.
     """
 
-    def __init__(self, layout: Layout, values: FlatBuffer, *, group: comm.Group) -> None:
+    def __init__(self, layout: Layout, values: FlatBuffer, *, groups: Groups) -> None:
         self.layout = layout
-        self._values, self._group = values, group
+        self._values, self._groups = values, groups
         self._pending: dict[int, comm.Pending] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.overlapping = False
@@ -322,7 +325,7 @@ class ParamSync:
         """Start sending bucket ``index``; its shards must not be written until it has been waited for."""
         bucket = self.layout.buckets[index]
         self._pending[index] = comm.gather_from_owners(self._values.bucket(bucket), bucket.shard_numels,
-                                                       group=self._group)
+                                                       group=self._groups[bucket.variants])
 
     def wait(self, indices: Iterable[int]) -> None:
         """Wait for those of ``indices`` that are under way."""

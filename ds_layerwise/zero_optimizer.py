@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import count_used_parameters_in_backward, is_model_parallel_parameter
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise import comm, cost, pipeline
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
+from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerwiseConfig
-from ds_layerwise.errors import StepError
+from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
@@ -44,6 +46,8 @@ class Settings:
     stage: int
     group: comm.Group
     """The process group over which gradients are averaged and ownership is dealt out."""
+    expert_groups: Mapping[str, comm.Group]
+    """The same for experts, by the name that DeepSpeed gives it; the ranks in it hold the same experts."""
     model_group: comm.Group | None
     """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
     part: int
@@ -113,16 +117,17 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
                                       per_head=rules.per_head_muon, elsewhere=elsewhere)
             specs = [
                 ParamSpec(name=name, shape=tuple(param.shape), dtype=dtype_name(param.dtype),
-                          whole=routes[name].optimizer == "matrix",
+                          whole=routes[name].optimizer == "matrix", variants=self._variants(name, param),
                           work=_work(routes[name].matrix_shape, rules.ns_steps, rules.ns_method))
                 for name, param in model.named_parameters() if name in routes
             ]
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
+            self._names = expert_names({spec.name: spec.variants for spec in specs})
         self._placed_elsewhere = {} if elsewhere is None else pipeline.placements(
             routes, self.optimizer.param_groups, self.settings.model_group)
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
-                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}"
+                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, {spec.variants} variants"
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]
@@ -130,6 +135,19 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             comm.check_alike("the layout", comm.digest_of([layout.digest(), *described]), described,
                              group=self.dp_process_group)
         return routes, specs, layout
+
+    def _variants(self, name: str, param: nn.Parameter) -> int:
+        """How many ranks in a row hold other experts under this name than this rank; 1 for what is no expert."""
+        if not is_moe_param(param):
+            return 1
+        group_name: str = getattr(param, "group_name")
+        group = self.settings.expert_groups[group_name]
+        variants = self.world_size // comm.size_of(group)
+        if comm.rank_of(group) != self.rank // variants:
+            raise ConfigError(f"{name} is an expert of group {group_name}, in which rank {self.rank} is number "
+                              f"{comm.rank_of(group)} instead of {self.rank // variants}: every {variants} ranks in a "
+                              "row must hold all experts")
+        return variants
 
     def _replicated(self) -> frozenset[str]:
         """Parameters that another rank of the same model holds, too, and counts in the norm."""
@@ -148,28 +166,29 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         rules = self.optimizer.config
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
                             {"matrix": matrix_rule(rules), "scalar": scalar_rule(rules)},
-                            batch_matrices=self.config.batch_matrices)
+                            names=self._names, batch_matrices=self.config.batch_matrices)
         for name, state in self._owned.states.items():
             self.optimizer.state[self._params[name]] = state
 
     def _init_hooks(self, model: nn.Module) -> None:
         s, reduced = self.settings, self._owned.reduced
+        groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
-            self._grad_sync = EagerGradSync(self.layout, self._params, reduced, group=s.group, divide_by=s.divide_by,
-                                            wire_dtype=self._wire_dtype)
+            self._grad_sync = EagerGradSync(self.layout, self._params, reduced, groups=groups,
+                                            divide_by=s.divide_by, wire_dtype=self._wire_dtype)
         else:
-            self._grad_sync = GradSync(self.layout, self._params, self._grads, reduced, group=s.group,
+            self._grad_sync = GradSync(self.layout, self._params, self._grads, reduced, groups=groups,
                                        divide_by=s.divide_by, wire_dtype=self._wire_dtype)
-        self._param_sync = ParamSync(self.layout, self._values, group=s.group)
+        self._param_sync = ParamSync(self.layout, self._values, groups=groups)
         if self.config.overlap_param_gather:
             self._param_sync.overlap_with_forward(model)
         every = list(self._params.values())
         self._hooks = [register_grad_hook(param, self._make_hook(name, every))
                        for name, param in self._params.items()]
         owners.update((param, name) for name, param in self._params.items())
-        self._access = [StateAccess(name, param, self._owned, group=s.group, wait=self._ready_for_access,
-                                    gradient_divisor=self._grad_sync.divisor)
+        self._access = [StateAccess(name, param, self._owned, group=groups[self.layout.bucket_of(name).variants],
+                                    wait=self._ready_for_access, gradient_divisor=self._grad_sync.divisor)
                         for name, param in self._params.items()]
         for access in self._access:
             access.attach()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ds_layerwise import comm, pipeline
 from ds_layerwise.buffers import FlatBuffer
 from ds_layerwise.checkpoint import regular
-from ds_layerwise.checkpoint.folder import ModelFile
 from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.others import find_others
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
@@ -71,6 +71,7 @@ class StatefulOptimizer(EngineOptimizer):
     world_size: int
     step_count: int
     _deferred: int
+    _names: dict[str, tuple[str, ...]]
     clip_grad: float
     settings: Any
     _engine: Any
@@ -94,6 +95,11 @@ class StatefulOptimizer(EngineOptimizer):
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {spec.name: spec.shape for spec in self.specs}
+
+    @property
+    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The same by name in a checkpoint, of the parameters of all ranks."""
+        return {saved: spec.shape for spec in self.specs for saved in self._names[spec.name]}
 
     #: After a load, by parameter, why its optimizer state is not the checkpoint's.
     fresh_states: dict[str, str] = {}
@@ -153,7 +159,8 @@ class StatefulOptimizer(EngineOptimizer):
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         return Header(
-            step=self.step_count, shapes={n: s for n, s in self._shapes.items() if n not in self._saved_elsewhere},
+            step=self.step_count,
+            shapes={name: shape for name, shape in self._saved_shapes.items() if name not in self._saved_elsewhere},
             rules=self._owned.rule_records(self._placed_elsewhere), dtypes=self.layout.dtypes,
             param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
 
@@ -185,7 +192,7 @@ class StatefulOptimizer(EngineOptimizer):
         starts = {p.name: p.param_start for p in self._owned.record().pieces} if self.settings.stage == 2 else {}
         return {"micro_batches": engine.micro_steps % gas, "of": gas, "starts": starts,
                 "divide_by": self.settings.divide_by,
-                "gradients": {name: regular.alone(values) for name, values in gradients.items()}}
+                "gradients": {self._owned.saved_as[name]: regular.alone(values) for name, values in gradients.items()}}
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class StatefulOptimizer(EngineOptimizer):
             opened = UniversalCheckpoint(folder) if universal else self.open_regular(folder)
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, self.config.rename, use_all=universal)
-            check_shapes(self._shapes, saved.header.shapes)
+            check_shapes(self._saved_shapes, saved.header.shapes)
             groups = saved.header.param_groups
             if states and groups is not None and len(groups) != len(self.param_groups):
                 raise LayerwiseError(f"the checkpoint in {folder} has {len(groups)} parameter groups, this run "
@@ -224,7 +231,8 @@ class StatefulOptimizer(EngineOptimizer):
                              on_optimizer_change=self.config.on_optimizer_change)
             if universal and strict:
                 self._check_names(saved, folder, names)
-            others = self._others(saved, folder, strict=strict) if universal else {}
+            others = find_others(saved, folder, self._module, trained={spec.name for spec in self.specs},
+                                 rename=self.config.rename, strict=strict) if universal else {}
             prepared = PreparedLoad(
                 folder, saved.header, plan, states, masters, universal, others,
                 self._accumulated_in(opened) if states and isinstance(opened, RegularCheckpoint) else None)
@@ -242,49 +250,14 @@ class StatefulOptimizer(EngineOptimizer):
         Raises:
             LayerwiseError: one has what the other lacks.
         """
-        if missing := {spec.name for spec in self.specs} - saved.header.shapes.keys():
+        if missing := self._saved_shapes.keys() - saved.header.shapes.keys():
             raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                                  f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
                                  "weights")
-        if unknown := sorted(saved.header.shapes.keys() - names):
+        if unknown := sorted(saved.header.shapes.keys() - names - self._saved_shapes.keys()):
             raise LayerwiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                                  f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                                  "layerwise.rename, or load what fits with load_module_strict=False")
-
-    def _others(self, saved: Renamed, folder: Path, *, strict: bool) -> dict[str, Tensor]:
-        """Frozen parameters and buffers in a universal checkpoint, by name."""
-        trained = {spec.name for spec in self.specs}
-        restored = {id(param) for name, param in self._module.named_parameters() if name in trained}
-        exact = self._in_model_file(folder)
-        others = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            if id(value) in restored or not isinstance(value, Tensor):
-                continue
-            if name in exact and exact[name].shape == value.shape:
-                others[name] = exact[name]
-            elif name in saved.header.shapes:
-                found = saved.pieces(name, 0, value.numel())[0].master
-                if found.numel() != value.numel():
-                    raise LayerwiseError(f"{name} has {found.numel()} elements in the checkpoint, {value.numel()} in "
-                                         "the model")
-                others[name] = found
-            elif strict:
-                raise LayerwiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
-                                     "trained, cannot be restored; with load_module_strict=False it keeps its value")
-            # Its other names, if it is tied, stand for it.
-            restored.add(id(value))
-        return others
-
-    def _in_model_file(self, folder: Path) -> dict[str, Tensor]:
-        """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to float32, and
-        leaves out those of ZeRO-3."""
-        try:
-            model = ModelFile.read(folder, trust=False)
-        except LayerwiseError:
-            # A client may have put anything into it. The engine loads it next, and that is the user's decision.
-            return {}
-        renamed = new_names(model.module, self.config.rename) if model else {}
-        return {renamed[name]: value for name, value in model.module.items()} if model else {}
 
     def _accumulated_in(self, saved: RegularCheckpoint) -> Accumulated | None:
         first = saved.ours["accumulated"]
@@ -302,10 +275,16 @@ class StatefulOptimizer(EngineOptimizer):
                                  f"gradient_accumulation_steps {first['of']}")
         scale = self.settings.divide_by / first["divide_by"]
         renamed = new_names(saved.header.shapes, self.config.rename)
-        trained = {spec.name for spec in self.specs}
-        return Accumulated(first["micro_batches"], [
-            (renamed[name], entry["starts"].get(name, 0), values)
-            for entry in found for name, values in entry["gradients"].items() if renamed[name] in trained], scale)
+        known = {saved: name for name, saved in self._owned.saved_as.items()}
+        gradients = [(renamed[name], entry["starts"].get(name, 0), values)
+                     for entry in found for name, values in entry["gradients"].items()]
+        if self.settings.stage == 1 and (foreign := {name for name, *_ in gradients if name in self._saved_shapes}
+                                         - known.keys()):
+            raise LayerwiseError(f"the checkpoint was saved within a step on {saved.world_size} ranks, and what rank "
+                                 f"{self.rank} would go on with has gradients of {min(foreign)}, an expert of another "
+                                 "rank; load it on as many ranks, or load one that was saved between two steps")
+        return Accumulated(first["micro_batches"], [(known[name], start, values) for name, start, values in gradients
+                                                    if name in known], scale)
 
     @torch.no_grad()
     def finish_load(self) -> None:

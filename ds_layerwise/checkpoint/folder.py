@@ -16,6 +16,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 from torch import Tensor
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerwiseError
@@ -154,9 +155,9 @@ class ModelFile:
 
     path: Path
     module: Mapping[str, Tensor]
-    """Of the module's ``state_dict``, what is in this file as a whole."""
+    """Of the module's ``state_dict``, what is in this file, or in those of the experts, as a whole."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the trained parameters."""
+    """Of the trained parameters; of experts, those that the first rank held."""
     frozen: Mapping[str, Tensor]
     """What DeepSpeed's scripts take for frozen and empty parameters."""
     aliases: Mapping[str, str]
@@ -184,8 +185,9 @@ class ModelFile:
         for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
             # Of a pipeline, each stage has its own.
             shapes = shapes if stage == paths[0] else {**_shapes(load(stage)), **shapes}
+        held = {**(content["module"] or {}), **_experts(folder, _load_trusted if trust else load_safely)}
         frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}
-        module = {name: value for name, value in (content["module"] or {}).items() if isinstance(value, Tensor)}
+        module = {name: value for name, value in held.items() if isinstance(value, Tensor)}
         if paths[0].name == ZERO3_MODEL_FILE:
             elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}
             module, frozen = {name: value for name, value in module.items() if name not in elsewhere}, {}
@@ -193,6 +195,10 @@ class ModelFile:
         # DeepSpeed goes by addresses, and all tensors without elements have the same one.
         aliases = {alias: name for alias, name in tied.items() if alias not in module or module[alias].numel()}
         return cls(paths[0], module, shapes, frozen, aliases, int(content.get("dp_world_size") or 1))
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """That of a trained parameter; None if the file knows none of that name."""
+        return self.shapes.get(name, self.shapes.get(first_expert(name) or name))
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
         """Frozen parameters and buffers."""
@@ -203,6 +209,14 @@ class ModelFile:
 def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+
+def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
+    """The weights of experts, each of which DeepSpeed writes a file of."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt")):
+        found.update(load(path))
+    return found
 
 
 def _load_client_state(path: Path) -> Any:

@@ -39,6 +39,39 @@ def new_names(names: Iterable[str], rename: Mapping[str, str], *, use_all: bool 
     return renamed
 
 
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+
+
+def expert_names(variants: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The names in a checkpoint of each parameter's variants: experts there are numbered over all ranks.
+
+    Args:
+        variants: of every parameter, how many different ones go by its name; see :class:`.layout.ParamSpec`.
+
+    Raises:
+        LayerwiseError: a parameter has variants and is not in a list of experts.
+    """
+    found = {name: _EXPERT.fullmatch(name) for name, count in variants.items() if count > 1}
+    held: dict[str, int] = {}
+    for name, match in found.items():
+        if match is None:
+            raise LayerwiseError(f"{name} is another parameter on every one of {variants[name]} ranks, and is not in a "
+                                 "deepspeed.moe.layer.MoE, so that its parts cannot be told apart in a checkpoint")
+        held[match[1]] = max(held.get(match[1], 0), int(match[2]) + 1)
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in variants}
+    for name, match in found.items():
+        if match is not None:
+            names[name] = tuple(f"{match[1]}{variant * held[match[1]] + int(match[2])}{match[3]}"
+                                for variant in range(variants[name]))
+    return names
+
+
+def first_expert(name: str) -> str | None:
+    """The same parameter of the first expert in the list that ``name`` belongs to; None if it belongs to none."""
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else f"{match[1]}0{match[3]}"
+
+
 class Renamed:
     """``saved`` under new names; see :class:`.record.Saved`. ``use_all`` as in :func:`new_names`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -73,6 +73,8 @@ class ShardRecord:
     layout_json: str
     layout_digest: str
     pieces: tuple[PieceRecord, ...]
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names of the variants of those parameters of the layout that have some; see :func:`.names.expert_names`."""
 
 
 class Saved(Protocol):

@@ -96,6 +96,7 @@ def to_state_dict(record: ShardRecord, header: Header, *,
             "world_size": record.world_size,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
+            "variants": dict(record.variants),
             **describe(header),
             "param_starts": {piece.name: piece.param_start for piece in record.pieces},
             "extra_states": extra,
@@ -164,9 +165,12 @@ class RegularCheckpoint:
             self.world_size: int = self.ours["world_size"]
             self.layout = Layout.from_json(self.ours["layout"])
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
+        # Version 0.1 of this package, which writes the same format, knew no experts.
+        variants: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
         for holder in range(self.world_size):
             for piece in self.layout.pieces(holder):
-                self._holders.setdefault(piece.name, []).append(
+                names = variants.get(piece.name, (piece.name,))
+                self._holders.setdefault(names[holder % len(names)], []).append(
                     (holder, piece.param_start, piece.param_start + piece.numel))
 
     def identity(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint.contents import WEIGHTS, Contents
 from ds_layerwise.checkpoint.folder import Bars, damaged, find, manifest_of
 from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
+from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.regular import CONVERTED, KEY, RegularCheckpoint, travels_as
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.errors import LayerwiseError
@@ -190,12 +191,14 @@ def _against_model_file(contents: Contents) -> Iterator[str]:
     if model is None:
         yield f"{contents.folder} has no model file, so there is nothing to compare the weights with"
         return
-    for name in sorted(model.shapes.keys() ^ contents.trained.keys()):
-        where = "the optimizer's files" if name in model.shapes else f"the param_shapes of {model.path}"
-        yield f"{name} is missing in {where}"
-    for name in model.shapes.keys() & contents.trained.keys():
-        if tuple(model.shapes[name]) != contents.trained[name]:
-            yield f"{name} is {contents.trained[name]}, and {model.shapes[name]} in the param_shapes of {model.path}"
+    for name in sorted(model.shapes.keys() - contents.trained.keys()):
+        yield f"{name} is missing in the optimizer's files"
+    for name in sorted(contents.trained):
+        shape = model.shape(name)
+        if shape is None:
+            yield f"{name} is missing in the param_shapes of {model.path}"
+        elif shape != contents.trained[name]:
+            yield f"{name} is {contents.trained[name]}, and {shape} in the param_shapes of {model.path}"
     for alias, name in model.aliases.items():
         if alias in model.module and name in model.module and not same_bits(model.module[alias], model.module[name]):
             yield f"{alias} is tied to {name}, and {model.path} has other weights for it"
@@ -211,6 +214,9 @@ def _unlike_model(contents: Contents, name: str, master: Tensor) -> str:
         # Of ZeRO-3, or none at all, which has a line of its own.
         return ""
     if name not in model.module:
+        if first_expert(name) is not None and isinstance(contents.saved, UniversalCheckpoint):
+            # Only a regular checkpoint has files of experts.
+            return ""
         return f"{name} is missing in the module of {model.path}"
     held = model.module[name].reshape(-1)
     rounded = master.to(held.dtype)

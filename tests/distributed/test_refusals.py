@@ -153,11 +153,21 @@ class TestRefusedParallelism(DistributedTest):
         with pytest.raises(ConfigError, match="PipelineModule is not supported"):
             initialize(PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1, loss_fn=nn.MSELoss()))
 
-    def test_experts_of_other_ranks(self):
+    def test_experts_placed_in_another_order(self):
         from deepspeed.moe.layer import MoE
         dist.barrier()
-        with pytest.raises(ConfigError, match="deepspeed.moe layers are not supported"):
-            initialize(model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1)))
+        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
+        with pytest.raises(ConfigError, match="use_data_before_expert_parallelism must be False .*, got True"):
+            initialize(experts, config(use_data_before_expert_parallelism=True))
+
+    def test_experts_that_are_in_no_list(self):
+        from deepspeed.moe.layer import MoE
+        dist.barrier()
+        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2))
+        own = experts[0].weight
+        own.allreduce, own.group_name = False, "ep_size_2"
+        with pytest.raises(LayerwiseError, match="0.weight is another parameter on every one of 2 ranks"):
+            initialize(experts)
 
     def test_model_parallelism(self):
         class Mpu:

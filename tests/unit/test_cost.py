@@ -69,6 +69,21 @@ def test_each_rank_sends_what_it_does_not_keep_and_its_shard_to_everyone():
     assert wire_elements(Layout("lpt", 1, 64, ())).reduce == (0,)
 
 
+def test_experts_travel_among_the_ranks_that_hold_the_same_ones():
+    dense = Bucket(0, "float32", True, 0, (64, 0, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64)))
+    experts = Bucket(1, "float32", True, 128, (128, 64), (Slot("e", 128, 128), Slot("f", 256, 50)), variants=2)
+    found = Layout("balanced", 4, 64, (dense, experts))
+    wire = wire_elements(found)
+    assert wire.reduce == (64 + 64, 128 + 64, 128 + 128, 64 + 128)
+    assert wire.gather == (3 * 64 + 128, 128, 64, 3 * 64 + 64)
+    specs = [ParamSpec("a", (60,), "float32", True, 1), ParamSpec("b", (64,), "float32", True, 2),
+             ParamSpec("e", (128,), "float32", True, 30, 2), ParamSpec("f", (50,), "float32", True, 400, 2)]
+    report = LayoutReport.of(found, specs)
+    assert (report.work, report.whole_numel) == ((31, 30, 400, 402), (188, 128, 50, 114))
+    assert (report.numel, report.padding) == (302, 320 - 302)
+    assert [rank.states for rank in memory_bytes(found)] == [4 * 188, 4 * 128, 4 * 50, 4 * 114]
+
+
 def test_memory_by_rank_in_bytes():
     # bfloat16 buffer 192 elements, float32 buffer 192: parameters 2 * 192 + 4 * 192. Reduced shards and masters are
     # float32 copies of the bfloat16 shards only.

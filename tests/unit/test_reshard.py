@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.names import Renamed, expert_names, new_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerwiseError
@@ -209,3 +209,13 @@ class TestNames:
         assert torch.equal(saved.pieces("new", 0, 240)[0].master, whole("a", "fp32", 240))
         assert torch.equal(saved.pieces("a", 0, 81)[0].master, whole("b", "fp32", 81))
         assert len(saved.pieces("embed", 0, 350)) == 2
+
+
+def test_experts_are_numbered_over_all_ranks_in_a_checkpoint():
+    experts = "h.0.deepspeed_moe.experts.deepspeed_experts."
+    names = expert_names({"head": 1, experts + "0.w": 3, experts + "1.w": 3, "h.1.deepspeed_experts.0.w": 2})
+    assert names == {"head": ("head",), experts + "0.w": (experts + "0.w", experts + "2.w", experts + "4.w"),
+                     experts + "1.w": (experts + "1.w", experts + "3.w", experts + "5.w"),
+                     "h.1.deepspeed_experts.0.w": ("h.1.deepspeed_experts.0.w", "h.1.deepspeed_experts.1.w")}
+    with pytest.raises(LayerwiseError, match="own.weight is another parameter on every one of 4 ranks"):
+        expert_names({"own.weight": 4})
