@@ -139,6 +139,7 @@ def of_all_stages(mine):
 
 def whole_weights(engine):
     """Every parameter of every stage, by name."""
+    engine.optimizer.wait_for_params()
     return of_all_stages({name: p.detach().clone() for name, p in engine.module.named_parameters()})
 
 
