@@ -64,25 +64,29 @@ class ShardBuffer:
     """What one rank holds of each bucket: one 1-D tensor a bucket, as long as the rank's shard.
 
     Args:
-        shards: the memory, one tensor a bucket in index order. May be views into a :class:`FlatBuffer`.
+        shards: the memory, one tensor a bucket in index order. May be views into a :class:`FlatBuffer`. Empty where
+            all pieces of the bucket are in ``apart``.
+        apart: by parameter name, pieces with memory of their own.
     """
 
-    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor]) -> None:
-        self._shards = tuple(shards)
+    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor],
+                 apart: Mapping[str, Tensor] | None = None) -> None:
+        self._shards, self._views = tuple(shards), dict(apart or {})
+        self._memory = (*self._shards, *self._views.values())
         self.pieces: tuple[tuple[Piece, ...], ...] = tuple(bucket.pieces(rank) for bucket in layout.buckets)
-        self._views: dict[str, Tensor] = {}
         for bucket, pieces, shard in zip(layout.buckets, self.pieces, self._shards, strict=True):
             origin = bucket.shard(rank)[0]
             for piece in pieces:
-                self._views[piece.name] = shard[piece.start - origin:piece.start - origin + piece.numel]
+                if piece.name not in self._views:
+                    self._views[piece.name] = shard[piece.start - origin:piece.start - origin + piece.numel]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory: one tensor a bucket."""
-        return self._shards
+        """The memory: one tensor a bucket, and those apart."""
+        return self._memory
 
     def bucket(self, index: int) -> Tensor:
-        """This rank's shard of bucket ``index``, padding included."""
+        """This rank's shard of bucket ``index``, padding included; empty where its pieces are apart."""
         return self._shards[index]
 
     def piece(self, name: str) -> Tensor:

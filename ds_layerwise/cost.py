@@ -12,12 +12,12 @@ Note: what travels, and who counts it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from ds_layerwise.config import NsMethod
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.layout import Layout, ParamSpec
+from ds_layerwise.layout import Bucket, Layout, ParamSpec
 
 #: Bytes of one element, by the names that a Layout uses for dtypes.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -93,7 +93,7 @@ def _shard_numels(layout: Layout, dtype: str | None, variants: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds between two steps."""
+    """Bytes that one rank holds on its device between two steps, and beside it."""
 
     params: int
     grads: int
@@ -101,15 +101,56 @@ class RankMemory:
     masters: int
     """Float32 copies of the rank's shards; 0 where the parameters are float32 themselves."""
     states: int
+    host: int = 0
+    """Masters and states that live in host memory."""
+    staging: int = 0
+    """What they take on the device while the optimizer steps."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it that is on the device between two steps."""
         return self.params + self.grads + self.masters + self.states
 
 
+#: Buckets that have their masters and states from the host on the device at a time: one that is updated, and the next.
+STAGING_SLOTS = 2
+
+
+def pieces_on_host(layout: Layout, rank: int, ratio: float, *, whole_state_bytes: int = 4,
+                   split_state_bytes: int = 8) -> frozenset[str]:
+    """Names of the parameters whose piece on ``rank`` has its master and its states in host memory.
+
+    Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated while another is
+    on its way. Of the bytes of all masters and states on ``rank``, they are at least the fraction ``ratio``, and less
+    than one piece more. A float32 parameter is its own master, which stays on the device: of it only states count.
+
+    Args:
+        ratio: from 0, nothing, to 1, everything.
+        whole_state_bytes, split_state_bytes: as in :func:`memory_bytes`.
+    """
+    chosen, seen, taken = set(), 0, 0
+    for bucket in layout.buckets:
+        each = _movable_bytes(bucket, whole_state_bytes, split_state_bytes)
+        for piece in bucket.pieces(rank) if ratio and each else ():
+            seen += each * piece.numel
+            if taken < ratio * seen:
+                taken += each * piece.numel
+                chosen.add(piece.name)
+    return frozenset(chosen)
+
+
+def _movable_bytes(bucket: Bucket, whole_state_bytes: int, split_state_bytes: int) -> int:
+    """Bytes of one element's master, where it is not the parameter, and of its states."""
+    return _master_bytes(bucket) + (whole_state_bytes if bucket.whole else split_state_bytes)
+
+
+def _master_bytes(bucket: Bucket) -> int:
+    return 0 if bucket.dtype == "float32" else 4
+
+
 def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str, str] | None = None,
-                 whole_state_bytes: int = 4, split_state_bytes: int = 8) -> tuple[RankMemory, ...]:
+                 whole_state_bytes: int = 4, split_state_bytes: int = 8,
+                 host_ratio: float = 0.0) -> tuple[RankMemory, ...]:
     """What each rank holds between two steps.
 
     Args:
@@ -118,6 +159,7 @@ def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
         whole_state_bytes: optimizer state of one element of a whole parameter: 4 is one float32 momentum.
         split_state_bytes: the same for the parameters that are cut: 8 is Adam's two float32 moments.
+        host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
 
     Raises:
         LayoutError: a dtype whose size is not known.
@@ -130,14 +172,38 @@ def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str
         grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
     reduced = [0] * layout.world_size
     for bucket in layout.buckets:
-        master_bytes = 0 if bucket.dtype == "float32" else 4
+        master_bytes = _master_bytes(bucket)
         reduced_bytes = 0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += master_bytes * numel
             reduced[rank] += reduced_bytes * numel
     for rank, (whole, split) in enumerate(zip(*_owned_numels(layout), strict=True)):
         states[rank] = whole_state_bytes * whole + split_state_bytes * split
-    return tuple(RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True))
+    memory = [RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True)]
+    if host_ratio:
+        memory = [_with_host(layout, rank, each, host_ratio, whole_state_bytes, split_state_bytes)
+                  for rank, each in enumerate(memory)]
+    return tuple(memory)
+
+
+def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, whole_state_bytes: int,
+               split_state_bytes: int) -> RankMemory:
+    """``memory`` of ``rank`` once ``ratio`` of its masters and states has moved to the host."""
+    names = pieces_on_host(layout, rank, ratio, whole_state_bytes=whole_state_bytes,
+                           split_state_bytes=split_state_bytes)
+    masters, states, moved = memory.masters, memory.states, []
+    for bucket in layout.buckets:
+        numel = sum(piece.numel for piece in bucket.pieces(rank) if piece.name in names)
+        if not numel:
+            continue
+        moved.append(numel * _movable_bytes(bucket, whole_state_bytes, split_state_bytes))
+        states -= numel * (whole_state_bytes if bucket.whole else split_state_bytes)
+        # Masters that are left behind have memory of their own, without the padding of the shard.
+        start, stop = bucket.shard(rank)
+        left = sum(piece.numel for piece in bucket.pieces(rank)) - numel
+        masters -= _master_bytes(bucket) * (stop - start - left)
+    return replace(memory, masters=masters, states=states, host=sum(moved),
+                   staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)))
 
 
 def _itemsize(dtype: str) -> int:

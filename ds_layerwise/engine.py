@@ -5,7 +5,9 @@ Note: what is wrapped, and why there
     is spent. ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out
     before it. ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check``
     would pick another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the
-    wrapper. :mod:`.saving` and :mod:`.loading` have more. Every wrap asks first whether the engine at
+    wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what ``offload_optimizer``
+    left on the device. One function is no method: ``get_zero_config`` parses ``zero_optimization``, and would refuse a
+    ratio below 1. :mod:`.saving` and :mod:`.loading` have more. Every wrap asks first whether the engine at
     hand uses this backend, and else calls the original.
 """
 
@@ -24,6 +26,7 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 
@@ -51,6 +54,7 @@ def register() -> None:
         original = getattr(DeepSpeedEngine, name)
         _originals[name] = original
         setattr(DeepSpeedEngine, name, _wrapped(original, wrap))
+    ds_config_module.get_zero_config = _get_zero_config
 
 
 def unregister() -> None:
@@ -64,9 +68,13 @@ def unregister() -> None:
     for name in _originals:
         if not hasattr(getattr(DeepSpeedEngine, name), "_ds_layerwise"):
             raise ConfigError(f"DeepSpeedEngine.{name} was replaced after ds_layerwise.register(); undo that first")
+    if ds_config_module.get_zero_config is not _get_zero_config:
+        raise ConfigError("deepspeed.runtime.config.get_zero_config was replaced after ds_layerwise.register(); undo "
+                          "that first")
     for name, original in _originals.items():
         setattr(DeepSpeedEngine, name, original)
     _originals.clear()
+    ds_config_module.get_zero_config = get_zero_config
     zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(LayerwiseOptimizer)
     for optimizer_type in OPTIMIZER_TYPES:
         ds_config_module.DEEPSPEED_OPTIMIZERS.remove(optimizer_type)
@@ -90,6 +98,27 @@ def _wrapped(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable
 def _uses_us(engine: DeepSpeedEngine) -> bool:
     # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
     return is_ours(engine._config.optimizer_name)
+
+
+def _get_zero_config(given: Any) -> Any:
+    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at stage 3 alone.
+
+    Raises:
+        ConfigError: the ratio is not in [0, 1].
+    """
+    zero = given.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if not isinstance(offload, dict) or not is_ours((given.get("optimizer") or {}).get("type")):
+        return get_zero_config(given)
+    ratio = offload.get("ratio", "auto")
+    if ratio == "auto":
+        return get_zero_config(given)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
+    rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
+    config = get_zero_config({**given, "zero_optimization": rest})
+    config.offload_optimizer.ratio = ratio
+    return config
 
 
 def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerwiseConfig]:
@@ -207,6 +236,10 @@ def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     return original()
 
 
+def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    return False if _uses_us(engine) else original()
+
+
 _WRAPS: dict[str, Callable[..., Any]] = {
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
@@ -214,6 +247,7 @@ _WRAPS: dict[str, Callable[..., Any]] = {
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
     "zero_grad": _zero_grad,
+    "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
     **saving.WRAPS,
     **loading.WRAPS,
 }
@@ -228,6 +262,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
             raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
     check_overflow = engine.fp16_enabled() or (engine.bfloat16_enabled() and config.bfloat16_config.check_grad_overflow)
     group, mpu = engine.seq_data_parallel_group, None if sequence_parallel.is_ulysses(engine.mpu) else engine.mpu
+    offload = config.zero_config.offload_optimizer
+    on_host = offload is not None and offload.device == "cpu"
     return Settings(
         stage=engine.zero_optimization_stage(),
         group=group,
@@ -249,5 +285,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         dynamic_loss_scale=engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
         loss_scale_args=engine.dynamic_loss_scale_args(),
+        host_ratio=offload.ratio if on_host else 0.0,
+        pin_memory=on_host and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
     )

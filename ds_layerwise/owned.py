@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,13 @@ from torch import Tensor
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.config import Placement
-from ds_layerwise.layout import Layout
+from ds_layerwise.layout import Layout, Piece
+from ds_layerwise.offload import HostMemory
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.routing import Route
+
+#: Beside the names of states, what a master goes by on the host.
+MASTER = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +44,65 @@ class Owned:
         rules: the rule of each placement.
         names: by parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`.
         batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
+        on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
+            parameter is the parameter, which stays on the device.
+        pin_memory: whether that memory is page-locked.
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
                  grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *, names: Mapping[str, Sequence[str]],
-                 batch_matrices: bool) -> None:
+                 batch_matrices: bool, on_host: Container[str] = (), pin_memory: bool = False) -> None:
         self.layout, self.rank, self.rules = layout, rank, rules
-        self._routes, self._values, self._names = routes, values, names
+        self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
         self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
         """By parameter, the name that a checkpoint has for this rank's variant of it."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
-        self.masters = ShardBuffer(layout, rank, [_float32(values.shard(b, rank)) for b in layout.buckets])
-        self.reduced = ShardBuffer(layout, rank, [
-            torch.zeros_like(self.masters.bucket(b.index)) if grads is None else _float32(grads.shard(b, rank))
-            for b in layout.buckets])
-        self.pieces = self.masters.pieces
+        self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
+        self.pieces = self._values.pieces
         """By bucket, what this rank holds, in memory order."""
+        self.reduced = ShardBuffer(layout, rank, [
+            torch.zeros_like(self._values.bucket(b.index), dtype=torch.float32) if grads is None
+            else _float32(grads.shard(b, rank)) for b in layout.buckets])
+        self.host = HostMemory(self._values.bucket(0).device, pin_memory=pin_memory)
+        """Open while buckets are updated."""
         self.states: dict[str, State] = {}
         """By parameter name, shaped as the parameter's rule sees it."""
-        self._updates: list[list[UpdateSet]] = []
-        for pieces in self.pieces:
-            sets: dict[tuple[Placement, int, float | None, float, str | None], list[str]] = {}
-            for piece in pieces:
-                route = routes[piece.name]
-                self.states[piece.name] = rules[route.optimizer].init_state(self._shaped(self.masters, piece.name))
-                alone = piece.name if route.optimizer == "matrix" and not batch_matrices else None
-                key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, alone)
-                sets.setdefault(key, []).append(piece.name)
-            self._updates.append([UpdateSet(*key[:4], tuple(names)) for key, names in sets.items()])
+        shards, apart = [], {}
+        for index, pieces in enumerate(self.pieces):
+            shard = self._values.bucket(index)
+            hosted = [piece.name for piece in pieces if piece.name in on_host]
+            if hosted and shard.dtype != torch.float32:
+                apart.update({piece.name: _float32(self._values.piece(piece.name)) for piece in pieces})
+                shards.append(torch.empty(0, device=shard.device))
+            else:
+                shards.append(_float32(shard))
+            self._init_states(index, hosted, apart)
+        self.masters = ShardBuffer(layout, rank, shards, apart)
+        self._updates = [self._update_sets(pieces) for pieces in self.pieces]
+
+    def _init_states(self, index: int, hosted: Sequence[str], apart: dict[str, Tensor]) -> None:
+        """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the host."""
+        for piece in self.pieces[index]:
+            rule, value = self.rules[self._routes[piece.name].optimizer], self._shaped(self._values, piece.name)
+            self.states[piece.name] = rule.init_state(_float32(value))
+        moving = {(name, key): self.states[name][key] for name in hosted
+                  for key in self.rules[self._routes[name].optimizer].state_keys}
+        moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
+        if moving:
+            for (name, key), tensor in self.host.put(index, moving).items():
+                if key == MASTER:
+                    apart[name] = tensor
+                else:
+                    self.states[name][key] = tensor
+
+    def _update_sets(self, pieces: Sequence[Piece]) -> list[UpdateSet]:
+        sets: dict[tuple[Placement, int, float | None, float, str | None], list[str]] = {}
+        for piece in pieces:
+            route = self._routes[piece.name]
+            alone = piece.name if route.optimizer == "matrix" and not self._batch_matrices else None
+            key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, alone)
+            sets.setdefault(key, []).append(piece.name)
+        return [UpdateSet(*key[:4], tuple(names)) for key, names in sets.items()]
 
     def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
         """This rank's piece of ``name`` as its rule sees it: a matrix, a batch of them, or 1-D."""
@@ -85,32 +120,51 @@ class Owned:
         return total
 
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float) -> None:
-        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values."""
+        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
+
+        Inside ``with owned.host:``, last bucket first.
+        """
         gradients = self.reduced.views(index)
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
+        brought = self.host.bring(index)
         for update in self._updates[index]:
             group = param_groups[update.group]
             ratio = group["matrix_lr_ratio" if update.placement == "matrix" else "scalar_lr_ratio"]
             hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
                           weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
                           momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
-            self.rules[update.placement].update_([self._shaped(self.masters, n) for n in update.names],
-                                                 [self._shaped(self.reduced, n) for n in update.names],
-                                                 [self.states[n] for n in update.names], hyper)
-        self.masters_to_values(index)
+            self.rules[update.placement].update_(
+                [brought.get((n, MASTER), self.masters.piece(n)).view_as(self._shaped(self.reduced, n))
+                 for n in update.names],
+                [self._shaped(self.reduced, n) for n in update.names],
+                [{key: brought.get((n, key), value) for key, value in self.states[n].items()} for n in update.names],
+                hyper)
+        self._write_values(index, brought)
+        self.host.send_back(index)
 
     def masters_to_values(self, index: int) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""
-        values, masters = self._values.shard(self.layout.buckets[index], self.rank), self.masters.bucket(index)
-        if values.data_ptr() != masters.data_ptr():
-            values.copy_(masters)
+        self._write_values(index, {})
+
+    def _write_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
+        for name, values, masters in self._homes(index):
+            if values.data_ptr() != masters.data_ptr():
+                values.copy_(brought.get((name, MASTER), masters))
 
     def values_to_masters(self, index: int) -> None:
         """Masters from this rank's shard of the parameter buffer."""
-        values, masters = self._values.shard(self.layout.buckets[index], self.rank), self.masters.bucket(index)
-        if values.data_ptr() != masters.data_ptr():
-            masters.copy_(values)
+        for _, values, masters in self._homes(index):
+            if values.data_ptr() != masters.data_ptr():
+                masters.copy_(values)
+
+    def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
+        """Values and masters of bucket ``index``: piece by piece by name, or all at once where neither is apart."""
+        values, masters = self._values.bucket(index), self.masters.bucket(index)
+        if values.numel() == masters.numel():
+            return [("", values, masters)]
+        return [(piece.name, self._values.piece(piece.name), self.masters.piece(piece.name))
+                for piece in self.pieces[index]]
 
     def rule_records(self, elsewhere: Mapping[str, Placement] | None = None) -> dict[str, RuleRecord]:
         """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
@@ -145,10 +199,7 @@ class Owned:
     def master_from_values(self, saved_as: str) -> None:
         """The master of what this rank holds of a parameter from its place in the parameter buffer."""
         name = self._known_as[saved_as]
-        bucket, master = self.layout.bucket_of(name), self.masters.piece(name)
-        origin = bucket.shard(self.rank)[0]
-        piece = next(p for p in self.pieces[bucket.index] if p.name == name)
-        values = self._values.shard(bucket, self.rank)[piece.start - origin:piece.start - origin + piece.numel]
+        values, master = self._values.piece(name), self.masters.piece(name)
         if values.data_ptr() != master.data_ptr():
             master.copy_(values)
 

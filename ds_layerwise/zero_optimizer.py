@@ -18,11 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ds_layerwise import comm, cost, pipeline
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.checkpoint.names import expert_names
-from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.config import LayerwiseConfig, Placement
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.owned import Owned
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import Route, route_parameters
@@ -68,6 +69,9 @@ class Settings:
     dynamic_loss_scale: bool
     static_loss_scale: float
     loss_scale_args: dict[str, Any] | None
+    host_ratio: float
+    """How much of masters and states lives in host memory, from 0 to 1."""
+    pin_memory: bool
     timers: Any
 
 
@@ -163,10 +167,14 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             param.data = view
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
-        rules = self.optimizer.config
-        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
-                            {"matrix": matrix_rule(rules), "scalar": scalar_rule(rules)},
-                            names=self._names, batch_matrices=self.config.batch_matrices)
+        rules: dict[Placement, UpdateRule] = {"matrix": matrix_rule(self.optimizer.config),
+                                              "scalar": scalar_rule(self.optimizer.config)}
+        self._state_bytes = 4 * len(rules["matrix"].state_keys), 4 * len(rules["scalar"].state_keys)
+        on_host = cost.pieces_on_host(layout, self.rank, s.host_ratio, whole_state_bytes=self._state_bytes[0],
+                                      split_state_bytes=self._state_bytes[1])
+        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads, rules,
+                            names=self._names, batch_matrices=self.config.batch_matrices, on_host=on_host,
+                            pin_memory=s.pin_memory)
         for name, state in self._owned.states.items():
             self.optimizer.state[self._params[name]] = state
 
@@ -284,10 +292,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         with timed(timers, "optimizer_step"):
             # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
             self._param_sync.finish()
-            # The forward pass needs the parameters of the last bucket first.
-            for index in reversed(range(len(self.layout.buckets))):
-                self._owned.update(index, self.param_groups, factor)
-                self._param_sync.launch(index)
+            with self._owned.host:
+                # The forward pass needs the parameters of the last bucket first.
+                for index in reversed(range(len(self.layout.buckets))):
+                    self._owned.update(index, self.param_groups, factor)
+                    self._param_sync.launch(index)
             self.optimizer.mark_step()
         with timed(timers, "optimizer_allgather"):
             if not self._param_sync.overlapping:
@@ -350,8 +359,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             rules={"matrix": wanted.matrix_optimizer, "scalar": wanted.scalar_optimizer},
             stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
             wire_as={dtype: dtype_name(self._wire_dtype(dtype)) for dtype in dtypes}, stage=self.settings.stage,
-            state_bytes=(4 * len(self._owned.rules["matrix"].state_keys),
-                         4 * len(self._owned.rules["scalar"].state_keys)))
+            state_bytes=self._state_bytes, host_ratio=self.settings.host_ratio)
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""

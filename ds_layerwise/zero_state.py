@@ -110,8 +110,8 @@ class StatefulOptimizer(EngineOptimizer):
                        non_blocking: bool = False) -> None:
         """Move what ``include`` names to the host: members of DeepSpeed's ``OffloadStateTypeEnum``; None for all.
 
-        Where masters are the model's parameters, and averaged gradients the gradient buffer, they go with those.
-        Saving brings everything back by itself; for anything else, :meth:`reload_states` comes first.
+        Where masters are the model's parameters, and averaged gradients the gradient buffer, they go with those. Saving
+        brings everything back by itself; for anything else, :meth:`reload_states` comes first.
         """
         self._param_sync.finish()
         for kind, tensors in self._memory().items():
@@ -140,14 +140,14 @@ class StatefulOptimizer(EngineOptimizer):
             raise StepError(f"{', '.join(self._parking.kinds)} are offloaded; call engine.reload_states() first")
 
     def _memory(self) -> dict[OffloadStateTypeEnum, list[Tensor]]:
-        """Every tensor by its kind; memory that two kinds share belongs to the first."""
+        """Every tensor on the device by its kind; memory that two kinds share belongs to the first."""
         kind, owned = OffloadStateTypeEnum, self._owned
         tensors = {kind.lp_params: self._values.tensors,
                    kind.contiguous_grad_buffer: () if self._grads is None else self._grads.tensors,
                    kind.lp_grads: owned.reduced.tensors, kind.hp_params: owned.masters.tensors,
                    kind.optim_states: [value for state in owned.states.values() for value in state.values()
                                        if value.dim()]}
-        taken: set[int] = set()
+        taken = {t.untyped_storage()._cdata for t in owned.host.tensors}
         memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
         for each, those in tensors.items():
             memory[each] = [t for t in those if t.untyped_storage()._cdata not in taken]

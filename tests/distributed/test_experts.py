@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
+from ds_layerwise.cost import memory_bytes
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.harness import DistributedTest
@@ -173,6 +174,23 @@ class TestExperts(DistributedTest):
                         whole.get_parameter(name).copy_(value)
             assert_weights(engine.module, reference.params, ep_size)
             engine.destroy()
+
+    @pytest.mark.world_size(2)
+    def test_masters_and_states_on_the_host(self):
+        plain = start_experts(2, bf16={"enabled": True})
+        offload = {"stage": 1, "reduce_bucket_size": 200, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+        engine = start_experts(2, bf16={"enabled": True}, zero_optimization=offload)
+        for each in (engine, plain):
+            train_experts(each, 0, STEPS)
+        assert_equal_states(whole_states(engine), whole_states(plain))
+        for name, p in plain.module.named_parameters():
+            assert torch.equal(engine.module.get_parameter(name), p), name
+        optimizer = engine.optimizer
+        memory = memory_bytes(optimizer.layout, host_ratio=0.5)[optimizer.rank]
+        found = {kind.value: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+                 for kind, tensors in optimizer._memory().items()}
+        assert (found["hp_params"], found["optim_states"]) == (memory.masters, memory.states)
+        assert sum(t.nbytes for t in optimizer._owned.host.tensors) == memory.host > 0
 
 
 def start_experts(ep_size, **kwargs):

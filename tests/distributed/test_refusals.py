@@ -53,8 +53,11 @@ BAD_CONFIGS = {
     "stage 2 and bf16 sums": (config(zero_optimization={"stage": 2}, data_types={"grad_accum_dtype": "bf16"}),
                               "grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),
     "no stage": (config(zero_optimization={}), "stage must be 1 .* is not set"),
-    "offload": (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
-                "offload_optimizer.device must be 'none'"),
+    "offload to NVMe": (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme",
+                                                                                    "nvme_path": "/tmp"}}),
+                        "offload_optimizer.device must be 'none' or 'cpu'"),
+    "more than all to the host": (config(zero_optimization={"stage": 2, "offload_optimizer": {
+        "device": "cpu", "ratio": 1.5}}), r"offload_optimizer.ratio must be a number in \[0, 1\], got 1.5"),
     "unused parameters": (config(zero_optimization={"stage": 1, "ignore_unused_parameters": False}),
                           "ignore_unused_parameters must be True"),
     "a bound without a norm": (config(zero_optimization={"stage": 1, "compute_grad_norm": False}),

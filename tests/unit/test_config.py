@@ -121,7 +121,12 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
 @pytest.mark.parametrize("change, message", [
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage must be 1 .* got 3"),
     ({"zero_optimization": {}}, "stage must be 1 .* not set"),
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device must be"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+     "offload_optimizer.device must be 'none' or 'cpu' .* got 'nvme': nothing goes to NVMe; set it to 'cpu'"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "auto"}}}, "offload_optimizer.device must be"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+     "offload_optimizer.super_offload must be False"),
+    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param.device must be 'none'"),
     ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, "reduce_scatter must be True"),
     ({"prescale_gradients": True}, "prescale_gradients must be False"),
     ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor must be 1"),

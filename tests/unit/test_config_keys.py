@@ -7,6 +7,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime import config as config_module
 from deepspeed.runtime import constants
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -15,6 +16,7 @@ from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleCon
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 from ds_layerwise.config import OptimizerConfig, refuse_unsupported
+from ds_layerwise.engine import register, unregister
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from tests.config_table import DOCUMENT, config_with, read_table
@@ -168,6 +170,42 @@ def test_a_misspelled_key_is_not_ignored(path, message):
 def test_the_old_name_of_bf16_is_no_way_around(key):
     with pytest.raises(ConfigError, match=f"bfloat16.{key} must be False"):
         refuse_unsupported({**BASE, "bfloat16": {"enabled": True, key: True}})
+
+
+@pytest.fixture
+def registered():
+    register()
+    yield
+    unregister()
+
+
+def zero_config(ratio, optimizer="LayerWiseMuon"):
+    return config_module.get_zero_config({"optimizer": {"type": optimizer}, "zero_optimization": {
+        "stage": 2, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": ratio}}})
+
+
+def test_a_ratio_of_offload_below_1_is_for_this_backend_alone(registered):
+    read = zero_config(0.4)
+    assert (read.offload_optimizer.device, read.offload_optimizer.ratio, read.reduce_bucket_size) == ("cpu", 0.4, 600)
+    assert zero_config("auto").offload_optimizer.ratio == 1
+    with pytest.raises(ValueError, match="Partial offloading only supported for ZeRO Stage 3"):
+        zero_config(0.4, "AdamW")
+    unregister()
+    with pytest.raises(ValueError, match="Partial offloading only supported for ZeRO Stage 3"):
+        zero_config(0.4)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.01, True, "0.5", None, float("nan")])
+def test_a_ratio_is_a_number_from_0_to_1(registered, ratio):
+    with pytest.raises(ConfigError, match=r"offload_optimizer.ratio must be a number in \[0, 1\], got"):
+        zero_config(ratio)
+
+
+def test_who_replaced_the_reading_of_the_config_undoes_it_first(registered, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(config_module, "get_zero_config", lambda given: None)
+        with pytest.raises(ConfigError, match="get_zero_config was replaced after ds_layerwise.register"):
+            unregister()
 
 
 def test_hyper_parameters_reach_the_groups():

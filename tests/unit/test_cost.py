@@ -1,15 +1,18 @@
 """The cost model, against counts by hand and against a loop that multiplies matrices of known size."""
 
 import math
+from random import Random
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_layerwise.cost import LayoutReport, RankMemory, max_over_mean, memory_bytes, newton_schulz_flops, wire_elements
+from ds_layerwise.cost import (LayoutReport, RankMemory, max_over_mean, memory_bytes, newton_schulz_flops,
+                               pieces_on_host, wire_elements)
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.planner import plan_layout
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])
@@ -112,6 +115,56 @@ def test_at_stage_2_a_rank_keeps_gradients_of_its_shards_alone():
 def test_memory_of_a_dtype_without_a_known_size_is_refused():
     with pytest.raises(LayoutError, match="the size of 'int3' is not known; known: float64"):
         memory_bytes(layout(), grads_stored_as={"bfloat16": "int3"})
+
+
+def test_on_the_host_go_whole_pieces_until_there_are_enough():
+    # Rank 0 has 60 and 64 elements of bfloat16 matrices, 8 bytes each, and 64 of a float32 vector, 8 bytes each, too:
+    # 480, 512, 512.
+    assert [pieces_on_host(layout(), 0, ratio) for ratio in (0, 0.01, 0.33, 0.5, 0.67, 1)] == [
+        frozenset(), {"a"}, {"a", "d"}, {"a", "b"}, {"a", "b", "d"}, {"a", "b", "d"}]
+    assert pieces_on_host(layout(), 1, 1.0) == {"d"}
+    halves = Layout("lpt", 1, 64, tuple(Bucket(i, "float16", True, 64 * i, (64,), (Slot(name, 64 * i, 64),))
+                                        for i, name in enumerate("abcd")))
+    assert [pieces_on_host(halves, 0, ratio) for ratio in (0.25, 0.5, 0.75)] == [{"a"}, {"a", "c"}, {"a", "b", "c"}]
+
+
+def test_memory_on_the_host_and_off_it():
+    plain, everything = memory_bytes(layout()), memory_bytes(layout(), host_ratio=1)
+    for without, moved in zip(plain, everything, strict=True):
+        assert (moved.params, moved.grads, moved.masters, moved.states) == (without.params, without.grads, 0, 0)
+    # Masters leave the padding of their shards behind. Two buckets are worked on at a time, each in 8 * 124 bytes.
+    assert [(rank.host, rank.staging) for rank in everything] == [
+        (8 * 124 + 8 * 64, 2 * 8 * 124), (8 * 6, 8 * 6), (8 * 10, 8 * 10)]
+    # Only the first matrix of rank 0; the master of the second, 64 elements, has memory of its own.
+    assert memory_bytes(layout(), host_ratio=0.01)[0] == RankMemory(
+        plain[0].params, plain[0].grads, 4 * 64, 4 * 64 + 8 * 64, host=8 * 60, staging=8 * 60)
+
+
+def test_of_any_layout_goes_what_is_asked_and_less_than_a_piece_more():
+    random = Random(5)
+    for _ in range(60):
+        size, ratio = random.randint(1, 4), random.choice([0.0, 1.0, random.random(), random.random()])
+        specs = [ParamSpec(f"p{i}", (random.randint(1, 40), random.randint(1, 40)), random.choice(
+            ["float32", "bfloat16"]), whole := random.random() < 0.7, int(whole), random.choice([1, 1, size]))
+            for i in range(random.randint(1, 30))]
+        whole_bytes, split_bytes = random.choice([(4, 8), (4, 4), (4, 0)])
+        planned = plan_layout(specs, size, bucket_numel=random.choice([1, 1000, 10**9]), policy="balanced",
+                              alignment=random.choice([1, 64]))
+        memory = memory_bytes(planned, whole_state_bytes=whole_bytes, split_state_bytes=split_bytes, host_ratio=ratio)
+        for rank in range(size):
+            chosen = pieces_on_host(planned, rank, ratio, whole_state_bytes=whole_bytes, split_state_bytes=split_bytes)
+            sizes = {piece.name: piece.numel * (4 * (bucket.dtype != "float32")
+                                                + (whole_bytes if bucket.whole else split_bytes))
+                     for bucket in planned.buckets for piece in bucket.pieces(rank)}
+            asked, found = ratio * sum(sizes.values()), sum(sizes[name] for name in chosen)
+            assert found == memory[rank].host
+            assert asked <= found < asked + max([*sizes.values(), 1])
+            assert ratio not in (0, 1) or found == asked
+            # Halfway through the walk the same holds: they do not lie together at one end.
+            names = [piece.name for piece in planned.pieces(rank)]
+            first = names[:len(names) // 2]
+            half = sum(sizes[name] for name in first if name in chosen)
+            assert ratio * sum(sizes[name] for name in first) <= half
 
 
 def test_the_report_counts_what_the_layout_says():

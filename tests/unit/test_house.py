@@ -36,8 +36,8 @@ FLOORS = {
 PURE = {"errors", "config", "layout", "cost", "planner", "model_shapes"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"comm", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving", "loading",
-                        "sequence_parallel", "pipeline", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"comm", "offload", "zero_base", "zero_state", "zero_optimizer", "checkpoint", "saving",
+                        "loading", "sequence_parallel", "pipeline", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

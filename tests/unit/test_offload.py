@@ -1,0 +1,147 @@
+"""Host memory on a device with streams, played by queues that do as little as they may, or as much."""
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ds_layerwise import offload
+from ds_layerwise.offload import HostMemory
+
+
+class Stream:
+    """Runs what was queued when somebody waits for it."""
+
+    def __init__(self, accelerator):
+        self.accelerator, self.queue, self.done = accelerator, [], 0
+
+    def add(self, work):
+        self.queue.append(work)
+        if self.accelerator.eager is self:
+            self.synchronize()
+
+    def run(self, until):
+        while self.done < until:
+            self.done += 1
+            self.queue[self.done - 1]()
+
+    def record_event(self):
+        return lambda until=len(self.queue): self.run(until)
+
+    def wait_event(self, event):
+        self.add(event)
+
+    def wait_stream(self, other):
+        self.add(other.record_event())
+
+    def synchronize(self):
+        self.run(len(self.queue))
+
+
+class Accelerator:
+    def __init__(self):
+        self.eager, self.pinned, self.order = None, [], []
+        self.compute = self.inside = Stream(self)
+        self.streams = [self.compute]
+
+    def is_synchronized_device(self):
+        return False
+
+    def Stream(self):
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def current_stream(self):
+        return self.compute
+
+    @contextmanager
+    def stream(self, stream):
+        self.inside = stream
+        yield
+        self.inside = self.compute
+
+    def pin_memory(self, tensor):
+        self.pinned.append(tensor.data_ptr())
+        return tensor
+
+    def transfer(self, into, out_of):
+        self.inside.add(lambda: (self.order.append("copy"), into.copy_(out_of)))
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    fake = Accelerator()
+    monkeypatch.setattr(offload, "get_accelerator", lambda: fake)
+    monkeypatch.setattr(offload, "transfer", fake.transfer)
+    return fake
+
+
+def tensors():
+    """Of buckets 0, 2, 3, 4 and 6; the others have nothing on the host."""
+    return {index: {(f"{index}", key): torch.full(shape, float(index)) for key, shape in
+                    (("fp32", (index + 1, 3)), ("momentum", (index + 1, 3)), ("exp_avg", (2, )))}
+            for index in (0, 2, 3, 4, 6)}
+
+
+@pytest.mark.parametrize("eager", [None, 0, 1, 2])
+def test_no_copy_overtakes_another_or_the_work(accelerator, eager):
+    memory = HostMemory(torch.device("cpu"), pin_memory=True)
+    homes = {index: memory.put(index, each) for index, each in tensors().items()}
+    assert accelerator.pinned == [t.data_ptr() for t in memory.tensors]
+    accelerator.eager = None if eager is None else accelerator.streams[eager]
+    expected = tensors()
+    for step in range(3):
+        with memory:
+            for index in reversed(range(8)):
+                for key, tensor in memory.bring(index).items():
+                    accelerator.compute.add(lambda tensor=tensor, step=step: tensor.mul_(-2).add_(step))
+                memory.send_back(index)
+        for index, home in homes.items():
+            assert home.keys() == expected[index].keys()
+            for key, value in expected[index].items():
+                assert torch.equal(home[key], value.mul_(-2).add_(step)), (step, index, key)
+
+
+def test_what_is_taken_for_a_step_may_be_in_use_until_then(accelerator):
+    memory = HostMemory(torch.device("cpu"), pin_memory=False)
+    memory.put(0, tensors()[0])
+    accelerator.compute.add(lambda: accelerator.order.append("before"))
+    with memory:
+        memory.bring(0)
+        accelerator.streams[1].synchronize()
+        assert accelerator.order == ["before", "copy"]
+    assert not accelerator.pinned
+
+
+def test_a_step_that_fails_leaves_nothing_to_the_next(accelerator):
+    memory = HostMemory(torch.device("cpu"), pin_memory=False)
+    homes = {index: memory.put(index, each) for index, each in tensors().items()}
+    with pytest.raises(ZeroDivisionError):
+        with memory:
+            memory.bring(6)  # and bucket 4 is on its way
+            raise ZeroDivisionError
+    homes[4]["4", "fp32"].fill_(7)
+    with memory:
+        memory.bring(6)
+        memory.send_back(6)
+        brought = memory.bring(4)
+        accelerator.compute.synchronize()
+        assert brought["4", "fp32"].unique().item() == 7
+        memory.send_back(4)
+
+
+def test_two_buckets_at_a_time_are_on_the_device_and_none_between_steps(accelerator):
+    memory = HostMemory(torch.device("cpu"), pin_memory=False)
+    for index, each in tensors().items():
+        memory.put(index, each)
+    taken = set()
+    with memory:
+        slots = [weakref.ref(slot.memory) for slot in memory._slots]
+        for index in reversed(range(8)):
+            taken |= {t.data_ptr() for (_, key), t in memory.bring(index).items() if key == "fp32"}
+            memory.send_back(index)
+        assert taken == {slot().data_ptr() for slot in slots} and len(taken) == 2
+    for stream in accelerator.streams:
+        stream.queue, stream.done = [], 0
+    assert [slot() for slot in slots] == [None, None]
