@@ -215,13 +215,13 @@ class TestGradients(DistributedTest):
 
     @pytest.mark.world_size(4)
     def test_sums_norm_and_updates(self):
-        for precision in ({}, {"bf16": {"enabled": True}},
-                          {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}):
+        bf16, on_host = {"bf16": {"enabled": True}}, {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+        for changes in ({}, bf16, {**bf16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": on_host}):
             specs = [TiedLayerSpec("tied", Numbers, 7, 9), LayerSpec(Numbers, 12, 5), LayerSpec(Numbers, 6, 30),
                      TiedLayerSpec("tied", Numbers, 7, 9, forward_fn=at_the_end)]
             engine = start(PipelineModule(specs, num_stages=2, partition_method="uniform",
-                                          loss_fn=lambda x, _: x[:, 3].sum()), ds_config(gas=2, clip=5.0, **precision))
-            expected = self.oracle(torch.bfloat16 if precision else torch.float32)
+                                          loss_fn=lambda x, _: x[:, 3].sum()), ds_config(gas=2, clip=5.0, **changes))
+            expected = self.oracle(torch.bfloat16 if changes else torch.float32)
             assert expected.steps[0].clip_factor > 2
             optimizer, found = engine.optimizer, {}
             take_step = optimizer.step
