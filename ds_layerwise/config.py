@@ -347,7 +347,6 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
     "hybrid_engine.enabled": ((False,), "remove it"),
     "eigenvalue.enabled": ((False,), "it differentiates gradients that do not stay on the parameters; remove it"),
-    "sequence_parallel_size": ((1,), "remove it"),
     "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),
     "use_data_before_expert_parallelism": ((False,), "experts are dealt out rank after rank; remove it"),
 }

@@ -32,14 +32,15 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import autocast, comm, loading, saving
+from ds_layerwise import autocast, comm, loading, pipeline, saving, sequence_parallel
 from ds_layerwise.buffers import DTYPES
 from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.settings import Settings
 from ds_layerwise.tensor_parallel import check_mpu, tensor_group
-from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, Settings, owners
+from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, owners
 
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
@@ -194,10 +195,13 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
-    if isinstance(engine.mpu, PipelineParallelGrid):
-        raise ConfigError("PipelineModule is not supported by this optimizer")
-    if engine.mpu is not None:
+    if engine.mpu is None and engine.mesh_device is not None:
+        engine.mpu = sequence_parallel.MeshGroups(engine.mesh_device)
+    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence_parallel.is_ulysses(engine.mpu):
         check_mpu(engine.mpu, autotp_size=engine.autotp_size())
+    elif engine.mpu is not None and engine.autotp_size() > 1:
+        raise ConfigError(f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
+                          "sequence parallelism, which this optimizer does not support; remove one of the two")
 
 
 #: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
@@ -219,11 +223,17 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     if _uses_us(engine):
         with _alike():
             _check_model(engine)
+            sequence_parallel.check(engine)
+            if pipeline.is_pipeline(engine.module):
+                pipeline.check(engine, engine.module, _sections(engine)[1])
         if dist.is_initialized():
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          for name, param in engine.module.named_parameters()]
-            what = "the model" if engine.mpu is None else "the model, of which parts have to be of equal size,"
-            comm.check_alike(what, comm.digest_of(described), described, group=None)
+            what = "the model, of which parts have to be of equal size," if engine.mp_world_size > 1 else "the model"
+            staged = pipeline.is_pipeline(engine.module)
+            with comm.Alike(None):
+                comm.check_alike("the model" if staged else what, comm.digest_of(described), described,
+                                 group=engine.seq_data_parallel_group if staged else None)
         for param in engine.module.parameters():
             # Broadcasting views parameters as bytes, which only contiguous ones allow.
             if not param.data.is_contiguous():
@@ -271,10 +281,13 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
     # a model that is cut it would say that nothing is.
-    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and engine.mp_world_size == 1:
+    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
                                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE})
-    if dist.get_rank() == 0:
+    if pipeline.is_pipeline(engine.module):
+        if built.rank == 0:
+            print(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}", flush=True)
+    elif dist.get_rank() == 0:
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
         print(built.describe(), flush=True)
     return built
@@ -327,7 +340,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to look at.
     check_overflow = (config.bfloat16_config.check_grad_overflow if engine.bfloat16_enabled()
                       else compute_dtype == torch.float16 or compute_grad_norm)
-    group, mpu = engine.seq_data_parallel_group, engine.mpu
+    group, mpu = engine.seq_data_parallel_group, None if sequence_parallel.is_ulysses(engine.mpu) else engine.mpu
     model_group = None if mpu is None else mpu.get_model_parallel_group()
     expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
@@ -340,12 +353,14 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         expert_groups=expert_groups,
         model_group=model_group,
         part=0 if mpu is None else mpu.get_model_parallel_rank(),
-        tensor_group=tensor_group(mpu, autotp_group=_autotp_group(engine)),
+        tensor_group=None if pipeline.is_pipeline(engine.module) else tensor_group(
+            mpu, autotp_group=_autotp_group(engine)),
         compute_dtype=compute_dtype,
         accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
+        # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
         wire_dtype=config.communication_data_type,
         autocast=autocast_dtype is not None,
-        divide_by=float(comm.size_of(group)) if engine.gradient_average else 1.0,
+        divide_by=sequence_parallel.num_sequences(engine) if engine.gradient_average else 1.0,
         bucket_numel=engine.zero_reduce_bucket_size(),
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=engine.gradient_clipping(),

@@ -65,8 +65,8 @@ class RunConfig:
             raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
                               "gradients in half precision; plan without it")
         if ((given.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
-            raise ConfigError("tensor_parallel.autotp_size is greater than 1, and shapes of a whole model do not say how "
-                              "AutoTP cuts them; plan without it")
+            raise ConfigError("tensor_parallel.autotp_size is greater than 1, and shapes of a whole model do not "
+                              "say how AutoTP cuts them; plan without it")
         zero = given["zero_optimization"]
         return cls(
             optimizer=optimizer, layerwise=layerwise, stage=zero["stage"],
@@ -139,8 +139,8 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
                                    batch=math.prod(batch))
 
     return [ParamSpec(name=name, shape=shape, dtype=dtype, whole=routes[name].optimizer == "matrix",
-                      work=work(routes[name].matrix_shape, routes[name].tp_axis), variants=(variants or {}).get(name, 1),
-                      wire=(wires or {}).get(name, "float32"))
+                      work=work(routes[name].matrix_shape, routes[name].tp_axis),
+                      variants=(variants or {}).get(name, 1), wire=(wires or {}).get(name, "float32"))
             for name, shape, dtype in params if name in routes]
 
 

@@ -22,7 +22,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from ds_layerwise import comm
+from ds_layerwise import comm, pipeline
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
@@ -61,8 +61,10 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
     config.load_universal_checkpoint = is_universal
     engine._layerwise_wants_scheduler = load_lr_scheduler_states and not load_module_only
     try:
-        if is_universal:
+        if is_universal or pipeline.is_pipeline(engine.module):
             with comm.Alike(None):
+                if not is_universal:
+                    _check_layers(engine, folder, strict=load_module_strict)
                 _check_model_file(engine, load_dir, str(tag))
         with _mapped(engine.checkpoint_engine):
             return load(str(tag))
@@ -121,7 +123,7 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
         RegularCheckpoint(folder)
     manifest = Manifest.read(folder)
     if not states and not is_universal:
-        manifest = manifest.only(name for name in manifest.files if name.endswith("_model_states.pt"))
+        manifest = manifest.only(name for name in manifest.files if name.endswith("model_states.pt"))
     own_disk = engine.use_node_local_storage()
     manifest.check(folder, rank=0 if own_disk else engine.global_rank,
                    world_size=1 if own_disk else dist.get_world_size())
@@ -137,6 +139,9 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
     Raises:
         LayerwiseError: it has another number of parts, or a universal checkpoint would have to be cut.
     """
+    if pipeline.is_pipeline(engine.module):
+        # Its stages are found by name.
+        return
     here = engine.mp_world_size
     if is_universal and here > 1:
         raise LayerwiseError(f"{folder} is a universal checkpoint, which cannot be cut for a model on {here} "
@@ -174,17 +179,44 @@ def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stri
     Raises:
         LayerwiseError: names or shapes differ, or there is no state for the scheduler.
     """
-    found, wanted = checkpoint["module"], engine.module.state_dict(keep_vars=True)
+    _check_names_and_shapes(checkpoint["module"], engine.module.state_dict(keep_vars=True), strict=strict,
+                            way_out="rename it with layerwise.rename, or ")
+    _check_scheduler(engine, checkpoint)
+
+
+def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, of: str = "",
+                            way_out: str = "") -> None:
     for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
         if strict and names:
             raise LayerwiseError(f"the checkpoint {what} {', '.join(sorted(names)[:5])}{' and more' * (len(names) > 5)}"
-                                 f", which the model {'has' if what == 'lacks' else 'lacks'}; rename it with "
-                                 "layerwise.rename, or load what fits with load_module_strict=False")
+                                 f"{of}, which the model {'has' if what == 'lacks' else 'lacks'}; {way_out}load what "
+                                 "fits with load_module_strict=False")
     for name in wanted.keys() & found.keys():
         if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
-            raise LayerwiseError(f"{name} is {tuple(found[name].shape)} in the checkpoint, "
+            raise LayerwiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "
                                  f"{tuple(wanted[name].shape)} in the model")
-    _check_scheduler(engine, checkpoint)
+
+
+def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:
+    """Find what loading the layers of this stage would only find when some of them are loaded.
+
+    Raises:
+        LayerwiseError: a layer has no file, or the checkpoint more layers than the model, or names or shapes differ.
+    """
+    module = engine.module
+    for index, layer in enumerate(module.forward_funcs):
+        if not hasattr(layer, "load_state_dict"):
+            continue
+        number, paths = module._local_start + index, module.ckpt_layer_path_list(str(folder), index)
+        if len(paths) != 1:
+            raise LayerwiseError(f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved by a "
+                                 "model of other layers, or not by a pipeline")
+        _check_names_and_shapes(load_safely(Path(paths[0])), layer.state_dict(), strict=strict,
+                                of=f" of layer {number}")
+    saved = {int(path.name.split("-")[0].removeprefix("layer_")) for path in folder.glob("layer_*-model_states.pt")}
+    if strict and max(saved, default=0) >= module._num_layers:
+        raise LayerwiseError(f"{folder} has a layer {max(saved)}, and the model {module._num_layers} layers; load what "
+                             "fits with load_module_strict=False")
 
 
 def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:

@@ -173,10 +173,13 @@ class Owned:
         return [(piece.name, self._values.piece(piece.name), self.masters.piece(piece.name))
                 for piece in self.pieces[index]]
 
-    def rule_records(self) -> dict[str, RuleRecord]:
-        """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer."""
-        return {saved: _rule_record(self.rules[self._routes[slot.name].optimizer])
+    def rule_records(self, elsewhere: Mapping[str, Placement] | None = None) -> dict[str, RuleRecord]:
+        """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
+        ``elsewhere``, which are not in this layout."""
+        records = {placement: _rule_record(rule) for placement, rule in self.rules.items()}
+        here = {saved: self._routes[slot.name].optimizer
                 for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
+        return {name: records[placement] for name, placement in {**(elsewhere or {}), **here}.items()}
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""

@@ -43,14 +43,18 @@ def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[i
     return tuple(n * size if axis is not None and i == len(shape) + axis else n for i, n in enumerate(shape))
 
 
-def overrides_by_name(names: Collection[str], overrides: Sequence[Override]) -> dict[str, dict[str, Any]]:
+def overrides_by_name(names: Collection[str], overrides: Sequence[Override], *,
+                      elsewhere: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """For each of ``names``, the keys that overrides set for it.
 
+    Args:
+        elsewhere: more names that an override may be for.
+
     Raises:
-        RoutingError: an override matches none of ``names``, or contradicts another one.
+        RoutingError: an override matches no name, or contradicts another one.
     """
     for index, override in enumerate(overrides):
-        if not any(fnmatchcase(name, override.name) for name in names):
+        if not any(fnmatchcase(name, override.name) for name in (*names, *elsewhere)):
             raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
                                "the pattern misspelled?")
     return {name: _merge(name, [(i, o) for i, o in enumerate(overrides) if fnmatchcase(name, o.name)])

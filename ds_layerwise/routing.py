@@ -6,10 +6,11 @@ The rules, first match wins:
 
 1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``;
 2. fewer than two axes: scalar (norms, biases);
-3. a table or an output head: scalar (``nn.Embedding`` by module type, others by a class name that ends in
-   ``Embedding``; a head is a linear layer that shares an embedding's weight, that the model returns from
-   ``get_output_embeddings()``, that ends in one of :data:`HEAD_NAMES`, or that is the model's last and maps an
-   embedding's width to its number of rows; Megatron marks both with ``is_embedding_or_output_parameter``);
+3. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type, others
+   by a class name that ends in ``Embedding``; a head is a linear layer that shares an embedding's weight, that the
+   model returns from ``get_output_embeddings()``, that ends in one of :data:`HEAD_NAMES`, or that is the model's last
+   and maps an embedding's width to its number of rows; Megatron marks both with
+   ``is_embedding_or_output_parameter``);
 4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels and kernels over one axis are scalar;
 5. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;
@@ -22,7 +23,7 @@ says which axis of which matrix is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,20 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a stage of a pipeline must know of the others to decide as for the whole model."""
+
+    tables: frozenset[tuple[int, ...]]
+    """The shapes of all embeddings."""
+    linear_after: bool
+    """Whether a later stage has a linear layer, so that the model's last one is not here."""
+    tied: frozenset[Tensor]
+    """The weights here that another layer uses, too, wherever that is."""
+    names: frozenset[str]
+    """The trainable parameters of all stages."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Home:
     """What the model says about a parameter: the modules that hold it, and facts about the model."""
@@ -52,10 +67,12 @@ class _Home:
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
-                     overrides: Sequence[Override] = (), per_head: bool = False, tp_size: int = 1) -> dict[str, Route]:
+                     overrides: Sequence[Override] = (), per_head: bool = False, tp_size: int = 1,
+                     elsewhere: Elsewhere | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
-    Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route.
+    Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
+    ``elsewhere``, ``model`` is a part, and the caller calls :func:`.placement.require_a_matrix` with the routes of all.
 
     Args:
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
@@ -73,10 +90,10 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                 raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
                                    "model does not have; pass parameters of the model given to initialize()")
             group_of[names[param]] = index
-    homes = _homes(model)
+    homes = _homes(model, elsewhere)
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
-    merged = overrides_by_name(trained, overrides)
+    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else ())
     routes: dict[str, Route] = {}
     for name, param in trained.items():
         if param.dtype not in _FLOATS:
@@ -94,7 +111,8 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                                    mine.get("num_heads"), param, tp_size, explicit=True)
     if per_head:
         routes = _split_heads(model, routes, tp_size)
-    require_a_matrix(routes.values())
+    if elsewhere is None:
+        require_a_matrix(routes.values())
     return routes
 
 
@@ -166,27 +184,35 @@ def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int,
     return (groups, first // groups, rest), "grouped convolution"
 
 
-def _homes(model: nn.Module) -> dict[str, _Home]:
+def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
     """For each parameter name, the modules that hold it and whether it is an output head."""
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for param in module._parameters.values():
             if param is not None:
                 holders.setdefault(param, []).append((path, module))
-    heads = dict(_heads(model))
+    heads = dict(_heads(model, elsewhere))
     return {name: _Home(tuple(holders[param]), heads.get(param)) for name, param in model.named_parameters()}
 
 
-def _heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> tuple[
+        set[tuple[int, ...]], list[tuple[str, Tensor]]]:
+    """The shapes of the embeddings, and the weights of linear layers in their order, but for those in ``leave_out``."""
     weights = [(path, m, w) for path, m in model.named_modules()
                if isinstance(w := getattr(m, "weight", None), Tensor) and w.dim() == 2]
-    tables = [w for _, module, w in weights if _is_table(module)]
-    linears = [(path, w) for path, module, w in weights
-               if isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module)]
-    if linears:
+    return ({tuple(w.shape) for _, module, w in weights if _is_table(module)},
+            [(path, w) for path, module, w in weights if w not in leave_out and (
+                isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module))])
+
+
+def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
+    tied = elsewhere.tied if elsewhere else frozenset()
+    tables, linears = tables_and_linears(model, leave_out=tied)
+    if linears and not (elsewhere and elsewhere.linear_after):
         last = linears[-1][1]
-        if any(last.shape == table.shape for table in tables):
+        if tuple(last.shape) in (elsewhere.tables if elsewhere else tables):
             yield last, "output head (last linear layer, shaped like an embedding)"
+    yield from ((weight, "tied to another layer of the pipeline") for weight in tied)
     for path, each in linears:
         if path.rpartition(".")[2] in HEAD_NAMES:
             yield each, "output head (by name)"

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ds_layerwise import comm
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import Manifest
-from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.zero_optimizer import uses_us
 
@@ -125,11 +124,14 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             staging.begin(folder)
     staged, rank = staging.staged(folder), engine.global_rank
     with comm.Alike(None), _saying_where(save.save_dir):
-        saved = RegularCheckpoint(regular, rank=engine.optimizer.rank, part=engine.optimizer.settings.part)
+        saved = engine.optimizer.open_regular(regular)
         names = universal.write_parameters(saved, staged, universal.shares(saved, dist.get_world_size())[rank])
         if rank == 0:
+            names += universal.write_common(saved.state_dict(0), staged)
+        if engine.optimizer.rank == 0:
+            # Every stage of a pipeline has its own.
             model_file = Path(engine._get_ckpt_name(str(regular.parent), regular.name))
-            names += universal.write_common(saved.state_dict(0), staged, model_file, _not_trained(engine))
+            names += universal.write_model(model_file, _not_trained(engine), staged)
         written = _listed(engine, staged, names)
     parts = comm.gather_objects(written, group=None)
     with comm.Alike(None):

@@ -160,6 +160,16 @@ class GradSync(_BucketOrder):
             self._has_grad.add(name)
         whole[start:start + values.numel()].add_(values)
 
+    @torch.no_grad()
+    def sum_over(self, name: str, *, group: comm.Group) -> None:
+        """Add up what has accumulated of ``name`` on the ranks of ``group``, which hold it in their layouts, too."""
+        self.accumulate(name, launch=False)
+        whole = self._grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+            self._has_grad.add(name)
+        comm.sum_over_ranks(whole, group=group)
+
     def _take(self, name: str) -> None:
         """Add the gradient into the bucket; None stays behind."""
         param = self._params[name]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -15,11 +14,11 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_layerwise import autocast, comm, cost
+from ds_layerwise import autocast, comm, cost, pipeline
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerwiseConfig, Placement
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.forecast import Forecast, specs_of
 from ds_layerwise.guard import Guard
 from ds_layerwise.layout import Bucket, Layout, ParamSpec
@@ -30,6 +29,7 @@ from ds_layerwise.owned import Owned
 from ds_layerwise.placement import Axis, Route
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import route_parameters
+from ds_layerwise.settings import Settings
 from ds_layerwise.state_access import StateAccess
 from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
 from ds_layerwise.table import start_up_table
@@ -42,49 +42,6 @@ _CLIP_EPS = 1e-6
 
 #: Parameters whose gradients an optimizer takes: a second one on the same parameter would never see any.
 owners: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the engine's configuration says that concerns this optimizer."""
-
-    stage: int
-    group: comm.Group
-    """The process group over which gradients are averaged and ownership is dealt out."""
-    expert_groups: Mapping[str, comm.Group]
-    """The same for experts, by the name that DeepSpeed gives it; the ranks in it hold the same experts."""
-    model_group: comm.Group | None
-    """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
-    part: int
-    """Which part this rank holds, as DeepSpeed numbers them in the names of its files."""
-    tensor_group: comm.Group | None
-    """The ranks that hold the parts of the same parameters, in the order of the parts; None where none is cut."""
-    compute_dtype: torch.dtype
-    """What the model computes in; in float16 the loss is scaled."""
-    accumulation_dtype: torch.dtype | None
-    """What micro-batches are added up in; None for each parameter's own dtype."""
-    wire_dtype: torch.dtype | None
-    """What gradients travel in; None for the dtype that they are accumulated in."""
-    autocast: bool
-    """Whether ``torch_autocast`` is on, which decides for each parameter what its gradient travels in."""
-    divide_by: float
-    bucket_numel: int
-    overlap_comm: bool
-    clip_grad: float
-    check_overflow: bool
-    compute_grad_norm: bool
-    dynamic_loss_scale: bool
-    static_loss_scale: float
-    loss_scale_args: dict[str, Any] | None
-    host_ratio: float
-    """How much of masters and states lives in host memory, from 0 to 1."""
-    pin_memory: bool
-    timers: Any
-
-    @property
-    def num_parts(self) -> int:
-        """How many parts the model is cut into."""
-        return 1 if self.model_group is None else comm.size_of(self.model_group)
 
 
 class LayerWiseZeroOptimizer(StatefulOptimizer):
@@ -113,24 +70,29 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
         self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._counted_elsewhere = self._replicated()
+        self._saved_elsewhere = self._counted_elsewhere if pipeline.is_pipeline(model) else frozenset()
+        self._tied_are_checked = False
+        names = {param: name for name, param in self._params.items()}
+        self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
         self._init_buffers(next(iter(self._params.values())).device)
         self._guard = Guard(model, self._params, self._values,
                             (param for group in optimizer.param_groups for param in group["params"]))
         self._init_hooks(model)
         self.step_count, self._deferred = 0, 0
         # One checkpoint group a parameter; see checkpoint.regular.
-        self.bit16_groups = self.round_robin_bit16_groups = [[param] for param in self._params.values()]
+        self.bit16_groups = self.round_robin_bit16_groups = [
+            [param] for name, param in self._params.items() if name not in self._saved_elsewhere]
 
     # --- construction ----------------------------------------------------------------------------------------------
 
     def _plan(self, model: nn.Module) -> tuple[dict[str, Route], list[ParamSpec], Layout]:
         """Route and place every parameter; ranks compare the outcome before anything else."""
-        rules = self.optimizer.config
+        rules, elsewhere = self.optimizer.config, pipeline.elsewhere(model, self.settings.model_group)
         tensor_group = self.settings.tensor_group
         tp_size = 1 if tensor_group is None else comm.size_of(tensor_group)
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
-                                      per_head=rules.per_head_muon, tp_size=tp_size)
+                                      per_head=rules.per_head_muon, tp_size=tp_size, elsewhere=elsewhere)
             trained = {name: param for name, param in model.named_parameters() if name in routes}
             specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
                              routes, rules, tp_size=tp_size,
@@ -139,6 +101,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
             self._names = expert_names({spec.name: spec.variants for spec in specs})
+        self._placed_elsewhere = {} if elsewhere is None else pipeline.placements(
+            routes, self.optimizer.param_groups, self.settings.model_group)
         described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
                      f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, {spec.variants} variants, "
                      f"gradient sent in {spec.wire}{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
@@ -263,11 +227,32 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Finish the reduction after a backward pass. The engine calls it at the boundary; see the next one."""
-        if self._backward_active_depth and not self._hooks_fired_this_backward:
+        if pipeline_parallel and isinstance(self._grad_sync, GradSync):
+            self._check_tied(self._grad_sync)
+            # The engine has done so for gradients that stay on the parameters, and ours do not.
+            for name, group in self._tied:
+                self._grad_sync.sum_over(name, group=group)
+        elif self._backward_active_depth and not self._hooks_fired_this_backward:
             # torch.autograd.grad runs this, too: what a backward pass without our parameters leaves is for step().
             self._deferred += 1
             return
         self._grad_sync.reduce()
+
+    def _check_tied(self, gradients: GradSync) -> None:
+        """Before the first step of a pipeline: what another stage saves for this one must follow that one's gradients.
+
+        Raises:
+            StepError: on every rank, if a module that stages share is trained in a parameter that they do not share.
+        """
+        if self._tied_are_checked:
+            return
+        with comm.Alike(None):
+            apart = self._saved_elsewhere - {name for name, _ in self._tied}
+            if used := apart & gradients.accumulated().keys():
+                raise StepError(f"{min(used)} got a gradient on a later stage of the pipeline than its first, and is "
+                                "not tied: its copies would drift apart; name it in tied_weight_attr of TiedLayerSpec, "
+                                "or keep it out of the shared module")
+        self._tied_are_checked = True
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """The same at stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""

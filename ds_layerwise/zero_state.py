@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ds_layerwise import comm
+from ds_layerwise import comm, pipeline
 from ds_layerwise.buffers import FlatBuffer
 from ds_layerwise.checkpoint import regular
-from ds_layerwise.checkpoint.folder import ModelFile
 from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.others import find_others
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
+from ds_layerwise.checkpoint.stages import PipelineCheckpoint
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
-from ds_layerwise.config import LayerwiseConfig
+from ds_layerwise.config import LayerwiseConfig, Placement
 from ds_layerwise.errors import LayerwiseError, StepError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.offload import Parking
@@ -76,6 +77,10 @@ class StatefulOptimizer(EngineOptimizer):
     _engine: Any
     _module: nn.Module
     _owned: Owned
+    _saved_elsewhere: frozenset[str]
+    """Parameters that are in the files of another stage."""
+    _placed_elsewhere: dict[str, Placement]
+    """The optimizers of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
     _values: FlatBuffer
     _grads: FlatBuffer | None
     _params: dict[str, nn.Parameter]
@@ -154,8 +159,9 @@ class StatefulOptimizer(EngineOptimizer):
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         return Header(
-            step=self.step_count, shapes=self._saved_shapes,
-            rules=self._owned.rule_records(), dtypes=self.layout.dtypes,
+            step=self.step_count,
+            shapes={name: shape for name, shape in self._saved_shapes.items() if name not in self._saved_elsewhere},
+            rules=self._owned.rule_records(self._placed_elsewhere), dtypes=self.layout.dtypes,
             param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,9 +191,16 @@ class StatefulOptimizer(EngineOptimizer):
         gas = engine.gradient_accumulation_steps()
         starts = {p.name: p.param_start for p in self._owned.record().pieces} if self.settings.stage == 2 else {}
         return {"micro_batches": engine.micro_steps % gas, "of": gas, "starts": starts,
+                "divide_by": self.settings.divide_by,
                 "gradients": {self._owned.saved_as[name]: regular.alone(values) for name, values in gradients.items()}}
 
     # --- in ----------------------------------------------------------------------------------------------------------
+
+    def open_regular(self, folder: Path) -> RegularCheckpoint | PipelineCheckpoint:
+        """The regular checkpoint in ``folder``, as far as this rank may need it."""
+        if pipeline.is_pipeline(self._module):
+            return PipelineCheckpoint(folder, rank=self.rank, stage=self.settings.part)
+        return RegularCheckpoint(folder, rank=self.rank, part=self.settings.part)
 
     def prepare_load(self, folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> None:
         """Open the checkpoint in ``folder``, check every byte, and find what :meth:`finish_load` will take over.
@@ -203,12 +216,9 @@ class StatefulOptimizer(EngineOptimizer):
             LayerwiseError: on every rank, if any rank finds something missing or wrong.
         """
         self.reload_states()
+        names = pipeline.names_of_all_stages(self._module, self.settings.model_group)
         with comm.Alike(None):
-            opened: RegularCheckpoint | UniversalCheckpoint
-            if universal:
-                opened = UniversalCheckpoint(folder)
-            else:
-                opened = RegularCheckpoint(folder, rank=self.rank, part=self.settings.part)
+            opened = UniversalCheckpoint(folder) if universal else self.open_regular(folder)
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, self.config.rename, use_all=universal)
             check_shapes(self._saved_shapes, saved.header.shapes)
@@ -220,21 +230,22 @@ class StatefulOptimizer(EngineOptimizer):
                              on_missing_state=self.config.on_missing_state,
                              on_optimizer_change=self.config.on_optimizer_change)
             if universal and strict:
-                self._check_names(saved, folder)
-            others = self._others(saved, folder, strict=strict) if universal else {}
+                self._check_names(saved, folder, names)
+            others = find_others(saved, folder, self._module, trained={spec.name for spec in self.specs},
+                                 rename=self.config.rename, strict=strict) if universal else {}
             prepared = PreparedLoad(
                 folder, saved.header, plan, states, masters, universal, others,
                 self._accumulated_in(opened) if states and isinstance(opened, RegularCheckpoint) else None)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
-        if isinstance(opened, RegularCheckpoint):
-            which += [f"files of {opened.world_size} ranks", f"layout {opened.ours['layout_digest']}"]
+        if not isinstance(opened, UniversalCheckpoint):
+            which += opened.identity()
         with comm.Alike(None):
             comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.dp_process_group)
         self._prepared = prepared
 
-    def _check_names(self, saved: Renamed, folder: Path) -> None:
-        """Compare the names in a universal checkpoint with the model's.
+    def _check_names(self, saved: Renamed, folder: Path, names: Set[str]) -> None:
+        """Compare the names in a universal checkpoint with ``names``, those of the model.
 
         Raises:
             LayerwiseError: one has what the other lacks.
@@ -243,45 +254,10 @@ class StatefulOptimizer(EngineOptimizer):
             raise LayerwiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                                  f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
                                  "weights")
-        if unknown := sorted(saved.header.shapes.keys() - self._module.state_dict().keys() - self._saved_shapes.keys()):
+        if unknown := sorted(saved.header.shapes.keys() - names - self._saved_shapes.keys()):
             raise LayerwiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                                  f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                                  "layerwise.rename, or load what fits with load_module_strict=False")
-
-    def _others(self, saved: Renamed, folder: Path, *, strict: bool) -> dict[str, Tensor]:
-        """Frozen parameters and buffers in a universal checkpoint, by name."""
-        trained = {spec.name for spec in self.specs}
-        restored = {id(param) for name, param in self._module.named_parameters() if name in trained}
-        exact = self._in_model_file(folder)
-        others = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            if id(value) in restored or not isinstance(value, Tensor):
-                continue
-            if name in exact and exact[name].shape == value.shape:
-                others[name] = exact[name]
-            elif name in saved.header.shapes:
-                found = saved.pieces(name, 0, value.numel())[0].master
-                if found.numel() != value.numel():
-                    raise LayerwiseError(f"{name} has {found.numel()} elements in the checkpoint, {value.numel()} in "
-                                         "the model")
-                others[name] = found
-            elif strict:
-                raise LayerwiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
-                                     "trained, cannot be restored; with load_module_strict=False it keeps its value")
-            # Its other names, if it is tied, stand for it.
-            restored.add(id(value))
-        return others
-
-    def _in_model_file(self, folder: Path) -> dict[str, Tensor]:
-        """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to float32, and
-        leaves out those of ZeRO-3."""
-        try:
-            model = ModelFile.read(folder, trust=False)
-        except LayerwiseError:
-            # A client may have put anything into it. The engine loads it next, and that is the user's decision.
-            return {}
-        renamed = new_names(model.module, self.config.rename) if model else {}
-        return {renamed[name]: value for name, value in model.module.items()} if model else {}
 
     def _accumulated_in(self, saved: RegularCheckpoint) -> Accumulated | None:
         first = saved.ours["accumulated"]
@@ -297,7 +273,7 @@ class StatefulOptimizer(EngineOptimizer):
             raise LayerwiseError(f"the checkpoint was saved after {first['micro_batches']} of {first['of']} "
                                  f"micro-batches of a step, and this run accumulates {gas}; resume with "
                                  f"gradient_accumulation_steps {first['of']}")
-        scale = self.world_size / saved.world_size if engine.gradient_average else 1.0
+        scale = self.settings.divide_by / first["divide_by"]
         renamed = new_names(saved.header.shapes, self.config.rename)
         known = {saved: name for name, saved in self._owned.saved_as.items()}
         gradients = [(renamed[name], entry["starts"].get(name, 0), values)
@@ -331,8 +307,9 @@ class StatefulOptimizer(EngineOptimizer):
         if prepared.states:
             self._take_over(prepared.header)
         self._resume_step(prepared.accumulated)
-        if prepared.masters and not prepared.universal and prepared.header.dtypes != self.layout.dtypes:
-            # The engine has loaded weights that were rounded to another dtype.
+        if prepared.masters and not prepared.universal and (
+                prepared.header.dtypes != self.layout.dtypes or self._saved_elsewhere):
+            # The engine has loaded weights that were rounded to another dtype, or none of what other stages save.
             self.update_lp_params()
         self._report(prepared)
 

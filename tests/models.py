@@ -7,12 +7,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over (batch, length, heads, width of a head)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
+    length = scores.shape[-1]
+    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -1e4)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
 class Block(nn.Module):
     """Pre-norm attention with fused query, key and value, then an MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.attend = heads, attend
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width, bias=False)
@@ -22,11 +31,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -1e4)
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.proj(attended)
+        q, k, v = (t.view(batch, length, self.heads, -1) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(self.attend(q, k, v).reshape(batch, length, width))
         return x + self.down(F.relu(self.up(self.norm2(x))))
 
 
@@ -40,6 +46,7 @@ class TinyGpt(nn.Module):
         self.positions = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
+        self.first_position = 0
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.1)
         self.head = nn.Linear(width, vocab, bias=False)
@@ -47,7 +54,7 @@ class TinyGpt(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight[self.first_position:][:tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

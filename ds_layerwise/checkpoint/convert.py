@@ -58,5 +58,6 @@ def _write(saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers:
     sized = [(name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
              for name, shape in header.shapes.items()]
     parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
-    others = universal.write_common(saved.state_dict(0), staged, model.path, model.others(header.shapes))
-    return [*parts, Manifest.of(staged, others)]
+    rest = universal.write_common(saved.state_dict(0), staged)
+    rest += universal.write_model(model.path, model.others(header.shapes), staged)
+    return [*parts, Manifest.of(staged, rest)]

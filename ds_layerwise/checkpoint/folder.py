@@ -61,8 +61,16 @@ def find(path: Path) -> Path:
     """The folder of one checkpoint: ``path`` itself, or the one that ``latest`` in it names.
 
     Raises:
-        LayerwiseError: there is none.
+        LayerwiseError: there is none, or it is of a kind that only an engine reads.
     """
+    folder = _find(path)
+    if any(folder.glob("layer_*-model_states.pt")):
+        raise LayerwiseError(f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
+                             "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py write")
+    return folder
+
+
+def _find(path: Path) -> Path:
     if not path.is_dir():
         raise LayerwiseError(f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest")
     if is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt")):
@@ -171,11 +179,14 @@ class ModelFile:
         paths = [path for name in names if (path := folder / name).exists()]
         if not paths:
             return None
-        content = _load_trusted(paths[0]) if trust else _load_client_state(paths[0])
+        load = _load_trusted if trust else _load_client_state
+        content = load(paths[0])
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerwiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
-        groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
-        shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+        shapes = _shapes(content)
+        for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
+            # Of a pipeline, each stage has its own.
+            shapes = shapes if stage == paths[0] else {**_shapes(load(stage)), **shapes}
         held = {**(content["module"] or {}), **_experts(folder, _load_trusted if trust else load_safely)}
         frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}
         module = {name: value for name, value in held.items() if isinstance(value, Tensor)}
@@ -195,6 +206,11 @@ class ModelFile:
         """Frozen parameters and buffers."""
         left_out = {*trained, *self.aliases}
         return {name: value for name, value in self.module.items() if name not in left_out}
+
+
+def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
+    return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:

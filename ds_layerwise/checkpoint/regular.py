@@ -148,7 +148,7 @@ class RegularCheckpoint:
 
     Files are opened when something in them is asked for. ``rank`` says whose file to look into first: where every
     node has its own disk, and the layout is the same, it is the only one that this rank needs. ``part`` says which part
-    of a model that is cut over ranks; see :class:`ds_layerwise.zero_optimizer.Settings`.
+    of a model that is cut over ranks; see :class:`ds_layerwise.settings.Settings`.
 
     Raises:
         LayerwiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
@@ -174,6 +174,10 @@ class RegularCheckpoint:
                 names = variants.get(piece.name, (piece.name,))
                 self._holders.setdefault(names[holder % len(names)], []).append(
                     (holder, piece.param_start, piece.param_start + piece.numel))
+
+    def identity(self) -> list[str]:
+        """What is the same for all ranks that read the same save."""
+        return [f"files of {self.world_size} ranks", f"layout {self.ours['layout_digest']}"]
 
     def path(self, rank: int) -> Path:
         """The file that ``rank`` saved."""

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
-from ds_layerwise.checkpoint.regular import (CONVERTED, KEY, RegularCheckpoint, header_of, load_safely, naming, ours_of,
-                                             travels_as)
+from ds_layerwise.checkpoint.regular import CONVERTED, KEY, header_of, load_safely, naming, ours_of, travels_as
 from ds_layerwise.errors import LayerwiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.
@@ -174,21 +173,25 @@ def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[st
     return {PARAM: whole.view(tuple(shape)), CAT_DIM: 0}
 
 
-def write_common(state_dict: Mapping[str, Any], folder: Path, model_file: Path,
-                 others: Mapping[str, Tensor]) -> list[str]:
-    """Write what belongs to no trainable parameter; returns the files, within ``folder``.
-
-    Args:
-        state_dict: the ``optimizer_state_dict`` of any rank.
-        model_file: DeepSpeed's file with the module, the scheduler and the client's state; linked, or copied.
-        others: frozen parameters and buffers, by name in the module's ``state_dict``.
-    """
+def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write what belongs to no parameter, from the ``optimizer_state_dict`` of any rank; returns the files, within
+    ``folder``."""
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
     common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "accumulated": None, "listed": True}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
-    written = ["zero/optimizer_state.pt", model_file.name]
+    return ["zero/optimizer_state.pt"]
+
+
+def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write what is not trained; returns the files, within ``folder``.
+
+    Args:
+        model_file: DeepSpeed's file with the module, the scheduler and the client's state; linked, or copied.
+        others: frozen parameters and buffers, by name in the module's ``state_dict``.
+    """
+    written = [model_file.name]
     try:
         os.link(model_file, folder / model_file.name)
     except OSError:
@@ -202,7 +205,7 @@ def write_common(state_dict: Mapping[str, Any], folder: Path, model_file: Path,
     return written
 
 
-def shares(saved: RegularCheckpoint, count: int) -> list[list[str]]:
+def shares(saved: Saved, count: int) -> list[list[str]]:
     """The parameters of ``saved`` in ``count`` parts of about equal size, each in the order of the files."""
     sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
     total, seen = sum(sizes.values()), 0

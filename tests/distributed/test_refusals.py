@@ -238,11 +238,6 @@ class TestRefusedParallelism(DistributedTest):
     world_size = 2
     exec_timeout = 60
 
-    def test_pipelines(self):
-        from deepspeed.pipe import PipelineModule
-        with pytest.raises(ConfigError, match="PipelineModule is not supported"):
-            initialize(PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=1, loss_fn=nn.MSELoss()))
-
     def test_experts_placed_in_another_order(self):
         from deepspeed.moe.layer import MoE
         dist.barrier()

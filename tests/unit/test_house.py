@@ -24,11 +24,11 @@ FLOORS = {
     "optimizers": 6,
     "owned": 7, "guard": 7,
     "comm": 8,
-    "sync": 9, "state_access": 9, "tensor_parallel": 9,
+    "sync": 9, "state_access": 9, "settings": 9, "tensor_parallel": 9, "pipeline": 9,
     "zero_base": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
-    "saving": 13, "loading": 13,
+    "saving": 13, "loading": 13, "sequence_parallel": 13,
     "engine": 14,
     "cli": 15, "run": 15,
 }
@@ -37,8 +37,8 @@ FLOORS = {
 PURE = {"errors", "config", "layout", "cost", "placement", "planner", "forecast", "model_shapes", "table"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "tensor_parallel", "zero_base", "zero_state", "zero_optimizer",
-                        "checkpoint", "saving", "loading", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "tensor_parallel", "sequence_parallel", "pipeline", "zero_base",
+                        "zero_state", "zero_optimizer", "checkpoint", "saving", "loading", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
