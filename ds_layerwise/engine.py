@@ -146,6 +146,8 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
                               f"{engine._config.optimizer_name!r}; change it, or remove the section")
         return original()
+    if engine.mpu is None and engine.mesh_device is not None:
+        engine.mpu = sequence_parallel.MeshGroups(engine.mesh_device)
     with _alike():
         _check_config(engine, given)
     if dist.is_initialized():
@@ -160,9 +162,10 @@ def _alike() -> AbstractContextManager[None]:
 
 
 #: Sections and keys of a config that ranks must agree on: by what they differ in here, they would train differently.
-_SAME_ON_ALL_RANKS = ("optimizer", "layerwise", "zero_optimization", "bf16", "bfloat16", "fp16", "data_types",
-                      "communication_data_type", "gradient_clipping", "gradient_allreduce_op",
-                      "managed_gradient_accumulation")
+_SAME_ON_ALL_RANKS = ("optimizer", "layerwise", "zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast",
+                      "data_types", "communication_data_type", "seq_parallel_communication_data_type",
+                      "gradient_clipping", "gradient_allreduce_op", "managed_gradient_accumulation", "tensor_parallel",
+                      "sequence_parallel_size")
 
 
 def _described(given: Mapping[str, Any]) -> list[str]:
@@ -195,8 +198,6 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
-    if engine.mpu is None and engine.mesh_device is not None:
-        engine.mpu = sequence_parallel.MeshGroups(engine.mesh_device)
     if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence_parallel.is_ulysses(engine.mpu):
         check_mpu(engine.mpu, autotp_size=engine.autotp_size())
     elif engine.mpu is not None and engine.autotp_size() > 1:
@@ -248,8 +249,8 @@ def _check_model(engine: DeepSpeedEngine) -> None:
         ConfigError: its gradients go to another engine, or it has experts and is cut over ranks otherwise, too.
     """
     model = engine.module
-    if any(isinstance(module, MoE) for module in model.modules()) and (
-            engine.mpu is not None or engine.sequence_parallel_size > 1):
+    is_cut = engine.mpu is not None and not sequence_parallel.is_ulysses(engine.mpu)
+    if (is_cut or engine.sequence_parallel_size > 1) and any(isinstance(module, MoE) for module in model.modules()):
         raise ConfigError("deepspeed.moe layers together with model or sequence parallelism are not supported by this "
                           "optimizer: it knows no order of experts for that")
     if taken := [name for name, param in model.named_parameters() if param in owners]:

@@ -252,7 +252,7 @@ def num_parts(folder: Path) -> int:
     """How many parts the model in ``folder`` is cut into; 1 also where that is not known, or put together."""
     if (folder / "zero").is_dir():
         return 1
-    return len({path.name.rpartition("_mp_rank_")[2] for path in folder.glob("*mp_rank_*_model_states.pt")}) or 1
+    return len({path.name.rpartition("mp_rank_")[2] for path in folder.glob("*mp_rank_*_model_states.pt")}) or 1
 
 
 def refuse_parts(folder: Path) -> None:

@@ -141,7 +141,7 @@ class TestExperts(DistributedTest):
                             grad = wanted.grads[saved].flatten()[first:first + values.numel()]
                             assert torch.equal(values, grad), saved
                     engine.step()
-                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-6)
+                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-12)
             assert_weights(engine.module.inner, reference.params, ep_size)
             engine.destroy()
 
@@ -221,7 +221,7 @@ class TestCheckpoints(DistributedTest):
     world_size = [1, 2, 4]
 
     def placements(self):
-        return [size for size in (1, 2, 4) if dist.get_world_size() % size == 0]
+        return {1: [1], 2: [2], 4: [2, 4]}[dist.get_world_size()]
 
     def test_1_save(self, class_tmpdir):
         for ep_size in self.placements():
@@ -235,7 +235,8 @@ class TestCheckpoints(DistributedTest):
             if dist.get_rank() == 0:
                 torch.save((states, now, later), folder / "expected.pt")
             engine.destroy()
-            on_rank_0(lambda: self.check_from_outside(folder, states))
+            if ep_size == 2:
+                on_rank_0(lambda: self.check_from_outside(folder, states))
 
     def check_from_outside(self, folder, states):
         assert cli.main(["verify", str(folder / "saved"), str(folder / "saved_universal")]) == 0
@@ -251,7 +252,7 @@ class TestCheckpoints(DistributedTest):
         world = dist.get_world_size()
         for ep_size in self.placements():
             engine = start_experts(ep_size)
-            for saved in ("1_1", "2_1", "2_2", "4_1", "4_2", "4_4"):
+            for saved in ("1_1", "2_2", "4_2", "4_4"):
                 states, now, later = torch.load(class_tmpdir / saved / "expected.pt")
                 for tag in ("saved", "saved_universal"):
                     train_experts(engine, 9, 10)
