@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -22,10 +23,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is not None and issubclass(metafunc.cls, OwnDistributedTest):
         sizes = num_ranks_of(metafunc.cls, metafunc.function)
-        metafunc.parametrize("_num_ranks", sizes, indirect=True, ids=[f"{n}rank{'s' * (n > 1)}" for n in sizes])
+        rarely = getattr(metafunc.cls, "thorough_on", ())
+        metafunc.parametrize("_num_ranks", indirect=True, argvalues=[
+            pytest.param(n, id=f"{n}rank{'s' * (n > 1)}", marks=[pytest.mark.thorough] * (n in rarely))
+            for n in sizes])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("THOROUGH") != "1":
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     if get_accelerator().device_name() != "cpu":
         # Forks are sound only before a unit test has used the device; see the note in harness.py.
         items.sort(key=lambda item: not _is_distributed(item))

@@ -163,9 +163,13 @@ def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., 
 
 @functools.cache
 def _import_what_engines_import() -> None:
-    """Import here, once, what the first engine would import in every rank of every test, for more than a second."""
+    """Import here, once, what the first engine would import in every rank of every test, for more than a second.
+
+    DeepSpeed also finds out which of its operators the machine could build, by compiling and linking.
+    """
     for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
         importlib.import_module(module)
+    getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 
 def free_port() -> int:

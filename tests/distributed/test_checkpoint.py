@@ -32,6 +32,7 @@ def micro_batches(engine, first, last, *, gas):
 
 class TestResume(DistributedTest):
     world_size = [1, 2, 3]
+    thorough_on = (1,)
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("stage, gas, more", [(1, 1, 0), (1, 4, 0), (1, 4, 2), (2, 1, 0), (2, 4, 2)])
@@ -123,6 +124,7 @@ class TestInsideAStep(DistributedTest):
 
 class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
+    thorough_on = (1,)
 
     @pytest.mark.parametrize("variant", [{}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}])
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -71,6 +71,7 @@ class TestReduce(DistributedTest):
 
 class TestTwoHops(DistributedTest):
     world_size = [2, 3, 4]
+    thorough_on = (3,)
 
     def test_they_make_the_same_bits(self, monkeypatch):
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -75,6 +75,7 @@ class TestCompiled(DistributedTest):
         assert [r.optimizer for r in engine.optimizer.routes.values()] == [
             r.optimizer for r in plain.optimizer.routes.values()]
 
+    @pytest.mark.thorough
     def test_the_backward_pass_too(self):
         config = ds_config(bucket_numel=1, clip=1.0)
         expected, counter = train(start(Layers(), config)), new_counter()

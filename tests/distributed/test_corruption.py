@@ -280,7 +280,7 @@ class TestCorruption(DistributedTest):
         other.save_checkpoint(class_tmpdir / "seed", tag="tag")
 
     @pytest.mark.world_size([1, 2])
-    @pytest.mark.parametrize("format", ["regular", "universal"])
+    @pytest.mark.parametrize("format", ["regular", pytest.param("universal", marks=pytest.mark.thorough)])
     def test_2_every_damage_is_refused_by_name(self, format, class_tmpdir):
         todo = [case for case in CASES if (case.format, case.world_size) == (format, dist.get_world_size())]
         root = class_tmpdir / f"{format} {dist.get_world_size()}"

@@ -134,7 +134,7 @@ class TestKilledAndResumed(OwnDistributedTest):
     init_distributed = False
     exec_timeout = 600
 
-    @pytest.mark.parametrize("stage, bf16", [(1, False), (2, True)])
+    @pytest.mark.parametrize("stage, bf16", [(1, False), pytest.param(2, True, marks=pytest.mark.thorough)])
     def test_the_losses_are_those_of_an_unbroken_run(self, stage, bf16, tmp_path):
         whole, rest = tmp_path / "whole", tmp_path / "rest"
 
@@ -172,7 +172,7 @@ class TestSavedWeights(DistributedTest):
     world_size = 2
     init_distributed = False
 
-    @pytest.mark.parametrize("stage, bf16", [(1, False), (2, True)])
+    @pytest.mark.parametrize("stage, bf16", [pytest.param(1, False, marks=pytest.mark.thorough), (2, True)])
     def test_evaluation_the_best_model_and_from_pretrained(self, stage, bf16, tmp_path):
         dtype = torch.bfloat16 if bf16 else torch.float32
         # The greatest loss is taken for the best: that of the first checkpoint.

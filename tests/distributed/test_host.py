@@ -81,6 +81,7 @@ def copies(monkeypatch):
 
 class TestAgainstNone(DistributedTest):
     world_size = [2, 3]
+    thorough_on = (3,)
 
     def run(self, made, gas, steps=10):
         """Everything that a run of ``made`` shows."""

@@ -23,6 +23,7 @@ def memory(engine):
 
 class TestOffload(DistributedTest):
     world_size = [1, 2]
+    thorough_on = (1,)
 
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])

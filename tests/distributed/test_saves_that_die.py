@@ -152,7 +152,9 @@ class TestKilledRanks(OwnDistributedTest):
     world_size = 1
     init_distributed = False
 
-    @pytest.mark.parametrize("name", SCENARIOS)
+    @pytest.mark.parametrize("name", [
+        pytest.param(name, marks=[pytest.mark.thorough] * (not scenario.can_exchange))
+        for name, scenario in SCENARIOS.items()])
     def test_a_rank_that_is_killed_anywhere_in_a_save_loses_nothing(self, name, tmp_path):
         scenario, rng = SCENARIOS[name], random.Random(name)
         assert fork_ranks(2, save_and_die, scenario, tmp_path / "none", None, None) == [(0, ""), (0, "")]

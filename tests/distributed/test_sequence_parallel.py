@@ -72,6 +72,7 @@ def config(how="mpu", **changes):
 
 class TestAgainstTheWholeSequence(DistributedTest):
     world_size = [2, 4]
+    thorough_on = (2,)
 
     @pytest.mark.parametrize("how", ["mpu", "mesh"])
     def test_training(self, how):

@@ -17,6 +17,7 @@ from tests.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, t
 
 class TestStateAccess(DistributedTest):
     world_size = [1, 2, 3]
+    thorough_on = (2,)
 
     def engine(self, stage=1, precision="bf16", **changes):
         module = Net(odd=True)

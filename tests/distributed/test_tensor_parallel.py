@@ -27,6 +27,7 @@ def part_of(whole, name, mpu):
 
 class TestAgainstTheWholeModel(DistributedTest):
     world_size = [2, 4]
+    thorough_on = (2,)
 
     def test_weights_gradients_and_norm(self):
         mpu = Mpu(2)

@@ -57,6 +57,7 @@ class TestMatrixFp32(Matrix):
     sections = {"checkpoint": {"load_universal": True}}
 
 
+@pytest.mark.thorough
 class TestMatrixBf16(Matrix):
     world_size = [2, 3]
     sections = {"bf16": {"enabled": True}}

@@ -59,6 +59,7 @@ class TestTimers(DistributedTest):
 
 class TestCommsLogger(DistributedTest):
     world_size = [2, 3]
+    thorough_on = (3,)
 
     @pytest.mark.parametrize("sections", [{}, BF16, {**BF16, "communication_data_type": "fp32"}])
     def test_it_sees_every_collective_of_a_step(self, sections):
