@@ -445,9 +445,9 @@ class TestWhatIsUnderWay(DistributedTest):
         engine, written = self.engine(), set()
         update, sync = engine.optimizer._owned.update, engine.optimizer._param_sync
 
-        def recording(index, *args):
+        def recording(index, *args, **options):
             written.update({index} & sync._pending.keys())
-            update(index, *args)
+            update(index, *args, **options)
 
         engine.optimizer._owned.update = recording
         for seldom in (True, False, False):

@@ -12,6 +12,7 @@ from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
 from torch import nn
+from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
 from ds_layerwise.cost import DTYPE_BYTES
@@ -293,7 +294,9 @@ class TestMesh(DistributedTest):
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_mesh_of_data_parallel_ranks(self, stage):
         engine = start(Net(), ds_config(clip=5.0, stage=stage), mesh_param=(2, 1))
-        assert engine.optimizer.dp_process_group is engine.mesh_device.get_group(mesh_dim="data_parallel")
+        data_axis = engine.mesh_device.get_group(mesh_dim="data_parallel")
+        for group in (engine.optimizer.dp_process_group, data_axis):
+            assert get_process_group_ranks(group) == [0, 1]
         expected = oracle(clip=5.0)
 
         def check(step, _):
