@@ -4,13 +4,14 @@ Note: what is wrapped, and why there
     ``load_checkpoint`` decides by what a folder holds how to load it, and refuses what must be refused while nothing
     has been touched; the engine's own ``_load_zero_checkpoint`` refuses every other world size.
     ``load_module_state_dict`` is where the model's file has been read and nothing of it has been taken over yet.
-    ``_get_all_ckpt_names`` does not know how files of ZeRO-3 are called.
+    ``_get_all_ckpt_names`` does not know how files of ZeRO-3 are called, and takes a folder's name for a pattern.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -22,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from ds_layerwise import comm, pipeline
+from ds_layerwise import comm, disks, pipeline
 from ds_layerwise.checkpoint import staging, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
@@ -41,18 +42,20 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
 
     if not uses_us(engine):
         return load(tag)
-    if tag is None:
-        with comm.Alike(None):
-            tag = _latest_tag(Path(load_dir), universal_first=engine.load_universal_checkpoint())
+    tag = _agreed_tag(engine, Path(load_dir), tag)
     if tag is None:
         return load(tag)
-    folder = Path(load_dir, str(tag))
+    folder = Path(load_dir, tag)
     states = load_optimizer_states and not load_module_only
+    own_disks = engine.use_node_local_storage()
     with comm.Alike(None):
-        if engine.global_rank == 0:
+        if (engine.local_rank if own_disks else engine.global_rank) == 0:
             staging.recover(folder)
+    if own_disks:
+        disks.finish_save(folder, may_move=engine.local_rank == 0)
     with comm.Alike(None):
         is_universal = _check_files(engine, folder, states=states)
+    disks.check_one_save(folder, own_disks=own_disks)
     if is_universal or states:
         engine.optimizer.prepare_load(
             folder, universal=is_universal, states=states, strict=load_module_strict,
@@ -66,12 +69,24 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
                 if not is_universal:
                     _check_layers(engine, folder, strict=load_module_strict)
                 _check_model_file(engine, load_dir, str(tag))
-        with _mapped(engine.checkpoint_engine):
+        with _mapped(engine.checkpoint_engine), _literal(engine.module):
             return load(str(tag))
     finally:
         engine.optimizer.forget_prepared()
         config.load_universal_checkpoint = asked
         del engine._layerwise_wants_scheduler
+
+
+@contextmanager
+def _literal(module: Any) -> Iterator[None]:
+    """Let a pipeline look for its layers in the folder of that name, also where DeepSpeed takes it for a pattern."""
+    if pipeline.is_pipeline(module):
+        original = module.ckpt_layer_path_list
+        module.ckpt_layer_path_list = lambda folder, index: original(escape(str(folder)), index)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("ckpt_layer_path_list", None)
 
 
 @contextmanager
@@ -86,6 +101,25 @@ def _mapped(checkpoint_engine: Any) -> Iterator[None]:
         checkpoint_engine.__dict__.pop("load", None)
 
 
+def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | None:
+    """What all ranks are to load: ``tag``, or where it is None what a pointer in ``load_dir`` names; None if neither.
+
+    Raises:
+        LayerwiseError: on all ranks: they would load different checkpoints, or a pointer names no folder.
+    """
+    with comm.Alike(None):
+        found = _latest_tag(load_dir, universal_first=engine.load_universal_checkpoint()) if tag is None else str(tag)
+        asked = f"{load_dir.absolute()}, where no file latest names a tag"
+        if found is not None:
+            asked = f"{found!r}, which {'latest names' if tag is None else 'was passed'}, in {load_dir.absolute()}"
+    everyone = comm.gather_objects((found, asked), group=None)
+    for rank, (other, described) in enumerate(everyone):
+        if other != everyone[0][0]:
+            raise LayerwiseError(f"ranks would load different checkpoints: rank 0 {everyone[0][1]}, and rank {rank} "
+                                 f"{described}; pass one tag to load_checkpoint on all ranks")
+    return found
+
+
 def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
     """The tag that a pointer in ``load_dir`` names; None if there is no pointer.
 
@@ -95,7 +129,7 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
     for name in ((universal.LATEST, "latest") if universal_first else ("latest",)):
         pointer = load_dir / name
         if pointer.exists():
-            tag = pointer.read_bytes().strip().decode(errors="surrogateescape") if pointer.is_file() else ""
+            tag = staging.pointed(pointer) if pointer.is_file() else ""
             # A tag may be a path; the longest part that a file system takes has 255 bytes.
             if not tag or not tag.isprintable() or max(len(part.encode()) for part in tag.split("/")) > 255:
                 raise LayerwiseError(f"{pointer} {'is empty' if not tag else f'holds {tag[:40]!r}'}; write the tag of "
@@ -166,10 +200,10 @@ def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngin
         with comm.Alike(None):
             held = checkpoint["module"]
             renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
-            checkpoint["module"] = {renamed[name]: value for name, value in held.items()}
+            # Frozen parameters are the same once more, by their names in the checkpoint.
+            checkpoint = {**checkpoint, "module": {renamed[name]: value for name, value in held.items()},
+                          FROZEN_PARAM_FRAGMENTS: None}
             _check_model(engine, checkpoint, strict=strict)
-            # The same once more, by the names of the checkpoint and of what was frozen when it was saved.
-            checkpoint[FROZEN_PARAM_FRAGMENTS] = None
     return original(checkpoint, strict, custom_load_fn, **options)
 
 
@@ -207,7 +241,7 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
     for index, layer in enumerate(module.forward_funcs):
         if not hasattr(layer, "load_state_dict"):
             continue
-        number, paths = module._local_start + index, module.ckpt_layer_path_list(str(folder), index)
+        number, paths = module._local_start + index, module.ckpt_layer_path_list(escape(str(folder)), index)
         if len(paths) != 1:
             raise LayerwiseError(f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved by a "
                                  "model of other layers, or not by a pipeline")
@@ -220,7 +254,9 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
 
 
 def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
-    if engine.lr_scheduler is not None and engine._layerwise_wants_scheduler and not checkpoint.get("lr_scheduler"):
+    # Who calls load_module_state_dict loads no scheduler.
+    wants = getattr(engine, "_layerwise_wants_scheduler", False)
+    if engine.lr_scheduler is not None and wants and not checkpoint.get("lr_scheduler"):
         raise LayerwiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
                              "with load_lr_scheduler_states=False to start the schedule afresh")
 
@@ -245,8 +281,10 @@ def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
 
 def _get_all_ckpt_names(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoints_path: str,
                         tag: str) -> Any:
-    names = original(checkpoints_path, tag)
-    if not names and uses_us(engine):
+    if not uses_us(engine):
+        return original(checkpoints_path, tag)
+    names = original(escape(str(checkpoints_path)), escape(str(tag)))
+    if not names:
         # A universal checkpoint of ZeRO-3 has one file a rank, all alike but for the module.
         names = sorted(str(path) for path in Path(checkpoints_path, str(tag)).glob(
             "zero_pp_rank_0_mp_rank_*_model_states.pt"))

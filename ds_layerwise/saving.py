@@ -2,17 +2,19 @@
 
 Note: what is wrapped, and why there
     ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end; here it writes
-    aside and the folder is moved into place once every rank has written its part. ``_save_checkpoint``,
+    aside and the folder is moved into place once every rank has written its part, and the rank that moves it sees all
+    of them; the paths are those that the engine gave its checkpoint engine. ``_save_checkpoint``,
     ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on
     all ranks, which would wait for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs
-    beside the training, and ``destroy`` ends the last one.
+    beside the training, and ``destroy`` ends the last one. ``_take_model_step`` is when nothing may be saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -21,9 +23,11 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_layerwise import comm
-from ds_layerwise.checkpoint import staging, universal
-from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise import comm, disks
+from ds_layerwise.checkpoint import regular, staging, universal
+from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
+from ds_layerwise.checkpoint.tags import check_tag
+from ds_layerwise.disks import Disks
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.zero_optimizer import uses_us
 
@@ -35,6 +39,9 @@ class Save:
     save_dir: Path
     tag: str
     latest: bool
+    disks: Disks
+    written: tuple[Path, ...] = ()
+    """The files of this rank."""
 
     @property
     def folder(self) -> Path:
@@ -52,62 +59,155 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
     client_state = {} if client_state is None else client_state
     if not uses_us(engine):
         return original(save_dir, tag, client_state, save_latest, **options)
-    if not save_dir:
-        raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    with comm.Alike(None):
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        engine.optimizer.interrupted.check()
+        # What goes on beside the training must not depend on where the process is by then.
+        place, tag = Path(save_dir).absolute(), check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+        _check_kind(place / tag, is_universal=False)
+        if engine.optimizer.config.save_universal:
+            _check_kind(place / f"{tag}_universal", is_universal=True)
     comm.check_alike("the checkpoint's tag", tag, [tag], group=None)
     _commit_decoupled(engine)
-    save = Save(Path(save_dir), tag, save_latest)
+    engine.optimizer.agree_on_point()
     with ExitStack() as undo:
-        with comm.Alike(None):
-            undo.callback(_abandon, engine, save)
-            if _writes_folders(engine):
-                staging.begin(save.folder)
-        done = original(save_dir, tag + staging.INCOMPLETE, client_state, False, **options)
+        undo.callback(engine.optimizer.forget_point)
+        save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=engine.use_node_local_storage()))
+        undo.callback(_abandon, save)
+        with _recorded(engine.checkpoint_engine) as written:
+            _choose_writer(engine, save)
+            done = original(str(place), tag + staging.INCOMPLETE, client_state, False, **options)
+        save = replace(save, written=tuple(written))
         if engine.checkpoint_engine.is_decoupled():
             # It goes on beside the training; the engine commits it before the next step.
             engine._layerwise_save = save
         else:
             _commit(engine, save)
         undo.pop_all()
+        engine.optimizer.forget_point()
     return done
 
 
-def _writes_folders(engine: DeepSpeedEngine) -> bool:
-    """Whether this rank makes and moves folders: one rank does, or one a node where nodes have their own disks."""
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    return bool(rank == 0)
+def _take_model_step(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    optimizer, done = engine.optimizer, False
+    updates = optimizer.step_count
+    optimizer.progress.updating = True
+    try:
+        result = original(*args, **options)
+        done = True
+        return result
+    finally:
+        # What raised before the update has changed nothing that a checkpoint holds.
+        optimizer.progress.updating = not done and optimizer.step_count != updates
 
 
-def _abandon(engine: DeepSpeedEngine, save: Save) -> None:
+def _check_kind(folder: Path, *, is_universal: bool) -> None:
+    """Refuse to replace a checkpoint by one of the other kind, whose tag happens to be the same.
+
+    Raises:
+        LayerwiseError: ``folder`` holds one.
+    """
+    if not folder.is_dir() or universal.is_universal(folder) is is_universal:
+        return
+    if any(folder.glob("zero/*")) or any(folder.glob("*_states.pt")):
+        held, new = ("no", "one") if is_universal else ("a", "a regular one")
+        raise LayerwiseError(f"{folder} holds {held} universal checkpoint, and this save would put {new} there; choose "
+                             "another tag, or remove it")
+
+
+@contextmanager
+def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
+    """Collect the paths of what the engine writes."""
+    original, own = checkpoint_engine.save, checkpoint_engine.__dict__.get("save")
+    paths: list[Path] = []
+
+    def save(state_dict: Any, path: str) -> Any:
+        done = original(state_dict, path)
+        if Path(path) not in paths:
+            paths.append(Path(path))
+        return done
+
+    checkpoint_engine.save = save
+    try:
+        yield paths
+    finally:
+        del checkpoint_engine.save
+        if own is not None:
+            checkpoint_engine.save = own
+
+
+def _model_file(engine: DeepSpeedEngine) -> str:
+    return Path(engine._get_ckpt_name("", "")).name
+
+
+def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
+    """Let one rank on each disk write each part of the model.
+
+    The engine goes by local ranks on disks of nodes, so that of a model that is cut only a part is written, and with a
+    ``checkpoint.writer`` lets all ranks write one file at a time.
+    """
+    if engine.has_moe_layers:
+        # Then it goes by ranks within groups of experts.
+        return
+    names = comm.gather_objects(_model_file(engine), group=None)
+    engine.save_non_zero_checkpoint = min(
+        rank for rank in save.disks.here if names[rank] == names[save.disks.rank]) == save.disks.rank
+
+
+def _abandon(save: Save) -> None:
     """Clear away what a failed save has written, which may be what fills the disk."""
-    if _writes_folders(engine):
-        staging.abandon(save.folder)
+    if save.disks.is_owner:
+        if not (save.disks.are_many and staging.save_ids(save.folder)[1] == save.disks.save_id):
+            # Else it is whole here, and may be in place elsewhere.
+            staging.abandon(save.folder)
         staging.abandon(save.save_dir / save.universal_tag)
 
 
 def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     """List what was written, move it into place and point to it. All ranks have written their part."""
-    staged = staging.staged(save.folder)
-    own = Path(engine._get_zero_ckpt_name(str(staged.parent), staged.name)).name
+    staged, owns = staging.staged(save.folder), save.disks.is_owner
     with comm.Alike(None):
-        written = _listed(engine, staged, [own])
-    parts = comm.gather_objects(written, group=None)
+        written = _listed(engine, staged, [path.relative_to(staged).as_posix() for path in save.written])
+        own = [Path(engine._get_zero_ckpt_name("", "")).name] if engine.save_zero_checkpoint else []
+        needed = [*own, _model_file(engine)]
+    everyone = comm.gather_objects((written, needed), group=None)
+    parts = {rank: everyone[rank][0] for rank in save.disks.here}
+    with comm.Alike(None):
+        if owns:
+            disks.check_arrived(save.folder, save.disks.save_id, parts,
+                                {rank: everyone[rank][1] for rank in save.disks.here})
     if engine.optimizer.config.save_universal:
         _write_universal(engine, save)
     with comm.Alike(None):
-        if _writes_folders(engine):
-            listed = {name for part in parts for name in part.files}
+        if owns:
+            listed = {SIGNATURE, *(name for part in parts.values() for name in part.files)}
             rest = [path.name for path in staged.iterdir() if path.is_file() and path.name not in listed]
-            # On a disk of this node alone there are the files of its own ranks only.
-            here = [part for part in parts if all((staged / name).exists() for name in part.files)]
-            staging.commit(save.folder, Manifest.merged([*here, _listed(engine, staged, rest)]))
-        if engine.global_rank == 0 and save.latest:
+            files = Manifest.merged([*parts.values(), _listed(engine, staged, rest)]).files
+            staging.seal(save.folder, Manifest(files, save.disks.save_id))
+    # It is whole on every disk. Where this ends before it is in place on all, loading brings it there.
+    with comm.Alike(None):
+        if owns:
+            staging.publish(save.folder)
+    with comm.Alike(None):
+        if owns and save.latest:
             staging.point(save.save_dir / "latest", save.tag)
 
 
 def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest:
-    """The list of files that this rank has written."""
+    """The list of files that this rank has written.
+
+    Raises:
+        LayerwiseError: one of them is not there, or cannot be read back.
+    """
+    if gone := [name for name in names if not (folder / name).is_file()]:
+        raise LayerwiseError(f"{folder / gone[0]} is gone, or was never written, though this save is not over yet; "
+                             "what was saved before is still there")
+    for name in names:
+        if fnmatch(name, "*zero_pp_rank_*_optim_states.pt"):
+            regular.check_readable(regular.read(folder / name), folder / name)
     if engine.optimizer.config.fsync:
         for name in names:
             staging.flush(folder / name)
@@ -136,7 +236,8 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     parts = comm.gather_objects(written, group=None)
     with comm.Alike(None):
         if rank == 0:
-            staging.commit(folder, Manifest.merged(parts))
+            disks.check_seen(staged, dict(enumerate(parts)))
+            staging.commit(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
             if save.latest:
                 staging.point(save.save_dir / universal.LATEST, save.universal_tag)
 
@@ -188,7 +289,7 @@ def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedE
     save: Save | None = engine.__dict__.pop("_layerwise_save", None)
     if save is not None:
         with ExitStack() as undo:
-            undo.callback(_abandon, engine, save)
+            undo.callback(_abandon, save)
             _commit(engine, save)
             undo.pop_all()
     return done
@@ -206,6 +307,7 @@ def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
 
 
 WRAPS: dict[str, Callable[..., Any]] = {
+    "_take_model_step": _take_model_step,
     "save_checkpoint": _save_whole,
     "_save_checkpoint": _save_model_file,
     "_save_moe_checkpoint": _save_model_file,

@@ -38,7 +38,8 @@ def assert_equal_states(found, expected, where=""):
 
 
 def on_rank_0(do):
-    """Call ``do`` on rank 0 while the others wait."""
+    """Call ``do`` on rank 0 while the others wait: none of them still reads what it changes, or reads it too early."""
+    dist.barrier()
     if dist.get_rank() == 0:
         do()
     dist.barrier()

@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint.companions import CONFIG, find_companions, lay_beside
 from ds_layerwise.checkpoint.contents import Contents
 from ds_layerwise.checkpoint.folder import Bars, check_bytes, check_target, find
+from ds_layerwise.checkpoint.keeping import others_in
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.regular import refuse_parts
 from ds_layerwise.errors import LayerwiseError
@@ -26,9 +28,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
 
+#: How Hugging Face calls files of weights, which would be taken for a part of the new ones.
+WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
+
 
 def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, workers: int, trust: bool,
-                overwrite: bool, bars: Bars) -> None:
+                overwrite: bool, bars: Bars, config: Path | None = None) -> list[str]:
     """Write the float32 weights of the checkpoint at ``path``, frozen parameters and buffers too, to ``out``.
 
     Memory: the parameters of one file that do not lie in one piece, or that ``dtype`` is not their own; else none.
@@ -37,7 +42,12 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
         out: one file, if its name says so; else a folder of files of at most ``max_shard_bytes``, or of one tensor.
         dtype: a key of :data:`DTYPES`, for everything that has a floating point.
         trust: whether the model's file may run code.
-        overwrite: whether an earlier result may be where ``out`` will be.
+        overwrite: whether an earlier result, or a Hugging Face model, may be where ``out`` will be. Its weights are
+            replaced, and what else is there stays.
+        config: see :func:`.companions.find_companions`; a file of its own has nothing beside it.
+
+    Returns:
+        What was written, in lines.
 
     Raises:
         LayerwiseError: there is no checkpoint, it is damaged, a weight does not fit ``dtype``, or ``out`` cannot be
@@ -45,7 +55,11 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
     """
     source, one_file = find(path), out.suffix == SUFFIX
     refuse_parts(source)
-    check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else (out / INDEX).exists())
+    has_weights = any((out / name).exists() for name in WEIGHTS[:2])
+    check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights)
+    if one_file and config is not None:
+        raise LayerwiseError(f"--config lays a config beside weights, and {out} is one file; name a folder")
+    beside = [] if one_file else _beside(source, out, config)
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])
@@ -70,8 +84,27 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
                 done(sum(sizes[name] for name in names))
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
             (staged / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            staging.commit(out, Manifest.of(staged))
+            if beside:
+                lay_beside(beside, staged)
+            staging.commit(out, Manifest.of(staged), replaces=WEIGHTS)
         undo.pop_all()
+    return [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}",
+            *([] if one_file else _said_beside(beside, out))]
+
+
+def _said_beside(beside: Sequence[Path], out: Path) -> list[str]:
+    if beside:
+        return [f"beside them, from {beside[0].parent}: {', '.join(path.name for path in beside)}"]
+    if (out / CONFIG).exists():
+        return []
+    return [f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with --config"]
+
+
+def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
+    """What to lay beside the weights: not in place of what the user has put into ``out``, unless asked to."""
+    found = find_companions(source, config)
+    kept = others_in(out, replaces=WEIGHTS) if config is None and out.is_dir() else []
+    return [path for path in found if path.name not in kept]
 
 
 def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:

@@ -116,7 +116,7 @@ def together(name: str, key: str, values: list[Tensor], numel: int) -> Tensor:
     Raises:
         LayerwiseError: it is not ``numel`` elements.
     """
-    whole = values[0] if len(values) == 1 else torch.cat(values) if values else torch.zeros(0)
+    whole = values[0] if len(values) == 1 else torch.cat(values) if values else torch.zeros(0, device="cpu")
     if whole.numel() != numel:
         raise LayerwiseError(f"{name} has {whole.numel()} elements of {key}, and {numel} in its shape; a file is "
                              "missing or belongs to another save")

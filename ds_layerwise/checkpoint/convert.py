@@ -13,7 +13,7 @@ from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.errors import LayerwiseError
 
 
-def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars) -> None:
+def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars) -> str:
     """Write the regular checkpoint at ``path`` once more as the universal one ``out``, which appears whole.
 
     Memory: the states of one parameter for each of ``workers``, where they lie in more than one piece; else none.
@@ -21,6 +21,9 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
     Args:
         trust: whether the model's file may run code.
         overwrite: whether another universal checkpoint may be where ``out`` will be.
+
+    Returns:
+        What was written, in a line.
 
     Raises:
         LayerwiseError: there is no regular checkpoint of this package, it is damaged, or ``out`` cannot be written.
@@ -44,6 +47,8 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
         staging.commit(out, Manifest.merged(parts))
         undo.pop_all()
     staging.point(out.parent / universal.LATEST, out.name)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return f"{out}: {len(saved.header.shapes)} parameters with their states, {size} bytes, from {source}"
 
 
 def _write(saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers: int, bars: Bars) -> list[Manifest]:

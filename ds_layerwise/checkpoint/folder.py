@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely
+from ds_layerwise.checkpoint.staging import pointed
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerwiseError
 
@@ -77,7 +78,7 @@ def _find(path: Path) -> Path:
         return path
     for pointer in (path / "latest", path / LATEST):
         if pointer.is_file():
-            tag = pointer.read_text().strip()
+            tag = pointed(pointer)
             if not tag or not (path / tag).is_dir():
                 raise LayerwiseError(f"{pointer} names {tag!r}, and {path} has no such folder; give the folder of a "
                                      "checkpoint instead")

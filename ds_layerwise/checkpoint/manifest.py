@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -23,6 +23,9 @@ from ds_layerwise.errors import LayerwiseError
 
 #: Its name in a checkpoint folder. DeepSpeed's tools look for other endings and leave it alone.
 FILE_NAME = "layerwise_manifest.json"
+
+#: In the folder of a save: whose it is, until it is whole; and that its files are on their way, one by one.
+SIGNATURE, MOVING = "layerwise_save", "layerwise_moving"
 
 FORMAT = 1
 
@@ -47,6 +50,8 @@ class Manifest:
     """The files of a checkpoint by path within its folder, each cut into ranges that follow on each other."""
 
     files: Mapping[str, tuple[ByteRange, ...]]
+    save_id: str = ""
+    """What tells the save from every other; the same on all disks that it wrote to. Empty where nobody gave one."""
 
     @classmethod
     def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
@@ -61,7 +66,9 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Put the list into ``folder``."""
         files = {name: [[r.size, r.crc32] for r in ranges] for name, ranges in self.files.items()}
-        text = json.dumps({"format": FORMAT, "digest": _digest(files), "files": files}, separators=(",", ":"))
+        save = {"id": self.save_id, "digest": _digest(self.save_id)}
+        text = json.dumps({"format": FORMAT, "digest": _digest(files), "save": save, "files": files},
+                          separators=(",", ":"))
         (folder / FILE_NAME).write_text(text)
 
     @classmethod
@@ -83,7 +90,9 @@ class Manifest:
                                      "upgrade it")
             if _digest(files) != written:
                 raise ValueError("its own digest does not match")
-            return cls({name: tuple(_placed(ranges)) for name, ranges in files.items()})
+            if outside := sorted(filter(leads_out, files)):
+                raise ValueError(f"it lists {outside[0]!r}, which is outside of the folder")
+            return cls({name: tuple(_placed(ranges)) for name, ranges in files.items()}, _save_id(content))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as e:
             raise LayerwiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
@@ -105,6 +114,18 @@ class Manifest:
             if mine:
                 _check_file(folder / name, ranges[-1].start + ranges[-1].size, mine)
 
+    def differing(self, folder: Path) -> list[str]:
+        """One line for each file that ``folder`` lacks, or has otherwise. Large ranges are compared by what else is in
+        the file, which for what ``torch.save`` writes holds their checksums, so that little is read."""
+        lines = []
+        for name, ranges in self.files.items():
+            try:
+                _check_file(folder / name, ranges[-1].start + ranges[-1].size,
+                            [byte_range for byte_range in ranges if byte_range.size <= _READ])
+            except (LayerwiseError, OSError) as e:
+                lines.append(str(e))
+        return lines
+
     def only(self, names: Iterable[str]) -> Manifest:
         """The same for some files. Names that it does not list are left out."""
         return Manifest({name: self.files[name] for name in names if name in self.files})
@@ -113,7 +134,26 @@ class Manifest:
 def names_in(folder: Path) -> list[str]:
     """Paths within ``folder`` of everything that a manifest lists."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")
-                  if path.is_file() and path.name != FILE_NAME)
+                  if path.is_file() and path.name not in (FILE_NAME, SIGNATURE, MOVING))
+
+
+def leads_out(name: str) -> bool:
+    """Whether ``name`` is no path within a folder: absolute, or with a part that is empty, ``.`` or ``..``."""
+    return "\0" in name or any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def _save_id(content: Mapping[str, Any]) -> str:
+    """The name of the save that wrote ``content``; version 0.1, which writes the same format, gave saves none.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    if unknown := content.keys() - {"format", "digest", "save", "files"}:
+        raise ValueError(f"it has an entry {min(unknown)!r}, which no save writes")
+    save = content.get("save", {"id": "", "digest": _digest("")})
+    if _digest(save["id"]) != save["digest"]:
+        raise ValueError("the digest of its save does not match")
+    return str(save["id"])
 
 
 def _digest(files: object) -> str:

@@ -60,8 +60,14 @@ class Header:
     """What the groups say, without their parameters; None if this package did not write them."""
     dtypes: tuple[str, ...] | None
     """Of the model's trainable parameters, by torch's names; None if unknown."""
+    configured: Sequence[Mapping[str, Any]] | None = None
+    """What the config and the script had given the groups, before schedules moved it; None if unknown."""
+    unreadable: tuple[str, ...] = ()
+    """What the groups said that only code could restore, left out of ``param_groups``."""
     loss_scaler: Any = None
     overflow: bool = False
+    repeats: str = ""
+    """Where in a step it was saved whose gradients it lacks, so that the step is repeated; empty if it lacks none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from ds_layerwise.checkpoint.plain import Unreadable, readable, stand_ins
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import LayerwiseError
 from ds_layerwise.layout import Layout
@@ -62,8 +63,8 @@ def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
         accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
     """
     pieces = {piece.name: piece for piece in record.pieces}
-    nothing = torch.zeros(0)
-    step = torch.tensor(float(header.step))
+    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
+    step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
     absent = {"exp_avg": nothing, "exp_avg_sq": nothing, "step": step}
     states: list[dict[str, Tensor]] = []
     masters: list[Tensor] = []
@@ -77,7 +78,7 @@ def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
             fragments.append({})
             continue
         names = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
-        zeros = torch.zeros(1).expand(piece.master.numel())
+        zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(piece.master.numel())
         states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step,
                        **{names[key]: alone(piece.state[key]) for key in names}})
         masters.append(alone(piece.master))
@@ -116,7 +117,10 @@ def describe(header: Header) -> dict[str, Any]:
                   for rule in header.rules.values()},
         "rule_of": {name: rule.family for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
+        "configured": [dict(group) for group in header.configured or ()],
+        "unreadable": header.unreadable,
         "dtypes": header.dtypes,
+        "repeats": header.repeats,
     }
 
 
@@ -125,9 +129,29 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
     ours = state_dict[KEY]
     rules = {family: RuleRecord(family, tuple(rule["state_keys"]), rule["gradient_average"])
              for family, rule in ours["rules"].items()}
-    return Header(step=ours["step"], shapes=ours["shapes"], param_groups=ours["param_groups"], dtypes=ours["dtypes"],
+    groups, unreadable = _groups(ours["param_groups"])
+    scaler = state_dict.get(LOSS_SCALER)
+    return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
+                  # Version 0.1 of this package, which writes the same format, did not write the first of these.
+                  configured=ours.get("configured"), unreadable=(*ours.get("unreadable", ()), *unreadable),
                   rules={name: rules[family] for name, family in ours["rule_of"].items()},
-                  loss_scaler=state_dict.get(LOSS_SCALER), overflow=bool(state_dict.get("overflow", False)))
+                  loss_scaler=None if isinstance(scaler, Unreadable) else scaler,
+                  overflow=bool(state_dict.get("overflow", False)), repeats=str(ours.get("repeats", "")))
+
+
+def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """What the groups say as builtins, and the names of what cannot be read."""
+    groups: list[dict[str, Any]] = []
+    unreadable = []
+    for index, group in enumerate(saved):
+        groups.append({})
+        for key, value in group.items():
+            value, is_readable = readable(value)
+            if is_readable:
+                groups[-1][key] = value
+            else:
+                unreadable.append(f"param_groups[{index}].{key}")
+    return groups, tuple(unreadable)
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -291,21 +315,37 @@ def naming(path: Path) -> Iterator[None]:
                              "checkpoint") from e
 
 
-def load_safely(path: Path) -> Any:
+def load_safely(path: Path, *, with_objects: bool = False) -> Any:
     """What ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and DeepSpeed's own records.
 
     Nothing in the file is executed.
+
+    Args:
+        with_objects: whether it may hold other objects. Numbers of numpy are read as builtins, and the rest as
+            :class:`.plain.Unreadable`.
 
     Raises:
         LayerwiseError: the file is missing, damaged, or holds something else.
     """
     if not path.exists():
         raise LayerwiseError(f"{path} is missing; the checkpoint is not whole")
+    known: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     try:
-        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
-            return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+        try:
+            return _load(path, known)
+        except UnpicklingError:
+            if not with_objects or not is_zipfile(path):
+                raise
+        with torch.serialization.safe_globals(known):
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        return _load(path, [*known, *stand_ins(unknown)])
     except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
         raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+
+
+def _load(path: Path, known: list[Any]) -> Any:
+    with torch.serialization.safe_globals(known):
+        return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -314,11 +354,26 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         LayerwiseError: see :func:`load_safely`.
     """
-    content = load_safely(path)
+    content = load_safely(path, with_objects=True)
     if not isinstance(content, dict) or not isinstance(content.get(OPTIMIZER_STATE_DICT), dict):
         raise LayerwiseError(f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint")
     found: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
     return found
+
+
+def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
+    """Whether a run could go on from ``state_dict``, which was just read from ``path``.
+
+    Raises:
+        LayerwiseError: something in it is an object that only code could restore.
+    """
+    ours_of(state_dict, path)
+    with naming(path):
+        unreadable = list(header_of(state_dict).unreadable)
+    unreadable += [LOSS_SCALER] if isinstance(state_dict.get(LOSS_SCALER), Unreadable) else []
+    if unreadable:
+        raise LayerwiseError(f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code could "
+                             "restore; what was saved before is still there")
 
 
 def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint") -> dict[str, Any]:

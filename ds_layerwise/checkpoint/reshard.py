@@ -92,7 +92,8 @@ def _kept(name: str, old: RuleRecord | None, new: RuleRecord, *, on_missing_stat
         raise LayerwiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
                              f"run updates it by {new.family} ({', '.join(new.state_keys)}); set "
                              "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the optimizers "
-                             f"of the checkpoint, or {_WEIGHTS_ALONE}")
+                             "of the checkpoint (layerwise.overrides sends a parameter to the one or the other), or "
+                             f"{_WEIGHTS_ALONE}")
     why = f"{old.family} before, {new.family} now"
     # Moments that are corrected for their bias by a count of steps say nothing without each other.
     if on_optimizer_change == "reset" or "step" in new.state_keys or not (old.gradient_average
@@ -114,7 +115,8 @@ def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[Piec
             continue
         start, stop, covered = piece.param_start, piece.param_start + into.numel(), 0
         for source in sources:
-            value = _values(piece.name, source, saved_key)
+            # A universal checkpoint has those of a parameter without axes without axes, too.
+            value = _values(piece.name, source, saved_key).reshape(-1)
             first, last = max(start, source.param_start), min(stop, source.param_start + value.numel())
             covered += max(0, last - first)
             if first < last:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, CAT_DIM, OPTIMIZER_STATE_DICT, PARAM, PARAM_GROUPS,
-                                            PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, CAT_DIM, LOSS_SCALER, OPTIMIZER_STATE_DICT, PARAM,
+                                            PARAM_GROUPS, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
 from torch import Tensor
 
-from ds_layerwise.checkpoint.manifest import FILE_NAME
+from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
-from ds_layerwise.checkpoint.regular import CONVERTED, KEY, header_of, load_safely, naming, ours_of, travels_as
+from ds_layerwise.checkpoint.regular import (CONVERTED, KEY, describe, header_of, load_safely, naming, ours_of,
+                                             travels_as)
 from ds_layerwise.errors import LayerwiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.
@@ -46,7 +48,7 @@ class UniversalCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._zero = folder / "zero"
         state_path = self._zero / "optimizer_state.pt"
-        state_dict = load_safely(state_path) if state_path.exists() else {}
+        state_dict = load_safely(state_path, with_objects=True) if state_path.exists() else {}
         if not isinstance(state_dict, dict):
             raise LayerwiseError(f"{state_path} holds no dict; it is no optimizer state of DeepSpeed")
         folders = sorted(path.parent for path in self._zero.rglob("fp32.pt"))
@@ -65,9 +67,7 @@ class UniversalCheckpoint:
                 raise LayerwiseError(f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole")
             # Of a model that was cut, the converter puts parts together, and keeps what one rank said of its own.
             known = shapes if parts not in (None, 1) else {**shapes, **ours.shapes}
-            self.header = Header(step=ours.step, shapes=known, rules=ours.rules,
-                                 param_groups=ours.param_groups, dtypes=ours.dtypes, loss_scaler=ours.loss_scaler,
-                                 overflow=ours.overflow)
+            self.header = replace(ours, shapes=known)
         else:
             step = self._foreign_step(state_dict)
             rules = {name: self._foreign_rule(path, has_step=step is not None) for name, path in self._folders.items()}
@@ -97,7 +97,7 @@ class UniversalCheckpoint:
         value = content.get(PARAM) if isinstance(content, dict) else content
         if not isinstance(value, (Tensor, int, float)):
             raise LayerwiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
 
     def value(self, name: str, key: str) -> Tensor:
         """The state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape that it was saved in.
@@ -112,7 +112,7 @@ class UniversalCheckpoint:
             return self._read(folder / OWN_STATES / f"{key}.pt")
         carried = travels_as(self.header.rules[name].state_keys).get(key, key)
         if carried == "step" and not (folder / "step.pt").exists():
-            return torch.tensor(float(self.header.step))
+            return _step(self.header.step)
         path = folder / f"{carried}.pt"
         if not path.exists():
             raise LayerwiseError(f"{path} is missing; if DeepSpeed's converter wrote this folder, it left out what it "
@@ -140,6 +140,7 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
         shape, rule = saved.header.shapes[name], saved.header.rules[name]
         numel = torch.Size(shape).numel()
         pieces = saved.pieces(name, 0, numel)
+        _check_paths(name, rule.state_keys)
         home = folder / "zero" / name
         home.mkdir(parents=True, exist_ok=True)
         in_place = travels_as(key for key in rule.state_keys if key == "step" or pieces[0].is_elementwise(key))
@@ -160,9 +161,27 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
                 whole = _param(name, values, shape) if pieces[0].is_elementwise(key) else {PARAM: values[0].clone()}
                 write(f"{OWN_STATES}/{key}.pt", whole)
         for key in set(CONVERTED) - set(in_place.values()):
-            zeros = {PARAM: torch.zeros(1).expand(numel).view(shape), CAT_DIM: 0}
-            write(f"{key}.pt", torch.tensor(float(saved.header.step)) if key == "step" else zeros)
+            zeros = {PARAM: torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel).view(shape), CAT_DIM: 0}
+            write(f"{key}.pt", _step(saved.header.step) if key == "step" else zeros)
     return written
+
+
+def _step(number: int) -> Tensor:
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
+
+
+def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
+    """Refuse what would be written outside of its folder: names are folders here, and states files.
+
+    Raises:
+        LayerwiseError: ``name``, or one of ``keys``, leads elsewhere.
+    """
+    if leads_out(name):
+        raise LayerwiseError(f"{name!r} leads out of the folder zero, in which a parameter's name is a folder; rename "
+                             "it in the model")
+    for key in keys:
+        if leads_out(key) or "/" in key:
+            raise LayerwiseError(f"the state {key!r} of {name} is no file name; rename it in the optimizer")
 
 
 def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
@@ -179,7 +198,12 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "accumulated": None, "listed": True}
+    ours = state_dict[KEY]
+    repeats = ours.get("repeats") or ("within a step" if ours["accumulated"] is not None else "")
+    # What a file of version 0.1 may hold of objects is not written again.
+    common[LOSS_SCALER] = header_of(state_dict).loss_scaler
+    common[KEY] = {**ours, **describe(header_of(state_dict)), "extra_states": {}, "param_starts": {},
+                   "accumulated": None, "repeats": repeats, "listed": True}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
 
@@ -197,6 +221,7 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
     except OSError:
         shutil.copy2(model_file, folder / model_file.name)
     for name, value in others.items():
+        _check_paths(name)
         (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
         # float32 has every number of the shorter floating-point types, and not all of int64 or float64.
         exact = value.float() if value.is_floating_point() and value.element_size() < 4 else value

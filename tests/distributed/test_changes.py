@@ -1,5 +1,6 @@
 """What may change between a save and a resume, in the model and in how it is trained, in every form of checkpoint."""
 
+import deepspeed.comm as dist
 import pytest
 import torch
 from torch import nn
@@ -7,7 +8,8 @@ from torch import nn
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, masters, whole_states
 from tests.harness import DistributedTest
-from tests.training import MATRICES, Net, allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.training import (MATRICES, Net, allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine,
+                            whole_gradients)
 from tests.universal import convert
 
 BF16 = {"bf16": {"enabled": True}}
@@ -218,6 +220,31 @@ class TestDtypes(DistributedTest):
             assert_equal_states(whole_states(engine), expected, tag)
             assert_model_is_rounded_masters(engine)
             assert {p.dtype for p in engine.module.parameters()} == {dtype}
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("before, now", [("fp16", "bf16"), ("bf16", "fp16"), ("fp16, dynamic", "fp16")])
+    def test_gradients_of_a_step_that_was_not_over(self, before, now, stage, tmp_path):
+        allow_fp16()
+
+        def started(precision):
+            return start(Net(), ds_config(gas=2, stage=stage, **self.SECTIONS[precision]))
+
+        def backward(engine, micro):
+            engine.backward(engine((0, micro, dist.get_rank())))
+
+        saved, resumed, straight = started(before), started(now), started(now)
+        backward(saved, 0)
+        saved.step()
+        saved.save_checkpoint(tmp_path)
+        backward(straight, 0)
+        straight.step()
+        resumed.load_checkpoint(tmp_path)
+        for engine in (resumed, straight):
+            backward(engine, 1)
+        found, expected = whole_gradients(resumed), whole_gradients(straight)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name] / resumed.optimizer.loss_scale, value / straight.optimizer.loss_scale), name
 
 
 class TestScalarOptimizers(DistributedTest):

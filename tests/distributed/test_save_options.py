@@ -24,7 +24,7 @@ def folders(path):
 class TestSaving(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("tag", [None, "mine", 7, "deep/er"])
+    @pytest.mark.parametrize("tag", [None, "mine", 7, "deep/er", "a[1]*?"])
     def test_tags(self, tag, tmp_path):
         engine = start(Net(), ds_config())
         train_engine(engine, 1)
@@ -51,6 +51,26 @@ class TestSaving(DistributedTest):
         assert other.global_steps == 2
         assert_equal_states(states(other), states(engine))
 
+    def test_what_one_rank_is_told_wrong_is_an_error_on_all_before_anything_is_written(self, tmp_path):
+        engine = start(Net(), ds_config())
+        for folder, tag in (("", "tag"), (tmp_path, ""), (tmp_path, "a/"), (tmp_path, "a\nb")):
+            told = (folder, tag) if dist.get_rank() else (tmp_path, "tag")
+            with pytest.raises((LayerwiseError, ValueError), match="must be a non-empty string|the checkpoint's tag"):
+                engine.save_checkpoint(told[0], tag=told[1])
+        assert not list(tmp_path.iterdir())
+
+    def test_no_regular_checkpoint_takes_the_place_of_a_universal_one(self, tmp_path):
+        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="a")
+        with pytest.raises(LayerwiseError, match="a_universal holds a universal checkpoint, and this save would put a"):
+            engine.save_checkpoint(tmp_path, tag="a_universal")
+        plain = start(Net(), ds_config())
+        plain.save_checkpoint(tmp_path, tag="b_universal")
+        with pytest.raises(LayerwiseError, match="b_universal holds no universal checkpoint, and this save would put"):
+            engine.save_checkpoint(tmp_path, tag="b")
+        assert folders(tmp_path) == ["a", "a_universal", "b_universal"]
+
     def test_another_tag_on_another_rank_is_refused(self, tmp_path):
         engine = start(Net(), ds_config())
         with pytest.raises(LayerwiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
@@ -60,10 +80,11 @@ class TestSaving(DistributedTest):
     @pytest.mark.parametrize("fsync", [True, False])
     def test_every_file_on_the_disk_before_it_counts(self, fsync, tmp_path, monkeypatch):
         engine = start(Net(), ds_config(layerwise={"fsync": fsync, "save_universal": True}))
-        flushed, flush, commit = set(), staging.flush, staging.commit
+        flushed, flush, publish = set(), staging.flush, staging.publish
         committed = []
         monkeypatch.setattr(staging, "flush", lambda path: flushed.add(path.name) or flush(path))
-        monkeypatch.setattr(staging, "commit", lambda *args: committed.append(set(flushed)) or commit(*args))
+        monkeypatch.setattr(staging, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
+            *args, **options))
         engine.save_checkpoint(tmp_path, tag="tag")
         everyone = [None] * 2
         dist.all_gather_object(everyone, flushed)
@@ -215,22 +236,6 @@ class TestLoading(DistributedTest):
         on_rank_0(lambda: path.write_bytes(content))
         with pytest.raises(LayerwiseError, match=f"{path.name} is damaged"):
             other.load_checkpoint(tmp_path)
-
-    def test_a_disk_of_every_node_alone(self, tmp_path):
-        config = ds_config(checkpoint={"use_node_local_storage": True}, bf16={"enabled": True})
-        engine = start(Net(), config)
-        train_engine(engine, 2)
-        # Two nodes with a rank each.
-        mine = tmp_path / f"node {dist.get_rank()}"
-        for each in (engine, other := start(Net(), config)):
-            each.local_rank = 0
-        engine.save_non_zero_checkpoint = True
-        engine.save_checkpoint(mine, tag="tag")
-        names = {path.name for path in (mine / "tag").iterdir()}
-        assert names == {"layerwise_manifest.json", "mp_rank_00_model_states.pt",
-                         f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"}
-        other.load_checkpoint(mine, tag="tag")
-        assert_equal_states(states(other), states(engine))
 
 
 class TestDeepSpeedsWriters(DistributedTest):

@@ -20,7 +20,7 @@ import torch
 import ds_layerwise
 from ds_layerwise import saving
 from ds_layerwise.checkpoint import staging, universal
-from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.errors import LayerwiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.forks import fork_ranks
@@ -75,11 +75,14 @@ class Scenario:
     tag: str = "first"
     universal: bool = False
     can_exchange: bool = True
+    can_rename: bool = True
     resume_on: int = 1
 
     def engine(self):
         if not self.can_exchange:
             staging._exchange = lambda one, other: False
+        if not self.can_rename:
+            staging._renames_folders = lambda path: False
         return start(Net(), ds_config(layerwise={"save_universal": self.universal}))
 
 
@@ -87,6 +90,7 @@ SCENARIOS = {
     "a new tag": Scenario(tag="second"),
     "the same tag": Scenario(resume_on=2),
     "the same tag by two renames": Scenario(can_exchange=False),
+    "the same tag, file by file": Scenario(can_exchange=False, can_rename=False),
     "the same tag, universal too": Scenario(universal=True),
     "a new tag, universal too, by renames": Scenario(tag="second", universal=True, can_exchange=False, resume_on=3),
 }
@@ -204,10 +208,11 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
     folder = tmp_path / "tag"
     for name in ("tag.replaced", "tag.incomplete"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
+        (tmp_path / name / "mp_rank_00_model_states.pt").write_text(name)
     staging.begin(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"tag", "tag.incomplete"}
-    assert (folder / "file").read_text() == "tag.replaced" and not any(staging.staged(folder).iterdir())
+    assert (folder / "mp_rank_00_model_states.pt").read_text() == "tag.replaced"
+    assert [path.name for path in staging.staged(folder).iterdir()] == [SIGNATURE]
 
 
 @contextmanager

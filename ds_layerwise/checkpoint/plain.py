@@ -1,0 +1,164 @@
+"""What a parameter group says, as builtins that are read back without running code; and what is none of that."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence, Set
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import LayerwiseError
+
+#: Types of torch that its own reader takes, and that mean nothing else.
+_KEPT = (torch.dtype, torch.device, torch.Size)
+
+#: Kinds of numpy that have a builtin: bool, int, unsigned, float, complex, bytes and str.
+_NUMPY_KINDS = "biufcSU"
+
+
+class Unreadable:
+    """Stands for an object in a file whose class is not called. It takes whatever a pickle gives it, and drops it."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Unreadable:
+        """Part of what a pickle says."""
+        return super().__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Part of what a pickle says."""
+
+    def __setstate__(self, state: object) -> None:
+        """Part of what a pickle says."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Part of what a pickle says."""
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as builtins, and tensors: numbers of any library, enums, paths, named tuples, arrays.
+
+    Raises:
+        LayerwiseError: there is something else in it; calls it ``where``.
+    """
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise LayerwiseError(f"{where} holds itself, which a checkpoint cannot; take it out of the group") from None
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, _KEPT):
+        return value
+    if isinstance(value, Enum):
+        return _plain(value.value, where)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Tensor):
+        return _of_tensor(value, where)
+    if isinstance(value, (numpy.generic, numpy.ndarray)):
+        return _of_numpy(value, where)
+    if isinstance(value, (str, bytes)):
+        return "".join(value) if isinstance(value, str) else bytes(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, (numbers.Real, Decimal)):
+        return float(value)
+    if isinstance(value, numbers.Complex):
+        return complex(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, f"a key of {where}"): _plain(held, f"{where}[{key!r}]") for key, held in value.items()}
+    if isinstance(value, Set):
+        return {_plain(held, f"an element of {where}") for held in value}
+    if isinstance(value, (list, tuple, Sequence)):
+        items = [_plain(held, f"{where}[{index}]") for index, held in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    raise LayerwiseError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+                         "hold: it is read without running code; keep numbers, text, tensors and containers of those "
+                         "in a parameter group")
+
+
+def _of_tensor(value: Tensor, where: str) -> Any:
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
+        raise LayerwiseError(f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}, which a "
+                             "checkpoint cannot hold; make it a plain tensor")
+    return value.detach().cpu().clone() if value.dim() else value.item()
+
+
+def _of_numpy(value: Any, where: str) -> Any:
+    if value.dtype.kind not in _NUMPY_KINDS:
+        raise LayerwiseError(f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers")
+    found = value.tolist()
+    # A long double has no builtin, and stays what it is.
+    return numpy.asarray(value, dtype=numpy.float64).tolist() if value.dtype == numpy.longdouble else found
+
+
+class _Dtype:
+    """A dtype of numpy in a pickle, which becomes one only where it is that of numbers or text."""
+
+    def __init__(self, code: str, *_: object) -> None:
+        self._code, self._order = code, "<"
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        self._order = state[1]
+
+    @property
+    def numpy(self) -> Any:
+        dtype = numpy.dtype(f"{'' if self._order == '|' else self._order}{self._code}")
+        if dtype.kind not in _NUMPY_KINDS:
+            raise ValueError(f"a numpy array of {dtype}")
+        return dtype
+
+
+def _scalar(dtype: _Dtype, raw: bytes) -> Any:
+    return _of_numpy(numpy.frombuffer(raw, dtype=dtype.numpy)[0], "a number")
+
+
+class _Array(list):  # type: ignore[type-arg]
+    """An array of numpy in a pickle, as nested lists."""
+
+    def __new__(cls, *_: object) -> _Array:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        _, shape, dtype, by_columns, raw = state
+        values = numpy.frombuffer(raw, dtype=dtype.numpy).reshape(shape, order="F" if by_columns else "C")
+        self[:] = [_of_numpy(values, "an array")]
+
+
+def _dict(*_: object) -> dict[Any, Any]:
+    return {}
+
+
+#: What stands in a pickle of numpy's numbers, in both spellings of their module, and what it makes here: builtins.
+_AS_BUILTINS: list[Any] = [
+    (_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray"), (_dict, "collections.defaultdict"),
+    *((made, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
+      for name, made in (("scalar", _scalar), ("_reconstruct", _Array))),
+]
+
+
+def stand_ins(names: Iterable[str]) -> list[Any]:
+    """For torch's ``safe_globals``: what is called in place of the classes and functions ``names`` of a pickle."""
+    known = {name for _, name in _AS_BUILTINS}
+    return [*_AS_BUILTINS, *((Unreadable, name) for name in names if name not in known)]
+
+
+def readable(value: Any) -> tuple[Any, bool]:
+    """``value`` from a file as builtins, and whether nothing in it is :class:`Unreadable`."""
+    if isinstance(value, _Array):
+        return value[0], True
+    if isinstance(value, dict):
+        parts = {key: readable(held) for key, held in value.items()}
+        return {key: held for key, (held, _) in parts.items()}, all(ok for _, ok in parts.values())
+    if isinstance(value, (list, tuple)):
+        items = [readable(held) for held in value]
+        return type(value)(held for held, _ in items), all(ok for _, ok in items)
+    return value, not isinstance(value, (Unreadable, _Dtype))

@@ -1,0 +1,175 @@
+"""What users put into a checkpoint's folder stays when another save takes its place, whenever that one dies."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+
+from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.errors import LayerwiseError
+from tests.unit.test_staging import Killed, commit, dying_at, holds, mount, write
+
+WAYS = ["exchange", "two renames", "is in user space", "renames no folder"]
+
+
+def choose(way, monkeypatch):
+    if way == "two renames":
+        monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+    elif way != "exchange":
+        mount(way, monkeypatch)
+
+
+#: Among them names like those of a checkpoint, further down.
+FILES = ["tokenizer.json", "rng_rank0.pt", "sub/more.txt", "sub/mp_rank_00_model_states.pt", "zero/notes.txt"]
+
+
+def put(folder, names=FILES):
+    """What users keep beside a checkpoint: files, folders, links."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"mine: {name}")
+    (folder / "nothing").mkdir()
+    (folder / "link").symlink_to("tokenizer.json")
+    (folder / "broken").symlink_to("not there")
+    (folder / "elsewhere").symlink_to(folder.parent)
+
+
+def assert_kept(folder, names=FILES):
+    for name in names:
+        assert (folder / name).read_text() == f"mine: {name}"
+    assert (folder / "nothing").is_dir() and os.readlink(folder / "link") == "tokenizer.json"
+    assert os.readlink(folder / "broken") == "not there" and (folder / "elsewhere").is_symlink()
+
+
+@pytest.mark.parametrize("way", WAYS)
+class TestUsersFiles:
+    def test_stay(self, way, tmp_path, monkeypatch):
+        choose(way, monkeypatch)
+        folder = tmp_path / "tag"
+        commit(folder, "old")
+        put(folder)
+        for text in ("new", "old", "new"):
+            commit(folder, text)
+            assert holds(folder) == text
+            assert_kept(folder)
+            assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+        assert not (folder / "old.pt").exists()
+
+    def test_stay_where_there_was_no_checkpoint_yet_or_stocks(self, way, tmp_path, monkeypatch):
+        """Of stock's, which keeps no list, what DeepSpeed calls so goes: it would be taken for files of the new one."""
+        choose(way, monkeypatch)
+        folder = tmp_path / "tag"
+        folder.mkdir()
+        put(folder)
+        theirs = ["zero_pp_rank_3_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt", "zero/w/fp32.pt",
+                  "layer_01-model_states.pt"]
+        for name in theirs:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("stock's")
+        commit(folder, "new")
+        assert holds(folder) == "new" and not any((folder / name).exists() for name in theirs)
+        assert_kept(folder)
+
+    def test_stay_whenever_the_save_dies(self, way, tmp_path, monkeypatch):
+        choose(way, monkeypatch)
+        ended = set()
+        for moment in range(200):
+            folder = tmp_path / str(moment) / "tag"
+            commit(folder, "old")
+            put(folder)
+            write(folder, "new")
+            manifest = Manifest.of(staging.staged(folder))
+            try:
+                with dying_at(moment), dying_at_links(moment):
+                    staging.commit(folder, manifest)
+                break
+            except Killed:
+                pass
+            staging.recover(folder)
+            ended.add(holds(folder))
+            assert_kept(folder)
+            commit(folder, "new")
+            assert holds(folder) == "new" and [path.name for path in folder.parent.iterdir()] == ["tag"], moment
+            assert_kept(folder)
+        else:
+            pytest.fail("it never came to its end")
+        assert moment > 5 and ended == {"old", "new"}
+
+    def test_are_copied_where_the_disk_knows_no_links(self, way, tmp_path, monkeypatch):
+        choose(way, monkeypatch)
+        commit(tmp_path / "tag", "old")
+        put(tmp_path / "tag")
+
+        def refused(*args, **kwargs):
+            raise PermissionError(1, "Operation not permitted")
+        monkeypatch.setattr(os, "link", refused)
+        commit(tmp_path / "tag", "new")
+        assert holds(tmp_path / "tag") == "new"
+        assert_kept(tmp_path / "tag")
+
+
+@contextmanager
+def dying_at_links(moment):
+    """Die before link or rename number ``moment``."""
+    begun = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("link", "rename"):
+            def dying(*args, original=getattr(os, name), **kwargs):
+                begun.append(args)
+                if len(begun) - 1 == moment:
+                    raise Killed
+                return original(*args, **kwargs)
+            patch.setattr(os, name, dying)
+        yield
+
+
+@pytest.mark.parametrize("ending", [staging.INCOMPLETE, staging.REPLACED])
+class TestFoldersThatSavesNeed:
+    def test_a_users_own_is_not_touched(self, ending, tmp_path):
+        folder = tmp_path / "tag"
+        own = tmp_path / f"tag{ending}"
+        own.mkdir()
+        (own / "thesis.tex").write_text("mine")
+        for do in (staging.begin, staging.abandon, staging.recover):
+            try:
+                do(folder)
+            except LayerwiseError as e:
+                assert do is staging.begin and f"{own} holds thesis.tex, which no save wrote" in str(e)
+            else:
+                assert do is not staging.begin
+            assert (own / "thesis.tex").read_text() == "mine" and not folder.exists()
+
+    def test_a_link_of_the_users_is_not_followed(self, ending, tmp_path):
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "precious" / "mp_rank_00_model_states.pt").write_text("mine")
+        (tmp_path / f"tag{ending}").symlink_to(tmp_path / "precious")
+        with pytest.raises(LayerwiseError, match="is a link"):
+            staging.begin(tmp_path / "tag")
+        staging.abandon(tmp_path / "tag")
+        assert (tmp_path / "precious" / "mp_rank_00_model_states.pt").read_text() == "mine"
+
+    def test_what_a_dead_save_of_any_version_left_makes_room(self, ending, tmp_path):
+        folder = tmp_path / "tag"
+        commit(folder, "old")
+        regular, universal = ["zero_pp_rank_0_mp_rank_00_optim_states.pt"], ["zero/w/fp32.pt", "zero/v"]
+        for files in (regular, universal, [FILE_NAME, "x"], []):
+            left = tmp_path / f"tag{ending}"
+            left.mkdir()
+            for name in files:
+                (left / name).parent.mkdir(parents=True, exist_ok=True)
+                (left / name).mkdir() if name == "zero/v" else (left / name).write_text("left")
+            commit(folder, "new")
+            assert holds(folder) == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
+def test_what_a_link_leads_to_is_not_removed(tmp_path):
+    """A folder takes the place of the link, and what the link led to is as it was."""
+    commit(tmp_path / "disk" / "tag", "old")
+    put(tmp_path / "disk" / "tag")
+    (tmp_path / "tag").symlink_to(tmp_path / "disk" / "tag")
+    commit(tmp_path / "tag", "new")
+    assert holds(tmp_path / "tag") == "new"
+    assert_kept(tmp_path / "tag")
+    assert_kept(tmp_path / "disk" / "tag")
+    assert holds(tmp_path / "disk" / "tag") == "old"
