@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.errors import ConfigError, LayerwiseError
+from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.output import say, say_last
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return commands[options.command](options)
     except (LayerwiseError, OSError) as e:
-        print(f"ds-layerwise: {' '.join(str(e).split())}", file=sys.stderr)
+        if sys.stderr is not None:
+            say(f"ds-layerwise: {' '.join(str(e).split())}", sys.stderr)
         return 2
 
 
@@ -51,11 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
 
     command = commands.add_parser("plan", help="the start-up table of a run, without its devices")
-    command.add_argument("--model", required=True, help="a file of names and shapes, or the name of one in "
-                         "ds_configs/models")
+    command.add_argument("--model", required=True, help="a file of names and shapes, the name of one that comes "
+                         "with the package, or Hugging Face's config.json (with transformers)")
     command.add_argument("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
     command.add_argument("--ranks", required=True, type=_numbers, metavar="N[,N...]",
                          help="data-parallel ranks; several numbers give one row each")
+    command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
+                         "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
 
     command = commands.add_parser("to-universal", parents=[every, overwrite],
@@ -74,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", metavar="PATH", type=Path, help=f"{checkpoint}, regular or universal")
     command.add_argument("out", metavar="OUT", type=Path,
                          help="one file if it ends in .safetensors, else a folder as Hugging Face lays it out")
+    command.add_argument("--config", type=Path, metavar="PATH", help="Hugging Face's config.json, or a folder with it, "
+                         "to lay beside the weights; by default those in or above the checkpoint's folder")
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32",
                          help="of everything with a floating point (%(default)s)")
     command.add_argument("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE",
@@ -103,7 +108,7 @@ class _Bars:
     """Progress bars on stderr, where that is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self._disable = True if quiet else None
+        self._disable = True if quiet or sys.stderr is None else None
 
     @contextmanager
     def __call__(self, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
@@ -116,31 +121,31 @@ class _Bars:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.forecast import RunConfig, forecast, specs_of
-    from ds_layerwise.model_shapes import find_model, load_model, route_model
+    from ds_layerwise.dry_run import DryRun
+    from ds_layerwise.listing import as_text
     from ds_layerwise.table import as_json, plan_table
-    try:
-        given = json.loads(options.config.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ConfigError(f"{options.config} is no JSON: {e}") from e
-    run = RunConfig.from_ds_config(given)
-    if run.optimizer.ns_coefficients != OptimizerConfig().ns_coefficients:
-        # What names and dtypes there are is known next to the iteration, which takes torch.
-        from ds_layerwise.optimizers.registry import matrix_rule
-        matrix_rule(run.optimizer)
-    params = load_model(find_model(options.model))
-    routes = route_model(params, run.layerwise.overrides, per_head=run.optimizer.per_head_muon)
-    specs = specs_of(((param.name, param.shape, run.param_dtype) for param in params), routes, run.optimizer)
-    plans = [forecast(specs, run, num_ranks) for num_ranks in options.ranks]
-    print(json.dumps([as_json(plan) for plan in plans]) if options.json else
-          plan_table(routes, specs, plans, run.optimizer))
+    plan = DryRun.of(options.model, options.config, options.ranks)
+    assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
+               for path, value in plan.assumed.items()]
+    if options.json:
+        if sys.stderr is not None and assumed:
+            say("\n".join(assumed), sys.stderr)
+        say_last(json.dumps([{**as_json(each), **({"parameters": plan.listed(each)} if options.list else {})}
+                             for each in plan.forecasts]))
+    elif options.list:
+        lists = [f"{each.layout.world_size} ranks\n{as_text(plan.listed(each))}" for each in plan.forecasts]
+        say_last("\n\n".join(["\n".join(assumed), *lists] if assumed else lists))
+    else:
+        table = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer,
+                           without_effect=plan.run.without_effect)
+        say_last("\n".join([*assumed, table]))
     return 0
 
 
 def _to_universal(options: argparse.Namespace) -> int:
     from ds_layerwise.checkpoint.convert import to_universal
-    to_universal(options.path, options.out, workers=options.workers, trust=options.trust_client_state,
-                 overwrite=options.overwrite, bars=_Bars(quiet=options.quiet))
+    say_last(to_universal(options.path, options.out, workers=options.workers, trust=options.trust_client_state,
+                          overwrite=options.overwrite, bars=_Bars(quiet=options.quiet)))
     return 0
 
 
@@ -151,11 +156,11 @@ def _verify(options: argparse.Namespace) -> int:
     reports = []
     for path in [options.path] + ([options.other] if options.other else []):
         report = verify(path, states=states, workers=options.workers, trust=options.trust_client_state, bars=bars)
-        print(report.summary)
+        say_last(report.summary)
         for line in report.warnings:
-            print(f"warning: {line}")
+            say_last(f"warning: {line}")
         for line in report.problems or ["ok"]:
-            print(line)
+            say_last(line)
         reports.append(report)
     if any(report.problems for report in reports):
         return 1
@@ -166,15 +171,16 @@ def _verify(options: argparse.Namespace) -> int:
     if len(one) != len(other):
         lines = [f"the models are cut into {len(one)} and {len(other)} parts"]
     for line in lines or ["equal bit for bit"]:
-        print(line)
+        say_last(line)
     return 1 if lines else 0
 
 
 def _consolidate(options: argparse.Namespace) -> int:
     from ds_layerwise.checkpoint.consolidate import consolidate
-    consolidate(options.path, options.out, dtype=options.dtype, max_shard_bytes=options.max_shard_size,
-                workers=options.workers, trust=options.trust_client_state, overwrite=options.overwrite,
-                bars=_Bars(quiet=options.quiet))
+    say_last("\n".join(consolidate(
+        options.path, options.out, dtype=options.dtype, max_shard_bytes=options.max_shard_size, config=options.config,
+        workers=options.workers, trust=options.trust_client_state, overwrite=options.overwrite,
+        bars=_Bars(quiet=options.quiet))))
     return 0
 
 

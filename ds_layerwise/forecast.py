@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
+from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, is_ours
 from ds_layerwise.cost import (DTYPE_BYTES, LayoutReport, RankMemory, RankTraffic, memory_bytes, newton_schulz_flops,
                                traffic_bytes, wire_elements)
+from ds_layerwise.ds_config import refuse_unsupported, without_effect
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.placement import Axis, Route, whole_shape
+from ds_layerwise.plan_config import config_of
 from ds_layerwise.planner import plan_layout
+from ds_layerwise.rates import check_peaks
 
 #: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
 DEFAULT_BUCKET_NUMEL = 500_000_000
@@ -44,6 +47,8 @@ class RunConfig:
     accumulation_dtype: str | None
     wire_dtype: str | None
     host_ratio: float
+    without_effect: tuple[str, ...]
+    """Keys that are accepted, but change nothing."""
 
     @classmethod
     def from_ds_config(cls, given: object) -> RunConfig:
@@ -52,21 +57,22 @@ class RunConfig:
         Raises:
             ConfigError: names the key, its value and what it may say.
         """
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"a DeepSpeed config must be an object, got {given!r}")
+        given = config_of(given)
         section = given.get("optimizer") or {}
-        if not isinstance(section, Mapping) or not is_ours(section.get("type")):
-            raise ConfigError("optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got "
-                              f"{section.get('type') if isinstance(section, Mapping) else section!r}")
+        if not is_ours(section.get("type")):
+            raise ConfigError(f"optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got {section.get('type')!r}"
+                              f"{'' if section else ': there is no optimizer section'}")
         optimizer = OptimizerConfig.from_section(section)
         layerwise = LayerwiseConfig.from_section(given.get("layerwise", {}))
         refuse_unsupported(given)
+        check_peaks(given.get("scheduler"), [{"lr": optimizer.lr, "matrix_lr_ratio": optimizer.matrix_lr_ratio,
+                                              "scalar_lr_ratio": optimizer.scalar_lr_ratio}], optimizer)
         if (given.get("torch_autocast") or {}).get("enabled"):
             raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
                               "gradients in half precision; plan without it")
-        if ((given.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1:
-            raise ConfigError("tensor_parallel.autotp_size is greater than 1, and shapes of a whole model do not "
-                              "say how AutoTP cuts them; plan without it")
+        if (given.get("tensor_parallel") or {}).get("autotp_size") not in (None, 0, 1):
+            raise ConfigError("tensor_parallel.autotp_size is not 1, and shapes of a whole model do not say how AutoTP "
+                              "cuts them; plan without it")
         zero = given["zero_optimization"]
         return cls(
             optimizer=optimizer, layerwise=layerwise, stage=zero["stage"],
@@ -74,7 +80,7 @@ class RunConfig:
             accumulation_dtype=_dtype("data_types.grad_accum_dtype",
                                       (given.get("data_types") or {}).get("grad_accum_dtype"), _ACCUMULATION_DTYPES),
             wire_dtype=_dtype("communication_data_type", given.get("communication_data_type"), _DTYPES),
-            host_ratio=_host_ratio(zero))
+            host_ratio=_host_ratio(zero), without_effect=without_effect(given))
 
     def stored_as(self, dtype: str) -> str:
         """What gradients of parameters of ``dtype`` are accumulated in."""
@@ -88,7 +94,7 @@ class RunConfig:
 def _bucket_numel(value: object) -> int:
     if value == "auto":
         return DEFAULT_BUCKET_NUMEL
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf or value % 1:
         raise ConfigError(f"zero_optimization.reduce_bucket_size must be a whole number of at least 1, got {value!r}")
     return int(value)
 
@@ -97,7 +103,10 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
     offload = zero.get("offload_optimizer") or {}
     if zero.get("cpu_offload") is True:
         return 1.0
-    return float(offload.get("ratio", 1.0)) if offload.get("device") == "cpu" else 0.0
+    ratio = offload.get("ratio", 1.0)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
+    return float(ratio) if offload.get("device") == "cpu" else 0.0
 
 
 def _param_dtype(given: Mapping[str, Any]) -> str:
@@ -175,6 +184,13 @@ class Forecast:
                    memory_bytes(layout, stage=stage, grads_stored_as=stored_as, whole_state_bytes=state_bytes[0],
                                 split_state_bytes=state_bytes[1], host_ratio=host_ratio),
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires))
+
+    @property
+    def start_up(self) -> tuple[int, ...]:
+        """Bytes held at most until the first step: parameters move into their buffer a bucket at a time, the rest is
+        made after that, and goes to the host a bucket at a time."""
+        bucket = max((bucket.numel * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets), default=0)
+        return tuple(max(rank.params + bucket, rank.total + rank.staging) for rank in self.memory)
 
     @property
     def fullest(self) -> int:

@@ -34,8 +34,25 @@ class Route:
     lr_scale: float = 1.0
     is_cut: bool = False
     """Whether tensor-parallel peers have other parts of the parameter, and not copies."""
+    sent_away: bool = False
+    """Whether the user sent something with two axes or more to the scalar optimizer, and not a rule."""
     tp_axis: Axis | None = None
     """Of matrices of which they have other parts, the axis that is cut; ``matrix_shape`` is that of this part."""
+    transposed: bool = False
+    """Whether it is a linear layer that holds (inputs, outputs), whose heads are therefore blocks of columns."""
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether its matrices are blocks of columns, which lie in memory as (rows, batch, cols)."""
+        return self.transposed and self.matrix_shape is not None and len(self.matrix_shape) == 3
+
+    @property
+    def stored_shape(self) -> tuple[int, ...] | None:
+        """``matrix_shape`` with its axes in the order of memory."""
+        if not self.by_columns or self.matrix_shape is None:
+            return self.matrix_shape
+        batch, rows, cols = self.matrix_shape
+        return rows, batch, cols
 
 
 def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
@@ -51,12 +68,12 @@ def overrides_by_name(names: Collection[str], overrides: Sequence[Override], *,
         elsewhere: more names that an override may be for.
 
     Raises:
-        RoutingError: an override matches no name, or contradicts another one.
+        RoutingError: an override that is not optional matches no name, or one contradicts another.
     """
     for index, override in enumerate(overrides):
-        if not any(fnmatchcase(name, override.name) for name in (*names, *elsewhere)):
+        if not override.optional and not any(fnmatchcase(name, override.name) for name in (*names, *elsewhere)):
             raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
-                               "the pattern misspelled?")
+                               "the pattern misspelled? With \"optional\": true it may match none")
     return {name: _merge(name, [(i, o) for i, o in enumerate(overrides) if fnmatchcase(name, o.name)])
             for name in names}
 
@@ -88,30 +105,32 @@ def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple
 
 
 def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
-    """``route`` with its rows cut into ``num_heads`` matrices; as it is where that is None.
+    """``route`` with its outputs cut into ``num_heads`` matrices; as it is where that is None.
 
     Raises:
-        RoutingError: ``explicit``, and ``num_heads`` does not divide the rows. Otherwise such a route stays as it is.
+        RoutingError: ``explicit``, and ``num_heads`` does not divide the outputs. Else such a route stays as it is.
     """
     if num_heads is None:
         return route
-    shape = route.matrix_shape
-    if shape is None or len(shape) != 2 or shape[0] % num_heads:
+    shape, axis = route.matrix_shape, 1 if route.transposed else 0
+    if shape is None or len(shape) != 2 or shape[axis] % num_heads:
         if explicit:
-            raise RoutingError(f"{route.name}: num_heads {num_heads} needs a matrix whose rows it divides, got "
+            raise RoutingError(f"{route.name}: num_heads {num_heads} needs a matrix whose "
+                               f"{'columns' if route.transposed else 'rows'} it divides, got "
                                f"{shape or 'a parameter of the scalar optimizer'}")
         return route
-    return replace(route, matrix_shape=(num_heads, shape[0] // num_heads, shape[1]),
-                   reason=f"{route.reason}, {num_heads} heads")
+    rows, cols = shape
+    cut = (rows, cols // num_heads) if route.transposed else (rows // num_heads, cols)
+    return replace(route, matrix_shape=(num_heads, *cut), reason=f"{route.reason}, {num_heads} heads")
 
 
 def require_a_matrix(routes: Collection[Route]) -> None:
-    """Refuse a model that leaves the matrix optimizer nothing to do.
+    """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away.
 
     Raises:
-        RoutingError: no route goes to the matrix optimizer.
+        RoutingError: no route goes to the matrix optimizer, by the rules alone.
     """
-    if not any(route.optimizer == "matrix" for route in routes):
+    if not any(route.optimizer == "matrix" or route.sent_away for route in routes):
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
                            f"{_reasons(routes)}; use a plain optimizer, or route some with "
                            "layerwise.overrides or param.use_muon = True")

@@ -4,13 +4,19 @@ The answer is a table of :class:`Route`, one row a parameter, each with its reas
 
 The rules, first match wins:
 
-1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``;
+1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``, then a
+   parameter group's ``use_muon``;
 2. fewer than two axes: scalar (norms, biases);
 3. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type, others
-   by a class name that ends in ``Embedding``; a head is a linear layer that shares an embedding's weight, that the
-   model returns from ``get_output_embeddings()``, that ends in one of :data:`HEAD_NAMES`, or that is the model's last
-   and maps an embedding's width to its number of rows; Megatron marks both with
-   ``is_embedding_or_output_parameter``);
+   by a class name that ends in ``Embedding``; Megatron marks both with ``is_embedding_or_output_parameter``). A head
+   is a linear layer
+
+   * that shares an embedding's weight, or that the model returns from ``get_output_embeddings()``;
+   * that goes by a name of :data:`HEAD_NAME`, or is the last in a module that does and nothing in it follows, unless
+     it is in a ``ModuleList``, or repeats with the layers of the model, as a router's does;
+   * that is the model's last, and has an embedding's shape, or is in no ``ModuleList``, is not the model's only matrix,
+     no later module has parameters, and no module around it a bare matrix. Layers of an adapter, such as LoRA's
+     factors, do not count;
 4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels and kernels over one axis are scalar;
 5. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;
@@ -23,6 +29,8 @@ says which axis of which matrix is cut.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,16 +38,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.attention_heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.config import Override, Placement
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.placement import Route, forced_matrix_shape, overrides_by_name, require_a_matrix, with_heads
-from ds_layerwise.tensor_cuts import axis_of, heads_here, is_cut
+from ds_layerwise.placement import Route, forced_matrix_shape, overrides_by_name, require_a_matrix
+from ds_layerwise.tensor_cuts import axis_of, is_cut
 
-#: Last component of the module name of an output head, as the common model families spell it.
-HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
+#: What the common model families call an output head, or the module that ends in one.
+HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|qa_outputs|embed_out|output_layer|"
+                       r"lm_loss|output_projection|logits_proj|vocab_projector|class_predictor|"
+                       r"(text|visual)_projection")
 
-_QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj")
-_KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
+#: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
+                       r"modules_to_save\.[^.]+)(?=\.|$)")
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -52,6 +65,10 @@ class Elsewhere:
     """The shapes of all embeddings."""
     linear_after: bool
     """Whether a later stage has a linear layer, so that the model's last one is not here."""
+    followed: bool
+    """Whether something with parameters, tied ones included, comes after the last linear layer of this stage."""
+    has_matrices: bool
+    """Whether another stage has matrices."""
     tied: frozenset[Tensor]
     """The weights here that another layer uses, too, wherever that is."""
     names: frozenset[str]
@@ -80,7 +97,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
             gradients, an override matches nothing or contradicts another, no parameter at all goes to the matrix
-            optimizer, or it is not clear how a matrix is cut.
+            optimizer though the user took none away, or it is not clear how a matrix is cut.
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of: dict[str, int] = {}
@@ -103,29 +120,34 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
             raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
                                "shards; build it with sparse=False")
         mine = merged[name]
-        route = _decide(name, param, homes[name], mine.get("optimizer"))
+        route = _decide(name, param, homes[name], mine.get("optimizer"), group_of[name],
+                        param_groups[group_of[name]].get("use_muon"))
         if tp_size > 1 and is_cut(param):
             route = _with_cut(route, param, tp_size)
-        routes[name] = _with_heads(replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
-                                           lr_scale=mine.get("lr_scale", 1.0)),
-                                   mine.get("num_heads"), param, tp_size, explicit=True)
+        route = replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
+                        lr_scale=mine.get("lr_scale", 1.0), transposed=is_transposed(homes[name].modules[0][1], param))
+        routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
     if per_head:
-        routes = _split_heads(model, routes, tp_size)
+        routes = split_heads(getattr(model, "config", None), routes, trained, tp_size,
+                             named={name for name in trained if "num_heads" in merged[name]})
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes
 
 
-def _decide(name: str, param: Tensor, home: _Home, override: Placement | None) -> Route:
+def _decide(name: str, param: Tensor, home: _Home, override: Placement | None, group: int,
+            of_group: bool | None) -> Route:
     wanted: Placement | None = override
     reason = "layerwise.overrides"
     if wanted is None and hasattr(param, "use_muon"):
         wanted, reason = "matrix" if param.use_muon else "scalar", f"param.use_muon = {param.use_muon}"
+    elif wanted is None and of_group is not None:
+        wanted, reason = "matrix" if of_group else "scalar", f"param_groups[{group}].use_muon = {of_group}"
     if wanted == "matrix":
         asked = _matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
         return Route(name=name, optimizer="matrix", reason=reason, group=0, matrix_shape=asked)
     if wanted == "scalar":
-        return Route(name=name, optimizer="scalar", reason=reason, group=0)
+        return Route(name=name, optimizer="scalar", reason=reason, group=0, sent_away=param.dim() > 1)
     table = _table_or_head(param, home)
     shape, reason = (None, table) if table else _matrix_shape(param, home)
     return Route(name=name, optimizer="scalar" if shape is None else "matrix", reason=reason, group=0,
@@ -157,10 +179,13 @@ def _is_table(module: nn.Module) -> bool:
 
 def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, str]:
     """How the matrix optimizer sees ``param``, or None, and why."""
+    return _shape_in(home.modules[0][1], param)
+
+
+def _shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
     shape = tuple(param.shape)
     if len(shape) < 2:
         return None, "fewer than two axes"
-    module = home.modules[0][1]
     if isinstance(module, _CONVOLUTIONS):
         return _kernel_shape(shape, module)
     if len(shape) == 2:
@@ -205,49 +230,75 @@ def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) 
                 isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module))])
 
 
+def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
+    """Whether some parameter is a matrix, or a stack of them, that is no table."""
+    return any(param not in leave_out and not _is_table(module) and _shape_in(module, param)[0] is not None
+               for module in model.modules() for param in module._parameters.values() if param is not None)
+
+
 def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
     tied = elsewhere.tied if elsewhere else frozenset()
+    adapters = tuple(f"{path}." for path in _adapters(model))
     tables, linears = tables_and_linears(model, leave_out=tied)
+    # Blocks and experts that lie in a list are alike, and so is the last of them.
+    lists = tuple(f"{path}." if path else "" for path, module in model.named_modules()
+                  if isinstance(module, nn.ModuleList))
+    linears = [(path, weight) for path, weight in linears if not f"{path}.".startswith(adapters)]
+    order = {path: place for place, (path, module) in enumerate(model.named_modules())
+             if any(p is not None and p.numel() for p in module._parameters.values())
+             and not f"{path}.".startswith(adapters)}
     if linears and not (elsewhere and elsewhere.linear_after):
-        last = linears[-1][1]
-        if tuple(last.shape) in (elsewhere.tables if elsewhere else tables):
-            yield last, "output head (last linear layer, shaped like an embedding)"
+        name = _plain(linears[-1][0])
+        last = [(path, weight) for path, weight in linears if _plain(path) == name]
+        weights = {weight: path for path, weight in last}
+        followed = bool(elsewhere and elsewhere.followed) or max(order, key=order.__getitem__) != last[-1][0]
+        # A bare matrix beside a layer has no place in the order of modules.
+        followed |= linears[-1][0].startswith(lists) or any(
+            linears[-1][0].startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
+            and any(p is not None and _shape_in(module, p)[0] is not None for p in module._parameters.values())
+            for path, module in model.named_modules())
+        alone = not (has_matrices(model, leave_out=weights.keys()) or elsewhere and elsewhere.has_matrices)
+        for weight in weights:
+            if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
+                yield weight, "output head (last linear layer, shaped like an embedding)"
+            elif not followed and not alone:
+                yield weight, "output head (last linear layer)"
     yield from ((weight, "tied to another layer of the pipeline") for weight in tied)
-    for path, each in linears:
-        if path.rpartition(".")[2] in HEAD_NAMES:
-            yield each, "output head (by name)"
+    named = _named_heads(order)
+    yield from ((weight, "output head (by name)") for path, weight in linears
+                if not path.startswith(lists) and _plain(path) in named)
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        weight = getattr(get(), "weight", None) if callable(get) else None
-        if isinstance(weight, Tensor):
-            yield weight, "output head (get_output_embeddings)"
+        returned = getattr(get(), "weight", None) if callable(get) else None
+        if isinstance(returned, Tensor):
+            yield returned, "output head (get_output_embeddings)"
 
 
-def _with_heads(route: Route, num_heads: int | None, param: Tensor, tp_size: int, *, explicit: bool = False) -> Route:
-    if num_heads is None or route.tp_axis != -2:
-        return with_heads(route, num_heads, explicit=explicit)
-    here = heads_here(route.name, param, num_heads, tp_size)
-    whole = with_heads(replace(route, tp_axis=None), here, explicit=explicit)
-    return whole if whole.matrix_shape != route.matrix_shape else route
+def _adapters(model: nn.Module) -> Iterator[str]:
+    """The paths of what was put beside a layer, such as LoRA's factors in peft's or torchtune's way."""
+    for path, module in model.named_modules():
+        beside = "base_layer" in module._modules
+        for name, _ in module.named_children():
+            if beside and name != "base_layer" or name.startswith("lora_"):
+                yield f"{path}.{name}" if path else name
 
 
-def _split_heads(model: nn.Module, routes: dict[str, Route], tp_size: int) -> dict[str, Route]:
-    """Cut the query, key and value projections into one matrix a head, where the model's config gives the count."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    spellings = ("num_attention_heads", "n_head", "num_heads")
-    heads = next((n for key in spellings if (n := getattr(config, key, None))), None)
-    if heads is None:
-        raise RoutingError("per_head_muon needs model.config.num_attention_heads, which this model does not have; name "
-                           "the projections in layerwise.overrides with num_heads instead")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    split = {}
-    for name, route in routes.items():
-        leaf = name.split(".")[-2] if "." in name else name
-        count = heads if leaf in _QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
-        split[name] = _with_heads(route, count, model.get_parameter(name), tp_size)
-    if split == routes:
-        raise RoutingError("per_head_muon found no query, key or value projection (known: "
-                           f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES)}); name them in layerwise.overrides with "
-                           "num_heads")
-    return split
+def _plain(path: str) -> str:
+    """The path that a module would have without wrappers."""
+    return _WRAPPERS.sub("", path).lstrip(".")
+
+
+def _named_heads(order: Mapping[str, int]) -> set[str]:
+    """The modules of a head's name, or where such a module ends, without wrappers.
+
+    Args:
+        order: the places of all modules with parameters.
+    """
+    ends: dict[str, str] = {}
+    for path in sorted(order, key=order.__getitem__):
+        parts = _plain(path).split(".")
+        for depth, part in enumerate(parts, 1):
+            if HEAD_NAME.fullmatch(part):
+                ends[".".join(parts[:depth])] = _plain(path)
+    alike = Counter(re.sub(r"\d+", "#", head) for head in ends)
+    return {end for head, end in ends.items() if alike[re.sub(r"\d+", "#", head)] == 1}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors import safe_open
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ds_layerwise.checkpoint import universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
@@ -60,7 +61,11 @@ class TestToUniversal(DistributedTest):
             assert torch.equal(load_safely(zero / name / "fp32.pt")["param"].float(), expected), name
 
     def check_command(self, folder, out):
-        assert run("to-universal", folder, out, "--workers", "3") == (0, "", "")
+        code, said, err = run("to-universal", folder, out, "--workers", "3")
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        count = len({path.parent for path in out.glob("zero/*/exp_avg.pt")})
+        assert (code, err) == (0, "") and said == (f"{out}: {count} parameters with their states, {size} bytes, from "
+                                                   f"{folder / 'saved'}\n")
         assert (out.parent / universal.LATEST).read_text() == out.name
         by_engine = folder / "saved_universal"
         assert names_in(out) == names_in(by_engine)
@@ -96,9 +101,9 @@ class TestToUniversal(DistributedTest):
         assert run("to-universal", source, out)[0] == 0
         assert_refused(f"{out} is a universal checkpoint already", "to-universal", out, tmp_path / "new")
         assert_refused(f"{out} exists", "to-universal", source, out)
-        (out / "old").touch()
+        (out / "zero" / "old.pt").touch()
         assert run("to-universal", source, out, "--overwrite")[0] == 0
-        assert not (out / "old").exists()
+        assert not (out / "zero" / "old.pt").exists()
         (tmp_path / "notes").mkdir()
         assert_refused(f"{tmp_path / 'notes'} is something else", "to-universal", source, tmp_path / "notes",
                        "--overwrite")
@@ -118,7 +123,7 @@ class TestToUniversal(DistributedTest):
             assert_refused(f"{MODEL_FILE} holds objects", *command)
             assert_refused("--trust-client-state", *command)
         assert not out.exists()
-        assert run("to-universal", tmp_path, out, "--trust-client-state") == (0, "", "")
+        assert run("to-universal", tmp_path, out, "--trust-client-state")[::2] == (0, "")
         assert run("verify", out, tmp_path, "--trust-client-state")[0] == 0
 
 
@@ -143,20 +148,24 @@ class TestConsolidate(DistributedTest):
         assert expected.keys() >= {"embed.weight", "tall.weight", "fixed.weight", "empty", "mean", "counts"}
         for source in (folder, folder / "saved_universal", folder / "by_deepspeed"):
             out = folder / f"{source.name}.safetensors"
-            assert run("consolidate", source, out) == (0, "", "")
+            code, said, err = run("consolidate", source, out)
             found, metadata = opened(out)
+            size = sum(value.nbytes for value in found.values())
+            assert (code, err, said) == (0, "", f"{out}: {len(found)} tensors, {size} bytes in fp32, from "
+                                                f"{folder / 'saved' if source == folder else source}\n")
             assert metadata == {"format": "pt", **TIED}
             self.assert_same(found, expected, torch.float32)
             assert out.stat().st_mode & 0o777 == (folder / "saved" / FILE_NAME).stat().st_mode & 0o777
 
             shards = folder / f"{source.name} as shards"
-            assert run("consolidate", source, shards, "--dtype", "bf16", "--max-shard-size", "1KB") == (0, "", "")
+            code, said, err = run("consolidate", source, shards, "--dtype", "bf16", "--max-shard-size", "1KB")
+            assert (code, err) == (0, "") and "no config.json lay beside the checkpoint" in said
             self.check_shards(shards, expected)
         assert_refused("fixed.weight has weights beyond 65504", "consolidate", folder, folder / "half", "--dtype",
                        "fp16")
         assert not list(folder.glob("half*"))
         assert_refused(f"{shards} exists", "consolidate", folder, shards)
-        assert run("consolidate", folder, shards, "--overwrite") == (0, "", "")
+        assert run("consolidate", folder, shards, "--overwrite")[::2] == (0, "")
         assert sorted(shards.glob("*.safetensors")) == [shards / "model-00001-of-00001.safetensors"]
 
     def check_shards(self, shards, expected):
@@ -197,6 +206,46 @@ class TestConsolidate(DistributedTest):
         monkeypatch.setattr("ds_layerwise.checkpoint.consolidate._cast", broken)
         assert_refused("in the middle", "consolidate", tmp_path, out, "--overwrite")
         assert out.read_text() == "before" and not list(tmp_path.glob("*.incomplete"))
+
+
+class TestHuggingFace(DistributedTest):
+    @pytest.mark.world_size(1)
+    def test_from_pretrained_reads_what_consolidate_writes(self, tmp_path):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=8))
+        # As a Trainer lays it out: checkpoint-N holds global_stepN, and the files of the model beside it.
+        folder = tmp_path / "checkpoint-3"
+        engine = start(model, ds_config())
+        engine.save_checkpoint(folder, tag="global_step3")
+        out, weights = tmp_path / "out", model.state_dict()
+        assert "no config.json lay beside" in run("consolidate", folder, tmp_path / "bare")[1]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+        for name in ("trainer_state.json", "optimizer.pt"):
+            (folder / name).write_text("{}")
+        code, said, err = run("consolidate", folder, out)
+        assert (code, err) == (0, "") and said.endswith(
+            f"beside them, from {folder}: config.json, generation_config.json, merges.txt\n")
+        assert {path.name for path in out.iterdir()} == {
+            "model-00001-of-00001.safetensors", "model.safetensors.index.json", FILE_NAME, "config.json",
+            "generation_config.json", "merges.txt"}
+        self.check(out, weights)
+        elsewhere = tmp_path / "llm.json"
+        (folder / "config.json").rename(elsewhere)
+        assert run("consolidate", folder, tmp_path / "asked", "--config", elsewhere)[::2] == (0, "")
+        self.check(tmp_path / "asked", weights)
+        for asked, message in ((tmp_path, "is no file; give --config a config.json"),
+                               (folder / "merges.txt", "merges.txt is no JSON")):
+            assert_refused(message, "consolidate", folder, tmp_path / "new", "--config", asked)
+        assert_refused("is one file; name a folder", "consolidate", folder, tmp_path / "new.safetensors", "--config",
+                       elsewhere)
+        assert not list(tmp_path.glob("new*"))
+
+    @staticmethod
+    def check(out, weights):
+        read = GPT2LMHeadModel.from_pretrained(out).state_dict()
+        assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
 
 
 def opened(path):

@@ -1,17 +1,23 @@
 """Keys that docs/config_keys.md calls the engine's own or without effect, tried on an engine."""
 
+import json
 import math
+from pathlib import Path
 
 import deepspeed.comm as dist
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime import constants
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 from ds_layerwise.errors import ConfigError
 from tests.config_table import DOCUMENT, config_with, read_table
 from tests.harness import DistributedTest
-from tests.training import Net, allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.training import Net, allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 class TestKeysWithoutEffect(DistributedTest):
@@ -22,7 +28,8 @@ class TestKeysWithoutEffect(DistributedTest):
         rows = [row for row in read_table(DOCUMENT.read_text()) if "test_none_changes_a_bit" in row.test]
         paths = {row.path for row in rows}
         # DeepSpeed takes a key in one of its two spellings only.
-        rows = [row for row in rows if f"zero_optimization.stage3_{row.key}" not in paths]
+        rows = [row for row in rows if f"zero_optimization.stage3_{row.key}" not in paths and (
+            row.releases != "newest only" or row.key in DeepSpeedZeroConfig.model_fields)]
         plain = changed = ds_config(gas=2, clip=5.0, stage=stage, bf16={"enabled": True})
         for row in rows:
             changed = config_with(row.path, row.value, changed)
@@ -33,9 +40,46 @@ class TestKeysWithoutEffect(DistributedTest):
             train_engine(engine, 3, gas=2)
             assert_same_on_all_ranks(module)
             results.append({name: p.detach().clone() for name, p in module.named_parameters()})
+            told = engine.optimizer.describe().replace("\n", " ")
+            assert ("reduce_scatter, " in told and "prescale_gradients" in told) == (config is changed)
             engine.destroy()
         for name, value in results[0].items():
             assert torch.equal(results[1][name], value), name
+
+
+class TestNumbers(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor])
+    def test_those_of_numpy_are_as_good_as_pythons(self, number):
+        results = []
+        for of_kind, whole, betas in ((float, int, list), (number, np.int64, np.array)):
+            engine = start(Net(), ds_config(
+                clip=of_kind(0.5), gas=whole(2), params={"lr": of_kind(0.25), "muon_lr": of_kind(0.5),
+                                                         "betas": betas([0.5, 0.75]), "ns_steps": whole(4)},
+                layerwise={"alignment": whole(32), "overrides": [{"name": "*.bias", "lr_scale": of_kind(0.5)}]}))
+            assert type(engine.optimizer.settings.clip_grad) is float
+            train_engine(engine, 2, gas=2)
+            results.append(weights(engine.module).clone())
+            engine.destroy()
+        assert torch.equal(*results)
+
+
+class TestReadme(DistributedTest):
+    world_size = 1
+
+    def test_its_first_config_trains_a_model_without_biases(self):
+        config = json.loads(README.read_text().partition("```json\n")[2].partition("```")[0])
+        results = []
+        for sections in (config, {key: value for key, value in config.items() if key != "layerwise"}):
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.LayerNorm(16, bias=False))
+            engine = start(module, sections)
+            engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float()[:, 0].sum())
+            engine.step()
+            results.append(weights(module).clone())
+            engine.destroy()
+        assert torch.equal(*results)
 
 
 class TestLossScale(DistributedTest):

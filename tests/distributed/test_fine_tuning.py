@@ -72,7 +72,8 @@ class TestLora(DistributedTest):
     def test_as_the_oracle(self, stage):
         to_adam = {"overrides": [{"name": "*.lora_embedding_*", "optimizer": "scalar"}]}
         fewer = {name: view for name, view in FACTORS.items() if "lora_embedding" not in name}
-        for layerwise, matrices in (({}, FACTORS), (to_adam, fewer)):
+        all_to_adam = {"overrides": [{"name": "*.lora_*", "optimizer": "scalar"}]}
+        for layerwise, matrices in (({}, FACTORS), (to_adam, fewer), (all_to_adam, {})):
             recipe = Recipe(matrices=matrices, world_size=2, clip=1.0, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1,
                             eps=1e-8)
             expected = train(Lora, token_batch, lambda module, tokens: module(tokens), recipe, 6)
@@ -91,10 +92,6 @@ class TestLora(DistributedTest):
             largest = sum(param.numel() + 64 for param in trainable(module).values()) + 64 * 2
             assert all(tensor.numel() <= largest for buffer in buffers for tensor in buffer.tensors)
             engine.destroy()
-
-    def test_all_factors_to_adam_leave_no_matrix(self):
-        with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer.*use a plain optimizer"):
-            start(Lora(), ds_config(layerwise={"overrides": [{"name": "*.lora_*", "optimizer": "scalar"}]}))
 
     def test_saved_alone_then_resumed_then_all_is_unfrozen(self, tmp_path):
         engine = start(Lora(), ds_config(layerwise={"save_universal": True}))
@@ -188,7 +185,7 @@ class TestGroups(DistributedTest):
         taken = {id(p) for p in [*slow, *last, module.experts, module.embed.weight]}
         rest = [p for p in module.parameters() if id(p) not in taken]
         yield {"params": [], "lr": 0.5}
-        yield {"params": slow, "lr": 0.004, "weight_decay": 0.3}
+        yield {"params": slow, "lr": 0.004, "muon_lr": 0.004, "weight_decay": 0.3}
         yield {"params": [module.experts]}
         yield {"params": iter(rest), "name": "rest"}
         yield {"params": last, "muon_lr": 0.01, "adam_lr": 0.001, "weight_decay": 0.0}

@@ -15,11 +15,12 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, StepError
 from tests.checkpoints import on_rank_0
 from tests.forks import fork_ranks
 from tests.harness import DistributedTest, OwnDistributedTest
-from tests.huggingface import GPT2_MATRICES, WIDTH, Batches, config, gpt2, make_trainer, steps_of, train_plainly
+from tests.huggingface import (FINE_TUNE, GPT2_MATRICES, WIDTH, Batches, config, gpt2, make_trainer, steps_of,
+                               train_plainly)
 from tests.reference import Recipe, trainable
 from tests.training import assert_same_on_all_ranks, relative_error
 from tests.unit.test_examples import load_example
@@ -223,13 +224,12 @@ class TestSavedWeights(DistributedTest):
         first.train()
         copied = gpt2()
         copied.load_state_dict(first.model.state_dict())
-        with pytest.raises(ConfigError, match="belongs to another engine.*call destroy"):
-            make_trainer(tmp_path, config(), model=first.model, max_steps=2).train()
-        first.accelerator.free_memory()
         runs = [make_trainer(tmp_path, config(), model=model, max_steps=2) for model in (first.model, copied)]
         for trainer in runs:
             trainer.train()
         assert steps_of(runs[0]) == steps_of(runs[1]) and len(steps_of(runs[0])) == 2
+        with pytest.raises(StepError, match="another engine"):
+            first.deepspeed.step()
 
     def test_what_it_cannot_fill_in_is_refused(self, tmp_path):
         without = {key: value for key, value in config(layerwise={}).items() if key != "optimizer"}
@@ -286,6 +286,35 @@ class TestLora(DistributedTest):
         assert steps_of(resumed) == steps_of(trainer)
         for name, p in trainable(resumed.model).items():
             assert torch.equal(p, adapter[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+class TestFineTuning(DistributedTest):
+    world_size = 2
+    init_distributed = False
+
+    @pytest.mark.parametrize("make, rate", [(lora, 3e-3), (lora, 3e-5), (gpt2, 1e-3)])
+    def test_learning_rate_is_everything(self, make, rate, tmp_path):
+        model, steps, decay = make(), 4, 0.1
+        batches = Batches(model)
+        trainer = make_trainer(
+            tmp_path, config(base=FINE_TUNE, stage=2, params=EXACT), model=model, callbacks=[batches], max_steps=steps,
+            learning_rate=rate, weight_decay=decay, lr_scheduler_type="linear", adam_epsilon=1e-7)
+        trainer.train()
+        params = trainable(model)
+        matrices = {name: (1, *p.shape) for name, p in params.items()} if make is lora else GPT2_MATRICES
+        # AdamW's root mean square, 0.2, instead of the oracle's own scale; decay as AdamW has it.
+        scale = {name: 0.2 * math.sqrt(max(rows, cols)) / math.sqrt(max(1, rows / cols))
+                 for name, (_, rows, cols) in matrices.items()}
+        expected = train_plainly(make(), batches.of_all_ranks(), Recipe(
+            matrices=matrices, clip=1.0, adam_lr=rate, betas=(0.9, 0.999), eps=1e-7, weight_decay=decay,
+            lr={name: rate * factor for name, factor in scale.items()},
+            wd={name: decay / factor for name, factor in scale.items()},
+            schedule=lambda step: 1 - step / steps))
+        for row, wanted in zip(steps_of(trainer), expected.steps, strict=True):
+            assert row["loss"] == pytest.approx(wanted.loss, rel=1e-5)
+        for name, p in params.items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-4, name
 
 
 class TestExample(DistributedTest):

@@ -24,7 +24,7 @@ def config(**changes):
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 0.01}},
+        "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 0.01, "muon_lr": 0.02}},
         **changes,
     }
 
@@ -47,6 +47,13 @@ BAD_CONFIGS = {
     "typo in params": (muon(momentun=0.9), "did you mean 'momentum'"),
     "typo in layerwise": (config(layerwise={"layuot": "lpt"}), "did you mean 'layout'"),
     "value out of bounds": (muon(momentum=1.5), r"momentum must be in \[0, 1\), got 1.5"),
+    "a misspelt section": (config(layer_wise={}), "mean 'layerwise' at"),
+    "a section inside another": (config(zero_optimization={"stage": 1, "layerwise": {}}), "mean 'layerwise' at"),
+    "a key of a section outside": (config(overrides=[]), "overrides is not read; did you mean layerwise.over"),
+    "a misspelt type": (config(optimizer={"type": "LayerWise_Muon"}), "did you mean 'LayerWiseMuon'"),
+    "another peak": (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.665}}),
+                     "warmup_max_lr is 0.665, and optimizer.params.lr is 0.01.* muon_lr would become 1.33 inst"),
+    "AdamW's rate alone": (muon(lr=3e-4), "lr is 0.0003 without muon_lr.*give muon_lr.*or set scale_mode"),
     "left on auto": (muon(muon_lr="auto"), "muon_lr is 'auto'"),
     **{f"{key} left on auto": (config(**{key: "auto"}), f"{key} is 'auto', and nothing filled it in")
        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
@@ -61,11 +68,8 @@ BAD_CONFIGS = {
                         "offload_optimizer.device must be 'none' or 'cpu'"),
     "more than all to the host": (config(zero_optimization={"stage": 2, "offload_optimizer": {
         "device": "cpu", "ratio": 1.5}}), r"offload_optimizer.ratio must be a number in \[0, 1\], got 1.5"),
-    "unused parameters": (config(zero_optimization={"stage": 1, "ignore_unused_parameters": False}),
-                          "ignore_unused_parameters must be True"),
     "a bound without a norm": (config(zero_optimization={"stage": 1, "compute_grad_norm": False}),
                                "gradient_clipping needs the norm"),
-    "prescale": (config(prescale_gradients=True), "prescale_gradients must be False"),
     "section without the type": (config(optimizer={"type": "AdamW", "params": {"torch_adam": True}}, layerwise={}),
                                  "the layerwise section needs optimizer.type"),
     "override that matches nothing": (config(layerwise={"overrides": [{"name": "nothing", "lr_scale": 2.0}]}),
@@ -137,9 +141,19 @@ class TestBadModels(DistributedTest):
 
     def test_groups_that_differ_between_ranks(self):
         module = model(nn.Linear(8, 8), nn.LayerNorm(8))
-        groups = [{"params": list(module.parameters()), "lr": 0.1 * (1 + dist.get_rank())}]
+        groups = [{"params": list(module.parameters()), "lr": 0.1 * (1 + dist.get_rank()), "muon_lr": 0.1}]
         with pytest.raises(LayoutError, match=r"param_groups\[0\] with {'lr': 0.1.*param_groups\[0\] with {'lr': 0.2"):
             ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
+
+    def test_a_group_with_matrices_and_adamws_rate_alone(self):
+        module = model()
+        groups = [{"params": [p for p in module.parameters() if p.dim() > 1], "lr": 3e-4},
+                  {"params": [p for p in module.parameters() if p.dim() < 2], "lr": 3e-4}]
+        with pytest.raises(ConfigError, match=r"param_groups\[0\].lr is 0.0003 without muon_lr, the group has matrices "
+                           r"\(0.weight\)"):
+            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
+        ds_layerwise.initialize(model=module, model_parameters=groups, config=muon(
+            lr=3e-3, scale_mode="match_rms_adamw"))
 
     def test_layers_that_differ_on_one_rank(self):
         def differ(case, layer, module):
@@ -206,10 +220,12 @@ DIFFERENT_CONFIGS = {
                     "zero_optimization.reduce_bucket_size = 600"),
     "stage": ({"zero_optimization": {"stage": 2}},
               "rank 0 has zero_optimization.stage = 1, rank 1 has zero_optimization.stage = 2"),
+    "disks": ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage = True"),
     "layout": ({"layerwise": {"layout": "lpt"}}, "layerwise.layout = 'lpt'"),
     "override": ({"layerwise": {"overrides": [{"name": "0.weight", "lr_scale": 2.0}]}}, "layerwise.overrides = "),
-    "what a matrix's owner alone needs": (muon(lr=0.01, ns_steps=4), "optimizer.params.ns_steps = 4"),
-    "learning rate": (muon(lr=0.02), "optimizer.params.lr = 0.01, rank 1 has optimizer.params.lr = 0.02"),
+    "what a matrix's owner alone needs": (muon(lr=0.01, muon_lr=0.02, ns_steps=4), "optimizer.params.ns_steps = 4"),
+    "learning rate": (muon(lr=0.02, muon_lr=0.02), "optimizer.params.lr = 0.01, rank 1 has optimizer.params.lr = 0.02"),
+    "schedule": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup"),
     "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5"),
     "wire": ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16'"),
     "precision": ({"bf16": {"enabled": True}}, "bf16.enabled = True"),
@@ -245,6 +261,13 @@ class TestRefusedParallelism(DistributedTest):
         with pytest.raises(ConfigError, match="use_data_before_expert_parallelism must be False .*, got True"):
             initialize(experts, config(use_data_before_expert_parallelism=True))
 
+    def test_experts_on_disks_of_nodes(self):
+        from deepspeed.moe.layer import MoE
+        dist.barrier()
+        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
+        with pytest.raises(ConfigError, match="use_node_local_storage is not supported with deepspeed.moe layers"):
+            initialize(experts, config(checkpoint={"use_node_local_storage": True}))
+
     def test_experts_that_are_in_no_list(self):
         from deepspeed.moe.layer import MoE
         dist.barrier()
@@ -265,8 +288,9 @@ class TestRefusedParallelism(DistributedTest):
                 setattr(mpu, name, value)
             with pytest.raises(ConfigError, match=message):
                 initialize(mpu=mpu)
-        with pytest.raises(ConfigError, match="mpu is given, and tensor_parallel.autotp_size is 2"):
-            initialize(ds_config=config(tensor_parallel={"autotp_size": 2}), mpu=Mpu(2))
+        with pytest.raises(ConfigError, match=r"get_model_parallel_group\(\) has ranks \[[01]\] on rank .*"
+                           r"tensor_parallel.autotp_size 2 makes a group of ranks \[0, 1\]; leave mpu out"):
+            initialize(ds_config=config(tensor_parallel={"autotp_size": 2}), mpu=Mpu(1))
 
     def test_parts_that_do_not_fit(self):
         mpu, module = Mpu(2), model()

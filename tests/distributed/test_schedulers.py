@@ -1,6 +1,9 @@
 """What users, schedulers and other wiring see: groups that stay, ratios that hold."""
 
+from dataclasses import replace
+
 import deepspeed.comm as dist
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +13,8 @@ from tests.reference import train, trainable
 from tests.training import Net, ds_config, recipe_for, relative_error, start, train_engine
 
 STEPS = 8
+
+HIDDEN = ("square.weight", "tall.weight")
 
 
 def used_learning_rates(engine):
@@ -56,6 +61,18 @@ class TestSchedulers(DistributedTest):
         for name, p in trainable(engine.module).items():
             assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
 
+    def test_weights_alone_load_whether_or_not_there_is_a_scheduler(self):
+        """``load_module_state_dict`` by itself knows nothing of schedulers, and leaves what it is given as it is."""
+        scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}}
+        engine = start(Net(), ds_config(scheduler=scheduler))
+        g = torch.Generator().manual_seed(5)
+        held = {name: torch.rand(value.shape, generator=g) for name, value in engine.module.state_dict().items()}
+        given = {"module": dict(held)}
+        engine.load_module_state_dict(given)
+        assert given.keys() == {"module"} and given["module"].keys() == held.keys()
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, held[name]), name
+
     def test_groups_are_the_users_in_number_order_and_identity(self):
         module = Net()
         decay = [p for p in module.parameters() if p.dim() > 1]
@@ -73,16 +90,64 @@ class TestSchedulers(DistributedTest):
         for name, p in trainable(module).items():
             assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
 
-    def test_a_groups_own_learning_rate_is_both_halves(self):
+    def test_a_group_has_learning_rates_of_its_own(self):
         module = Net()
         slow = [module.square.weight, module.square.bias]
         rest = [p for p in module.parameters() if all(p is not q for q in slow)]
-        groups = [{"params": rest}, {"params": slow, "lr": 1e-4}]
+        groups = [{"params": rest}, {"params": slow, "lr": 1e-4, "muon_lr": 1e-3}]
         engine, *_ = ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config())
         train_engine(engine, 3)
         expected = train(Net, lambda *place: place, lambda m, place: m(place),
-                         recipe_for(Net(), lr={"square.weight": 1e-4, "square.bias": 1e-4}), 3)
+                         recipe_for(Net(), lr={"square.weight": 1e-3, "square.bias": 1e-4}), 3)
         for name, p in trainable(module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_groups_that_say_which_optimizer_they_are_for(self):
+        module = Net()
+        hidden = [module.square.weight, module.tall.weight]
+        groups = [{"params": hidden, "use_muon": True, "lr": np.float32(0.0625), "weight_decay": 0.25},
+                  {"params": [p for p in module.parameters() if all(p is not q for q in hidden)], "use_muon": False,
+                   "lr": torch.tensor(0.00390625), "weight_decay": 0.0}]
+        engine, *_ = ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config(
+            params={"lr": 0.003, "muon_lr": 0.02}))
+        train_engine(engine, 3)
+        names = trainable(Net())
+        recipe = recipe_for(Net(), lr={name: 0.0625 if name in HIDDEN else 0.00390625 for name in names},
+                            wd={name: 0.25 if name in HIDDEN else 0.0 for name in names})
+        recipe = replace(recipe, matrices={name: recipe.matrices[name] for name in HIDDEN})
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 3)
+        for name, p in trainable(module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_the_table_has_the_rates_of_each_group(self):
+        module = Net()
+        groups = [{"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.25},
+                  {"params": [p for p in module.parameters() if p.dim() < 2], "lr": 0.0625, "weight_decay": 0.0}]
+        # A scheduler that is given takes the place of the config's, whose peak then does not count.
+        engine, *_ = ds_layerwise.initialize(
+            model=module, model_parameters=groups, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1.0), config=ds_config(scheduler={"type": "WarmupLR", "params": {
+                    "warmup_max_lr": 0.5}}))
+        lines = engine.optimizer.describe().splitlines()
+        rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+        found = {row[1]: row[4:6] for row in rows if len(row) == 7 and row[4]}
+        assert found["matrix"] == ["0.02", "0.25"] and found["embedding"] == ["0.003", "0.25"]
+        assert found["fewer than two axes"] == ["0.0625", "0"]
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_everything_under_the_scalar_optimizer(self, stage, tmp_path):
+        layerwise = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
+        engine = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
+        assert "muon" not in engine.optimizer.describe() and "own no matrix" not in engine.optimizer.describe()
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        resumed = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
+        resumed.load_checkpoint(tmp_path)
+        train_engine(resumed, 2, first=2)
+        recipe = replace(recipe_for(Net(), clip=1.0), matrices={})
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
+        for name, p in trainable(resumed.module).items():
             assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
 
     def test_overrides_reach_the_update(self):

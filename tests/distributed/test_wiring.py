@@ -72,7 +72,9 @@ class TestCommsLogger(DistributedTest):
                     for op, sizes in comms_logger.comms_dict.items()}
             optimizer = engine.optimizer
             forecast, layout, rank = optimizer.forecast(), optimizer.layout, optimizer.rank
-            passes, expected = 2 if stage == 1 else 4, {"all_reduce": {8: 2}}  # the norm, in float64
+            passes = 2 if stage == 1 else 4
+            # In float64: the norm, whether all is finite, and four things that one rank alone may have found.
+            expected = {"all_reduce": {48: 2}}
             for bucket in layout.buckets:
                 add(expected, "all_to_all_single", bucket.numel * DTYPE_BYTES[forecast.wires[bucket.index]], passes)
                 shards = [DTYPE_BYTES[bucket.dtype] * numel for numel in bucket.shard_numels]
@@ -149,7 +151,7 @@ class TestObservers(DistributedTest):
 
 
 SCHEDULERS = {
-    "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.003, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 1.0},
     "OneCycle": {"cycle_min_lr": 0.0005, "cycle_max_lr": 0.003, "cycle_first_step_size": 3, "decay_step_size": 2,
                  "decay_lr_rate": 0.5, "cycle_momentum": False},
     "WarmupLR": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.003, "warmup_num_steps": 4},

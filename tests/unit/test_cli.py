@@ -52,9 +52,9 @@ def test_a_refusal_is_one_line_and_exit_code_2(argv, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("pointer", ["latest", "latest_universal"])
-@pytest.mark.parametrize("tag", ["", "gone"])
+@pytest.mark.parametrize("tag", ["", "gone", "\udcff\udcfe", "a\0b"])
 def test_a_pointer_to_nothing_is_refused(pointer, tag, tmp_path, capsys):
-    (tmp_path / pointer).write_text(tag)
+    (tmp_path / pointer).write_text(tag, errors="surrogateescape")
     assert cli.main(["verify", str(tmp_path)]) == 2
     assert f"{tmp_path / pointer} names {tag!r}, and {tmp_path} has no such folder" in capsys.readouterr().err
 

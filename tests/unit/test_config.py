@@ -2,7 +2,8 @@
 
 import pytest
 
-from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, Override, is_ours, refuse_unsupported
+from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, Override, is_ours
+from ds_layerwise.ds_config import refuse_unsupported
 from ds_layerwise.errors import ConfigError
 
 
@@ -19,9 +20,13 @@ def test_defaults_are_those_of_stock_muon():
 
 
 @pytest.mark.parametrize("params, muon_lr, adam_lr", [
-    ({"lr": 0.1}, 0.1, 0.1),
+    ({}, 0.02, 3e-4),
+    ({"lr": 0.1, "scale_mode": "match_rms_adamw"}, 0.1, 0.1),
+    ({"lr": 0.1, "muon_lr": 0.5, "scale_mode": "match_rms_adamw"}, 0.5, 0.1),
+    ({"scale_mode": "match_rms_adamw"}, 3e-4, 3e-4),
+    ({"adam_lr": 0.01, "scale_mode": "match_rms_adamw"}, 0.01, 0.01),
     ({"lr": 0.1, "muon_lr": 0.5}, 0.5, 0.1),
-    ({"lr": 0.1, "adam_lr": 0.01}, 0.1, 0.01),
+    ({"lr": 0.1, "adam_lr": 0.01, "muon_lr": 0.2}, 0.2, 0.01),
     ({"muon_lr": 0.5}, 0.5, 3e-4),
     ({"adam_lr": 0.01}, 0.02, 0.01),
     ({"muon_lr": 0.5, "adam_lr": 0.0}, 0.5, 0.0),
@@ -31,6 +36,14 @@ def test_both_learning_rates_are_ratios_to_lr(params, muon_lr, adam_lr):
     assert (c.muon_lr, c.adam_lr) == (muon_lr, adam_lr)
     assert c.lr * c.matrix_lr_ratio == pytest.approx(muon_lr)
     assert c.lr * c.scalar_lr_ratio == pytest.approx(adam_lr)
+
+
+@pytest.mark.parametrize("params", [{"lr": 3e-4}, {"lr": 3e-4, "adam_lr": 1e-3}, {"lr": 3e-4, "scale_mode": "original"},
+                                    {"lr": 3e-4, "scale_mode": "spectral"}])
+def test_a_rate_that_nobody_chose_for_muon_is_refused_with_both_ways_out(params):
+    with pytest.raises(ConfigError, match="optimizer.params.lr is 0.0003 without muon_lr.* give muon_lr, such as 0.02, "
+                       "or set scale_mode to 'match_rms_adamw'"):
+        optimizer(params)
 
 
 def test_stock_switches_of_the_auxiliary_adam():
@@ -99,11 +112,14 @@ def test_what_to_do_at_a_load():
 @pytest.mark.parametrize("section, message", [
     ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
     ({"layout": "best"}, "layerwise.layout must be one of"),
+    ({"max_skipped_steps": 0}, "layerwise.max_skipped_steps must be a whole number of at least 1"),
     ({"alignment": 0}, "layerwise.alignment must be a whole number of at least 1"),
     ({"overlap_param_gather": "yes"}, "overlap_param_gather must be true or false"),
     ({"overrides": {}}, "overrides must be a list"),
     ({"overrides": [{"weight_decay": 0.0}]}, r"overrides\[0\].name must be a glob"),
     ({"overrides": [{"name": "*"}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
+    ({"overrides": [{"name": "*", "optional": True}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
+    ({"overrides": [{"name": "*", "optional": 1, "lr_scale": 2}]}, r"overrides\[0\].optional must be true or false"),
     ({"overrides": [{"name": "*", "wieght_decay": 0.0}]}, "did you mean 'weight_decay'"),
     ({"overrides": [{"name": "*", "optimizer": "adam"}]}, "optimizer must be one of 'matrix', 'scalar'"),
     ("balanced", "layerwise must be an object"),
@@ -129,9 +145,7 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
      "offload_optimizer.super_offload must be False"),
     ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param.device must be 'none'"),
-    ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, "reduce_scatter must be True"),
-    ({"prescale_gradients": True}, "prescale_gradients must be False"),
-    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor must be 1"),
+    ({"gradient_predivide_factor": 0.0}, r"gradient_predivide_factor must be in \(0, inf\), got 0.0"),
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
     ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
      "data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),

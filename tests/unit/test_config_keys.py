@@ -16,15 +16,18 @@ from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleCon
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 from ds_layerwise.autocast import check_section
-from ds_layerwise.config import OptimizerConfig, refuse_unsupported
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.ds_config import refuse_unsupported, type_meant, without_effect
 from ds_layerwise.engine import register, unregister
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.forecast import RunConfig
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from tests.config_table import DOCUMENT, config_with, read_table
 
 TESTS = Path(__file__).parents[1]
 ROWS = read_table(DOCUMENT.read_text())
-BASE = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWise", "params": {}}, "gradient_clipping": 0.0}
+BASE = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWise", "params": {"muon_lr": 0.02}},
+        "gradient_clipping": 0.0}
 NEWEST, OLDEST = "0.19.8", "0.18.9"
 
 MODELS = {
@@ -135,6 +138,55 @@ def test_accepted_means_accepted(row):
     parse(row)
 
 
+@rows("same", "not ours")
+def test_what_changes_nothing_is_in_the_start_up_table(row):
+    named = row.path.removeprefix("zero_optimization.") + (".names" if row.key == "leaf_module" else "")
+    assert without_effect(config_with(row.path, row.value, BASE)) == (named, )
+    assert without_effect(config_with(row.path, None, BASE)) == without_effect(BASE) == ()
+
+
+def test_what_happens_anyway_is_not():
+    zero = {"stage": 2, "contiguous_gradients": True, "reduce_scatter": True, "allgather_partitions": True,
+            "overlap_comm": True, "reduce_bucket_size": 5e8, "round_robin_gradients": False, "cpu_offload": False,
+            "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
+    config = {**BASE, "zero_optimization": zero, "prescale_gradients": False, "gradient_predivide_factor": 1.0}
+    refuse_unsupported(config)
+    assert without_effect(config) == ()
+
+
+@pytest.mark.parametrize("path, message", [
+    ("layer_wise", "layer_wise is no section of the config; did you mean 'layerwise' at the top level"),
+    ("Layerwise", "Layerwise is no section .*did you mean 'layerwise'"),
+    ("layerWise", "did you mean 'layerwise'"),
+    ("layer-wise", "did you mean 'layerwise'"),
+    ("layerwize", "did you mean 'layerwise'"),
+    ("zero_optimization.layerwise", "zero_optimization.layerwise is no section .*'layerwise' at the top level"),
+    ("overrides", "overrides is not read; did you mean layerwise.overrides"),
+    ("override", "override is not read; did you mean layerwise.overrides"),
+    ("zero_optimization.overlap_param_gather", "did you mean layerwise.overlap_param_gather"),
+    ("muon_lr", "muon_lr is not read; did you mean optimizer.params.muon_lr"),
+    ("optimizer.layerwise", "optimizer.layerwise is not an option; did you mean layerwise at the top level"),
+    ("optimizer.lr", "optimizer.lr is not an option; did you mean optimizer.params.lr"),
+    ("optimizer.params.overrides", "optimizer.params.overrides is not an option; did you mean layerwise.overrides"),
+    ("optimizer.params.layer_wise", "is not an option; did you mean layerwise at the top level"),
+    ("layerwise.muon_lr", "layerwise.muon_lr is not an option; did you mean optimizer.params.muon_lr"),
+    ("layerwise.weight_decay", "did you mean optimizer.params.weight_decay"),
+    ("layerwise.overide", "layerwise.overide is not an option; did you mean 'overrides'"),
+])
+def test_a_section_or_a_key_that_stands_elsewhere_is_not_ignored(path, message):
+    config = config_with(path, [], BASE)
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.from_ds_config(config)
+
+
+@pytest.mark.parametrize("written, meant", [
+    ("LayerWise_Muon", "LayerWiseMuon"), ("layer_wise_muon", "LayerWiseMuon"), ("LayerWise-Muon", "LayerWiseMuon"),
+    ("LayerwizeMuon", "LayerWiseMuon"), ("layer_wise", "LayerWise"), ("Layerwis", "LayerWise"), ("Muon", None),
+    ("AdamW", None), ("OneBitAdam", None), ("Lamb", None)])
+def test_which_type_somebody_meant(written, meant):
+    assert type_meant(written) == meant
+
+
 @pytest.mark.parametrize("path", sorted({row.test for row in ROWS}))
 def test_the_test_is_there(path):
     file, *names = path.split("::")
@@ -231,8 +283,9 @@ def test_what_does_not_go_with_autocast(changes, message):
 
 
 def test_hyper_parameters_reach_the_groups():
-    given = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.99], "eps": 1e-6}
+    given = {"lr": 0.5, "muon_lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.99], "eps": 1e-6}
     optimizer = LayerwiseOptimizer([torch.nn.Parameter(torch.zeros(2, 2))], OptimizerConfig.from_section(
         {"type": "LayerWise", "params": given}))
     group = optimizer.param_groups[0]
+    assert group["lr"] * group["matrix_lr_ratio"] == given.pop("muon_lr")
     assert {key: group[key] for key in given} == {**given, "betas": (0.8, 0.99)}

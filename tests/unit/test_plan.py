@@ -1,14 +1,19 @@
 """``ds-layerwise plan``: its refusals, its two forms, and that its parsing is DeepSpeed's. An engine's own numbers are
 in tests/distributed/test_plan.py."""
 
+import copy
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from transformers import TrainingArguments
 
 from ds_layerwise.config import OptimizerConfig, ScalarOptimizer
 from ds_layerwise.cost import RankTraffic, traffic_bytes
@@ -61,6 +66,8 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     assert plan["memory_bytes"] == [{**held, "host": 0, "staging": 0, "total": sum(held.values())}] * 2
     # Two buckets of 2048 arrive from both ranks in bf16, for shards of 1024 each.
     assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 2 * 1024 * 2, "total": 8192}] * 2
+    # More is held afterwards than while a bucket of parameters is there twice.
+    assert plan["start_up_bytes"] == [sum(held.values())] * 2
     assert plan["dtypes"]["bfloat16"] == {
         "gradients_accumulate_in": "bfloat16", "gradients_travel_in": "bfloat16",
         "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2}}
@@ -71,7 +78,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4"))
     plans = json.loads(run(*files(given, "1,2,4", "--json"))[1])
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.count("│") == 14]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.count("│") == 15]
     assert code == 0 and [row[0] for row in rows] == ["1", "2", "4"]
     for row, plan in zip(rows, plans, strict=True):
         assert row[1:4] == [plan["digest"], str(plan["buckets"]), f"{plan['newton_schulz_max_over_mean']:.3f}"]
@@ -79,7 +86,8 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
         sent = sum(plan["dtypes"]["bfloat16"]["sent_bytes"].values())
         assert row[4:] == [
             *(f"{held[key] / 2**20:.1f}" for key in ("total", "params", "grads", "masters", "states", "host")),
-            f"{max(rank['total'] for rank in plan['under_way_bytes']) / 2**20:.1f}", "0.000 %", f"{sent / 2**20:.1f}"]
+            f"{max(rank['total'] for rank in plan['under_way_bytes']) / 2**20:.1f}",
+            f"{max(plan['start_up_bytes']) / 2**20:.1f}", "0.000 %", f"{sent / 2**20:.1f}"]
     assert "gradients in one backward pass and parameters in a step" in out
 
 
@@ -95,12 +103,51 @@ def test_overrides_move_parameters(files):
     assert "layerwise.overrides, 4 heads" in out
 
 
+def test_everything_may_be_sent_to_the_scalar_optimizer(files):
+    given = config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]})
+    plan, = json.loads(run(*files(given, "2", "--json"))[1])
+    assert (plan["newton_schulz_flops"], plan["newton_schulz_max_over_mean"]) == ([0, 0], 1)
+    # Two float32 states of AdamW, half on each rank.
+    assert [held["states"] for held in plan["memory_bytes"]] == [2 * 4 * 5120 / 2] * 2
+    model = files(given)[2]
+    model.write_text("model: tables\nnumel: 12\nparams:\n  - {name: embed, shape: [4, 3], optimizer: scalar}\n")
+    assert_refused("no parameter goes to the matrix optimizer, of 1 trainable ones: 1 x model file", *files(config()))
+
+
+def test_every_parameter_is_listed(files):
+    overrides = [{"name": "up.1", "optimizer": "scalar", "lr_scale": 0.5}, {"name": "down.*", "weight_decay": 0.3},
+                 {"name": "down.1", "num_heads": 4}]
+    params = {"lr": 1e-3, "muon_lr": 2e-2, "adam_lr": 2e-3, "weight_decay": 0.1}
+    given = config(layerwise={"overrides": overrides}, optimizer={"type": "LayerWiseMuon", "params": params})
+    code, out, err = run(*files(given, "1", "--list"))
+    assert (code, err) == (0, "")
+    expected = [
+        ("embed", "16x64", "adamw", "0.1", "2", "all", "model file"),
+        ("up.0", "16x64", "muon", "0.1", "20", "0", "model file"),
+        ("down.0", "64x16", "muon", "0.3", "20", "0", "model file"),
+        ("up.1", "16x64", "adamw", "0.1", "1", "all", "layerwise.overrides"),
+        ("down.1", "64x16", "muon", "0.3", "20", "0", "model file, 4 heads")]
+    head, columns, *lines = out.splitlines()
+    assert head == "1 ranks" and re.split(" {2,}", columns) == [
+        "name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because"]
+    assert [tuple(re.split(" {2,}", line)) for line in lines] == expected
+    plans = json.loads(run(*files(given, "1,2", "--list", "--json"))[1])
+    for plan in plans:
+        owned = [0] * plan["ranks"]
+        for row in plan["parameters"]:
+            if row["owner"] is not None:
+                owned[row["owner"]] += math.prod(row["shape"])
+        assert owned == plan["owned_matrix_elements"]
+    assert [row["matrices"] for row in plans[0]["parameters"]] == [None, [16, 64], [64, 16], None, [4, 16, 16]]
+
+
 def test_a_model_that_comes_with_the_package_goes_by_its_name(files):
     arguments = files(config())
     arguments[2] = "gpt2-124m"
     assert json.loads(run(*arguments, "--json")[1])[0]["elements"] == 124439808
     arguments[2] = "gpt2"
-    assert_refused("gpt2 is no file, and no model of ds_configs/models (known: deepseek-v3, gpt2-124m", *arguments)
+    assert_refused("gpt2 is no file, no folder with a config.json, and no model that comes with this package (known: "
+                   "deepseek-v3, gpt2-124m", *arguments)
 
 
 @pytest.mark.parametrize("given, message", [
@@ -114,7 +161,6 @@ def test_a_model_that_comes_with_the_package_goes_by_its_name(files):
     (config(optimizer={"type": "LayerWise", "params": {"per_head_muon": True}}), "does not have the number of heads"),
     (config(layerwise={"layuot": "lpt"}), "did you mean 'layout'"),
     (config(layerwise={"overrides": [{"name": "x", "lr_scale": 2}]}), "matches no trainable parameter"),
-    (config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "no parameter goes to the matrix"),
     (config(zero_optimization={"stage": 3}), "zero_optimization.stage must be 1 or 2 with this optimizer, got 3"),
     (config(zero_optimization={"stage": 1, "reduce_bucket_size": 0}), "reduce_bucket_size must be a whole number of at "
      "least 1, got 0"),
@@ -127,7 +173,34 @@ def test_what_training_refuses_is_refused(given, message, files):
     assert_refused(message, *files(given))
 
 
+WHOLE_MODEL = yaml.safe_load(MODEL)
+
+
+def test_whatever_a_model_file_holds_is_planned_or_refused_in_one_line(files):
+    arguments = files(config())
+    for place, content in with_each_wrong(WHOLE_MODEL):
+        arguments[2].write_text(yaml.safe_dump(content))
+        code, out, err = run(*arguments)
+        assert (code == 0 and out) or (code == 2 and not out and err.count("\n") == 1), (place, code, err)
+
+
+def one(**entry):
+    return yaml.safe_dump({"model": "m", "numel": 8, "params": [
+        {"name": "w", "shape": [2, 4], "optimizer": "matrix", **entry}]})
+
+
 @pytest.mark.parametrize("content, message", [
+    (one(shape=[-2, -4]), "shape must be a list of whole numbers of at least 1, got [-2, -4]"),
+    (one(shape=["2", "4"]), "shape must be a list of whole numbers of at least 1, got ['2', '4']"),
+    (one(name=7), "params[0].name must be a name, got 7"),
+    (one(name="w.{0}"), "params[0].name 'w.{0}' is no name with {layer} or the like in it"),
+    (one(name="w.{"), "params[0].name 'w.{' is no name with {layer}"),
+    (one(repeat={"layer": ["a", "b"]}), "params[0].repeat.layer must be [first, one past the last], at most 1000000 "
+     "numbers, got ["),
+    (one(repeat={"layer": [0, 2]}), "small.yaml: w is there twice"),
+    (one(repeat={"layer": [0, 10**9]}), "params[0].repeat.layer must be [first, one past the last], at most 1000000 "),
+    ("- 1", "small.yaml must be a mapping with model, numel, params, got [1]"),
+    ("2026-13-45", "small.yaml is no YAML"),
     ("a: [", "small.yaml is no YAML"), ("model: m\nnumel: 1\nparams: [{name: w, shape: 1, optimizer: scalar}]",
                                         "shape must be a list of whole numbers of at least 1, got 1"),
     ("model: m\nnumel: 2\nparams: [{name: w, shape: [2], optimizer: scalar}]", "no parameter goes to the matrix "
@@ -142,6 +215,103 @@ def test_a_config_that_is_not_there_is_refused(files, tmp_path):
     arguments = files(config())
     arguments[4] = tmp_path / "none.json"
     assert_refused("No such file or directory", *arguments)
+
+
+#: Every section and key that a plan looks at.
+FULL = {
+    "optimizer": {"type": "LayerWiseMuon", "params": {
+        "lr": 3e-4, "muon_lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "betas": [0.9, 0.95], "eps": 1e-8,
+        "weight_decay": 0.1, "nesterov": True, "ns_method": "gram", "ns_steps": 5, "ns_coefficients": [[2, -1.5, 0.5]],
+        "ns_dtype": "fp32", "scale_mode": "original", "extra_scale_factor": 1.0, "scalar_optimizer": "adamw",
+        "per_head_muon": False, "muon_tp_mode": "duplicated"}},
+    "layerwise": {"layout": "lpt", "alignment": 4, "overlap_param_gather": True, "batch_matrices": True,
+                  "overrides": [{"name": "up.*", "optimizer": "matrix", "weight_decay": 0.0, "lr_scale": 2.0,
+                                 "num_heads": 2}]},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 2048, "cpu_offload": False, "reduce_scatter": True,
+                          "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "none"}},
+    "bf16": {"enabled": True}, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False},
+    "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16", "gradient_clipping": 1.0,
+    "tensor_parallel": {"autotp_size": 1}, "checkpoint": {"load_universal": False},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}},
+}
+WRONG = [None, True, 7, -1, math.inf, math.nan, 10**400, "x", "auto", "", [], [1], [[]], {}, {"x": 1}, {"enabled": 1}]
+
+
+def with_each_wrong(whole):
+    """``whole`` once for every place in it and every wrong value there, and the place."""
+    def walk(value, path):
+        yield path
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) \
+                else ():
+            yield from walk(inner, (*path, key))
+
+    for path in walk(whole, ()):
+        for wrong in WRONG:
+            changed = {"": copy.deepcopy(whole)}
+            inside = changed
+            for key in ("", *path)[:-1]:
+                inside = inside[key]
+            inside[("", *path)[-1]] = wrong
+            yield (*path, wrong), changed[""]
+
+
+def test_whatever_a_config_holds_is_planned_or_refused_in_one_line(files):
+    assert run(*files(FULL))[::2] == (0, "")
+    for place, given in with_each_wrong(FULL):
+        code, out, err = run(*files(given))
+        assert (code == 0 and out) or (code == 2 and not out and err.count("\n") == 1), (place, code, err)
+
+
+@pytest.mark.parametrize("given, message", [
+    (config(optimizer={"type": 5}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 5"),
+    (config(optimizer="LayerWiseMuon"), "optimizer must be an object, got 'LayerWiseMuon'"),
+    (config(optimizer=None), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None: there is no optimizer"),
+    (config(optimizer={"type": "LayerWiseMuon", "params": [1]}), "optimizer.params must be an object, got [1]"),
+    (config(layerwise=[]), "layerwise must be an object, got []"),
+    (config(zero_optimization=True), "zero_optimization must be an object, got True"),
+    (config(bf16=True), "bf16 must be an object, got True"),
+    (config(bf16={"enabled": "yes"}), "bf16.enabled must be true or false, got 'yes'"),
+    (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}),
+     "offload_optimizer.ratio must be a number in [0, 1], got 2"),
+    (config(tensor_parallel={"autotp_size": "2"}), "tensor_parallel.autotp_size is not 1"),
+    ("[" * 100_000, "config.json is no JSON"),
+    ('{"a": 1, "a": 2}', "the config names 'a' twice"),
+    ("7", "a DeepSpeed config must be an object, got 7"),
+    ('"x"', "a DeepSpeed config must be an object, got 'x'"),
+])
+def test_what_is_no_config_is_named(given, message, files):
+    assert_refused(message, *files(given))
+
+
+def test_comments_are_read_as_deepspeed_reads_them(files):
+    given = json.dumps(config())
+    assert run(*files("# a comment\n" + given[:-1] + ",\n}"))[:2] == run(*files(given))[:2]
+
+
+def test_auto_is_what_a_trainer_fills_in(files):
+    by_hand, auto = (json.loads((ROOT / "ds_configs" / "hf_auto.json").read_text()) for _ in range(2))
+    auto["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto",
+                                                             "total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    filled = TrainingArguments(output_dir="unused").to_dict()
+    by_hand.update(bf16={"enabled": filled["bf16"]}, fp16={"enabled": filled["fp16"]},
+                   gradient_clipping=filled["max_grad_norm"])
+    by_hand["optimizer"]["params"].update(
+        lr=filled["learning_rate"], betas=[filled["adam_beta1"], filled["adam_beta2"]], eps=filled["adam_epsilon"],
+        weight_decay=filled["weight_decay"])
+    code, out, err = run(*files(auto))
+    assert (code, err) == (0, "") and out.endswith(run(*files(by_hand))[1])
+    said = dict(line.rpartition(": ")[2].split(" = ") for line in out.splitlines() if line.startswith("assumed"))
+    assert {path: json.loads(value) for path, value in said.items()} == {
+        "gradient_clipping": filled["max_grad_norm"], "bf16.enabled": filled["bf16"], "fp16.enabled": filled["fp16"],
+        "optimizer.params.lr": filled["learning_rate"], "optimizer.params.eps": filled["adam_epsilon"],
+        "optimizer.params.betas": [filled["adam_beta1"], filled["adam_beta2"]],
+        "optimizer.params.weight_decay": filled["weight_decay"], "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": filled["learning_rate"]}
+    code, out, err = run(*files(auto, "2", "--json"))
+    assert code == 0 and len(json.loads(out)) == 1 and err.count("assumed") == err.count("\n") == 9
+    # What no Trainer knows stays an error.
+    auto["optimizer"]["params"]["muon_lr"] = "auto"
+    assert_refused("optimizer.params.muon_lr is 'auto', and nothing filled it in", *files(auto))
 
 
 @pytest.mark.parametrize("ranks", ["0", "8,", "8,x", "-1"])

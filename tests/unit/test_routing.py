@@ -55,13 +55,15 @@ def test_heads_by_name_and_by_interface():
         def __init__(self):
             super().__init__()
             self.body, self.lm_head, self.rest = nn.Linear(4, 8), nn.Linear(8, 100), nn.Linear(3, 5)
+            self.norm = nn.LayerNorm(5, elementwise_affine=True, bias=False)
 
     class Interface(Named):
         def get_output_embeddings(self):
             return self.rest
 
     assert kinds(route(Named())) == {"body.weight": "matrix", "body.bias": "scalar", "lm_head.weight": "scalar",
-                                     "lm_head.bias": "scalar", "rest.weight": "matrix", "rest.bias": "scalar"}
+                                     "lm_head.bias": "scalar", "rest.weight": "matrix", "rest.bias": "scalar",
+                                     "norm.weight": "scalar"}
     assert route(Interface())["rest.weight"].reason == "output head (get_output_embeddings)"
 
 
@@ -98,6 +100,42 @@ def test_the_users_own_mark_wins_over_every_rule_but_an_override():
     assert routes["proj.weight"].optimizer == "matrix"
 
 
+def test_a_groups_mark_wins_over_every_rule_but_those_of_a_parameter():
+    model = Model()
+    groups = [{"params": [model.embed.weight, model.proj.weight], "use_muon": True},
+              {"params": [model.out.weight, model.norm.weight, model.last.weight], "use_muon": False},
+              {"params": [model.proj.bias, model.norm.bias]}]
+    routes = route(model, groups)
+    assert kinds(routes) == {"embed.weight": "matrix", "proj.weight": "matrix", "out.weight": "scalar",
+                             "norm.weight": "scalar", "last.weight": "scalar", "proj.bias": "scalar",
+                             "norm.bias": "scalar"}
+    assert routes["embed.weight"].reason == "param_groups[0].use_muon = True"
+    assert routes["out.weight"].reason == "param_groups[1].use_muon = False"
+    model.out.weight.use_muon, model.proj.weight.use_muon = True, False
+    routes = route(model, groups, overrides=[Override(name="embed.*", optimizer="scalar")])
+    assert {name: r.optimizer for name, r in routes.items() if r.matrix_shape} == {"out.weight": "matrix"}
+    groups[2]["use_muon"] = True
+    with pytest.raises(RoutingError, match=r"proj.bias \(8,\) was sent to the matrix optimizer by param_groups\[2\]"):
+        route(model, groups)
+
+
+@pytest.mark.parametrize("how", ["override", "parameters", "group"])
+def test_who_sends_everything_to_the_scalar_optimizer_may(how):
+    model = Model()
+    for param in model.parameters():
+        if how == "parameters" and param.dim() > 1:
+            param.use_muon = False
+    routes = route(model, [{"params": list(model.parameters()), **({"use_muon": False} if how == "group" else {})}],
+                   overrides=[Override(name="*.weight", optimizer="scalar")] if how == "override" else ())
+    assert set(kinds(routes).values()) == {"scalar"} and len(routes) == 7
+
+
+def test_a_model_without_matrices_is_refused_also_where_a_vector_was_sent_away():
+    for overrides in ([], [Override(name="1.bias", optimizer="scalar")]):
+        with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer, of 3 trainable ones"):
+            route(nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8)), overrides=overrides)
+
+
 def test_marking_a_vector_as_a_matrix_is_an_error():
     model = Model()
     model.norm.weight.use_muon = True
@@ -115,6 +153,7 @@ def test_overrides_are_merged_and_must_agree():
         route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0), Override(name="proj.*", weight_decay=0.1)])
     with pytest.raises(RoutingError, match=r"'prj\.\*'\) matches no trainable parameter"):
         route(Model(), overrides=[Override(name="prj.*", weight_decay=0.0)])
+    assert route(Model(), overrides=[Override(name="prj.*", weight_decay=0.0, optional=True)]) == route(Model())
 
 
 def test_heads_are_batches_of_matrices():
@@ -129,13 +168,15 @@ def test_per_head_reads_the_models_config():
         def __init__(self):
             super().__init__()
             self.q_proj, self.k_proj, self.o_proj = (nn.Linear(8, n, bias=False) for n in (8, 4, 8))
+            self.norm = nn.LayerNorm(8, bias=False)
 
     model = Attention()
     with pytest.raises(RoutingError, match="needs model.config.num_attention_heads"):
         route(model, per_head=True)
     model.config = type("Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2})
     shapes = {name: r.matrix_shape for name, r in route(model, per_head=True).items()}
-    assert shapes == {"q_proj.weight": (4, 2, 8), "k_proj.weight": (2, 2, 8), "o_proj.weight": (8, 8)}
+    assert shapes == {"q_proj.weight": (4, 2, 8), "k_proj.weight": (2, 2, 8), "o_proj.weight": (8, 8),
+                      "norm.weight": None}
     with pytest.raises(RoutingError, match="found no query, key or value projection"):
         plain = Model()
         plain.config = model.config

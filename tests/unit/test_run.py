@@ -1,11 +1,16 @@
 """The runner hands a script what it would have got without it."""
 
+import atexit
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from ds_layerwise.run import main_and_leave
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,3 +43,89 @@ def test_a_script_sees_its_own_arguments_and_neighbours(as_module, tmp_path):
 def test_nothing_to_run_is_a_usage_error(args):
     done = run(*args)
     assert done.returncode != 0 and "usage: python -m ds_layerwise.run" in done.stderr
+
+
+GROUP = """
+import sys, torch
+from torch import distributed
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+"""
+#: How a script ends: its last lines, the exit code, and whether its group was there when all was done.
+ENDINGS = {
+    "": (0, False), "sys.exit()": (0, False), "sys.exit(0)": (0, False), "sys.exit(3)": (3, True),
+    "sys.exit('a message')": (1, True), "1 / 0": (1, True), "distributed.destroy_process_group()": (0, False),
+    "import atexit\natexit.register(lambda: (distributed.barrier(), distributed.destroy_process_group()))": (0, False),
+    "import atexit\natexit.register(distributed.barrier)": (0, False),
+}
+
+
+def ends(script, left, said):
+    """A process of its own from here on: run the script, then what an interpreter does at its end."""
+    atexit._clear()
+    sys.stderr = open(said, "w")
+    leave_for_good = os._exit
+
+    def leaving(code):
+        left.write_text(str(torch.distributed.is_initialized()))
+        leave_for_good(code)
+
+    os._exit = leaving
+    code = 0
+    try:
+        main_and_leave([str(script)])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except ZeroDivisionError:
+        code = 1
+    sys.stderr.flush()
+    leaving(code)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_finished_script_leaves_no_process_group(ending, tmp_path):
+    script, left, said = (tmp_path / name for name in ("script.py", "left", "said"))
+    script.write_text(GROUP + ending)
+    process = multiprocessing.get_context("fork").Process(target=ends, args=(script, left, said))
+    process.start()
+    process.join(120)
+    code, open_at_the_end = ENDINGS[ending]
+    assert (process.exitcode, left.read_text()) == (code, str(open_at_the_end))
+    assert "Exception" not in said.read_text() and "Error" not in said.read_text()
+
+
+LAST_THINGS = """
+import atexit, pathlib, sys, threading, time
+folder = pathlib.Path(sys.argv[1])
+
+class TakenApart:
+    def __del__(self, write=sys.stderr.write):
+        write("taken apart")
+
+sys.kept_to_the_end = TakenApart()
+
+def later():
+    time.sleep(0.3)
+    atexit.register((folder / "registered").touch)
+    (folder / "thread").touch()
+
+threading.Thread(target=later).start()
+sys.stdout.write("no line yet")
+"""
+
+
+def test_all_that_a_script_left_to_do_is_done_but_nothing_is_taken_apart(tmp_path):
+    (tmp_path / "script.py").write_text(LAST_THINGS)
+    done = run(str(tmp_path / "script.py"), str(tmp_path))
+    assert done.returncode == 0 and done.stdout.endswith("no line yet"), done.stderr
+    assert "taken apart" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["registered", "script.py", "thread"]
+
+
+def test_output_that_nobody_can_read_is_the_interpreters_own_error(tmp_path):
+    (tmp_path / "script.py").write_text("print('x')")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "ds_layerwise.run", str(tmp_path / "script.py")], cwd=ROOT,
+                              stdout=full, timeout=300,
+                              env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""})
+    assert done.returncode == 120

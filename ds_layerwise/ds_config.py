@@ -1,0 +1,187 @@
+"""What the rest of a DeepSpeed config, outside our two sections, may say with this backend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ds_layerwise.config import belongs_in, number, only_known, plain
+from ds_layerwise.errors import ConfigError
+
+#: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
+_MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "zero_optimization.stage": ((1, 2), "this backend takes the place of ZeRO stages 1 and 2; set it to one of them"),
+    "zero_optimization.offload_optimizer.device": (("none", "cpu"), "nothing goes to NVMe; set it to 'cpu'"),
+    "zero_optimization.offload_param.device": (("none",), "parameters stay on the device; remove it"),
+    "zero_optimization.cpu_offload_param": ((False,), "parameters stay on the device; remove it"),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such stage any more; remove it"),
+    "zero_optimization.zenflow": ((None,), "remove it"),
+    **{f"zero_optimization.{key}": ((neutral,), "it belongs to ZeRO stage 3; remove it") for key, neutral in {
+        "offload_optimizer.super_offload": False, "pipeline_loading_checkpoint": False, "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False, "zeropp_loco_param": None,
+        "zero_quantized_gradients": False, "mics_shard_size": -1, "mics_hierarchical_params_gather": False}.items()},
+    "sparse_gradients": ((False,), "sparse gradients cannot be cut into shards; remove it"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
+    **{f"{section}.bf16_{what}": ((False,), "masters and states are float32; remove it")
+       for section in ("bf16", "bfloat16") for what in ("master_weights_and_grads", "optimizer_states")},
+    "amp.enabled": ((False,), "use the bf16 or fp16 section instead"),
+    "compile.deepcompile": ((False,), "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"),
+    "hybrid_engine.enabled": ((False,), "remove it"),
+    "eigenvalue.enabled": ((False,), "it differentiates gradients that do not stay on the parameters; remove it"),
+    "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),
+    "use_data_before_expert_parallelism": ((False,), "experts are dealt out rank after rank; remove it"),
+}
+
+#: What Hugging Face fills in, and DeepSpeed reads as it stands, or takes for false.
+_NEVER_AUTO = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "gradient_clipping", "managed_gradient_accumulation",
+               "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype")
+
+
+_ANY = object()
+
+#: Keys that are accepted and change nothing, because they only say how, how fast or in what order stock DeepSpeed does
+#: its work, and the one value with which they say nothing: what happens here anyway, or DeepSpeed's default.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    **{f"zero_optimization.{key}": True for key in (
+        "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions",
+        "memory_efficient_linear", "override_module_apply")},
+    **{f"zero_optimization.{key}": False for key in (
+        "round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "cpu_offload_use_pin_memory",
+        "log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory",
+        "stage3_gather_fp16_weights_on_model_save", "offload_optimizer.pipeline_read",
+        "offload_optimizer.pipeline_write", "offload_optimizer.fast_init")},
+    **{f"zero_optimization.{prefix}{key}": False for prefix in ("", "stage3_") for key in (
+        "gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params", "allgather_sequential")},
+    **{f"zero_optimization.{key}": _ANY for key in (
+        "allgather_bucket_size", "sub_group_size", "leaf_module.classes", "leaf_module.names",
+        "leaf_module.name_suffixes", "offload_optimizer.nvme_path", "offload_optimizer.buffer_count",
+        "offload_optimizer.cpuadam_cores_perc", "offload_param.nvme_path", "offload_param.buffer_count",
+        "offload_param.buffer_size", "offload_param.max_in_cpu", "offload_param.pin_memory")},
+    **{f"zero_optimization.{prefix}{key}": _ANY for prefix in ("", "stage3_") for key in (
+        "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+        "max_reuse_distance", "module_granularity_threshold")},
+    "prescale_gradients": False, "gradient_predivide_factor": 1, "bf16.immediate_grad_update": False,
+    "bfloat16.immediate_grad_update": False, "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True, "disable_allgather": False,
+}
+
+
+def with_plain_numbers(section: Any) -> Any:
+    """``section`` with Python's own numbers for numpy's and for tensors without axes; itself where there are none.
+
+    DeepSpeed writes its config as JSON at start, which knows no others.
+    """
+    if isinstance(section, Mapping):
+        changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
+        return changed if any(changed[key] is not value for key, value in section.items()) else section
+    if isinstance(section, (list, tuple)):
+        changed = [with_plain_numbers(value) for value in section]
+        return changed if any(new is not old for new, old in zip(changed, section, strict=True)) else section
+    return plain(section.tolist() if getattr(section, "shape", ()) != () and hasattr(section, "tolist") else section)
+
+
+def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of ``ds_config`` that ask for something, are accepted, and change nothing with this backend."""
+    found = []
+    for path, neutral in _WITHOUT_EFFECT.items():
+        value = _at(ds_config, path)
+        if value not in (None, "auto", {}, neutral):
+            found.append(path.removeprefix("zero_optimization."))
+    return tuple(found)
+
+
+#: Sections and keys of a config that ranks must agree on: by what they differ in here, they would train differently.
+_SAME_ON_ALL_RANKS = ("optimizer", "layerwise", "zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast",
+                      "data_types", "communication_data_type", "seq_parallel_communication_data_type",
+                      "gradient_clipping", "gradient_allreduce_op", "managed_gradient_accumulation", "tensor_parallel",
+                      "sequence_parallel_size", "scheduler", "checkpoint")
+
+
+def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each key that ranks must agree on, nested ones with dots, in the order of their names."""
+    lines: list[str] = []
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value):
+                add(f"{path}.{key}", value[key])
+        else:
+            lines.append(f"{path} = {value!r}")
+
+    for key in _SAME_ON_ALL_RANKS:
+        if key in ds_config:
+            add(key, ds_config[key])
+    return lines
+
+
+def _flat(name: object) -> str:
+    return str(name).lower().translate({ord(c): None for c in "_- ."})
+
+
+def type_meant(optimizer_type: object) -> str | None:
+    """The name of this backend that somebody most likely meant with an ``optimizer.type`` that is none."""
+    spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
+    close = difflib.get_close_matches(_flat(optimizer_type), spelled, n=1, cutoff=0.8)
+    return spelled[close[0]] if close else None
+
+
+def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a misspelt ``layerwise`` section, and keys of our sections where nobody would read them.
+
+    Raises:
+        ConfigError: says where it belongs.
+    """
+    for section in ("", "zero_optimization", "bf16", "fp16"):
+        keys = (ds_config.get(section) or {}) if section else ds_config
+        for key in keys if isinstance(keys, Mapping) else ():
+            path = f"{section}.{key}" if section else str(key)
+            if path == "layerwise":
+                continue
+            if difflib.get_close_matches(_flat(key), ["layerwise"], cutoff=0.8):
+                raise ConfigError(f"{path} is no section of the config; did you mean 'layerwise' at the top level?")
+            if home := belongs_in(str(key)):
+                raise ConfigError(f"{path} is not read; did you mean {home}?")
+
+
+def _at(ds_config: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    value: Any = ds_config
+    for key in path.split("."):
+        value = value.get(key, default) if isinstance(value, Mapping) else default
+    return value
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
+    """Check everything outside our two sections that this backend could not honour.
+
+    Raises:
+        ConfigError: names the key, its value, what it may say and the way out.
+    """
+    refuse_misplaced(ds_config)
+    for path, (allowed, way_out) in _MUST_BE.items():
+        value = _at(ds_config, path, allowed[0])
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{path} must be {' or '.join(map(repr, allowed))} with this optimizer, got {value!r}: "
+                              f"{way_out}")
+    for path in _NEVER_AUTO:
+        if _at(ds_config, path) == "auto":
+            raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
+    number("gradient_clipping", ds_config.get("gradient_clipping", 1.0), low=0)
+    number("gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0), low=0, open_low=True)
+    zero = ds_config.get("zero_optimization") or {}
+    if not isinstance(zero, Mapping) or "stage" not in zero:
+        raise ConfigError("zero_optimization.stage must be 1 or 2 with this optimizer, but is not set")
+    only_known("data_types", ds_config.get("data_types") or {},
+               ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"))
+    asked = _at(ds_config, "data_types.grad_accum_dtype")
+    if zero["stage"] == 2 and asked not in (None, "fp32", "float32", "float"):
+        raise ConfigError(f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {asked!r}: owners add up "
+                          "averaged gradients in float32; remove it")
+    if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
+        raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
+                          "gradient_clipping to 0")
+    checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
+    if isinstance(checkpoint, Mapping) and checkpoint.get("use_node_local_storage") and \
+            isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
+        raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."
+                          "use_node_local_storage is true; remove one of the two")

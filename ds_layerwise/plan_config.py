@@ -1,0 +1,129 @@
+"""A DeepSpeed config as ``ds-layerwise plan`` gets it: from a file, unchecked, and with what only a Trainer fills in.
+
+DeepSpeed itself and Hugging Face's Trainer look at a config before this package does in training; what they would have
+found wrong, or put in, is found and put in here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ds_layerwise.errors import ConfigError
+
+#: What Hugging Face's Trainer puts in place of "auto", where nobody gave its TrainingArguments other values.
+_FILLED_IN: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+}
+
+#: The same, of which nothing that is planned depends.
+_WITHOUT_EFFECT = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                   "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+
+#: Sections that must be objects, wherever they are.
+_OBJECTS = ("optimizer", "optimizer.params", "layerwise", "zero_optimization", "zero_optimization.offload_optimizer",
+            "zero_optimization.offload_param", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types",
+            "tensor_parallel", "checkpoint", "scheduler", "scheduler.params", "amp", "compile", "hybrid_engine",
+            "eigenvalue", "expert_parallel")
+
+#: Switches of which a plan depends.
+_FLAGS = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "torch_autocast.enabled", "zero_optimization.cpu_offload")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The DeepSpeed config in a file, as DeepSpeed reads it: JSON, or HJSON with comments.
+
+    Raises:
+        ConfigError: the file is neither, names a key twice, or holds something else than a config.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} is no JSON: {e}") from e
+    try:
+        given = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (json.JSONDecodeError, RecursionError) as e:
+        import hjson  # a dependency of deepspeed, and slower
+        try:
+            given = hjson.loads(text, object_pairs_hook=_without_duplicates)
+        except (hjson.HjsonDecodeError, RecursionError):
+            raise ConfigError(f"{path} is no JSON: {e}") from e
+    return config_of(given)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"the config names {next(key for key in keys if keys.count(key) > 1)!r} twice in one object; "
+                          "remove one of the two")
+    return found
+
+
+def config_of(given: object) -> Mapping[str, Any]:
+    """``given``, if it is an object whose sections are objects and whose switches are true or false.
+
+    Raises:
+        ConfigError: names what is not.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"a DeepSpeed config must be an object, got {given!r}")
+    for path in _OBJECTS:
+        value = at(given, path)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be an object, got {value!r}")
+    kind = at(given, "optimizer.type")
+    if kind is not None and not isinstance(kind, str):
+        raise ConfigError(f"optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got {kind!r}")
+    if not isinstance(at(given, "scheduler.type"), str | None):
+        raise ConfigError(f"scheduler.type must be a name, got {at(given, 'scheduler.type')!r}")
+    for path in _FLAGS:
+        value = at(given, path)
+        if value is not None and value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f"{path} must be true or false, got {value!r}")
+    return given
+
+
+def at(given: Mapping[str, Any], path: str) -> Any:
+    """What ``given`` has at a path of keys with dots between them; None if nothing."""
+    value: Any = given
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def fill_in(given: Mapping[str, Any], *, hidden_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A copy of ``given`` with values for every "auto" that a Trainer fills in, and what those are, by path.
+
+    Args:
+        hidden_size: of the model, if it is known: a Trainer makes buckets of its square.
+    """
+    filled = json.loads(json.dumps(given))
+    values = {path: value for path, value in _FILLED_IN.items() if at(given, path) == "auto"}
+    if "scheduler.params.warmup_max_lr" in values and isinstance(lr := at(given, "optimizer.params.lr"), (int, float)):
+        values["scheduler.params.warmup_max_lr"] = lr
+    by_trainer = values or any(at(given, path) == "auto" for path in _WITHOUT_EFFECT)
+    if hidden_size and by_trainer and at(given, "zero_optimization.reduce_bucket_size") == "auto":
+        values["zero_optimization.reduce_bucket_size"] = hidden_size**2
+    for path, value in values.items():
+        *sections, key = path.split(".")
+        section = filled
+        for name in sections:
+            section = section[name]
+        section[key] = value
+    for path in _WITHOUT_EFFECT:
+        *sections, key = path.split(".")
+        section = at(filled, ".".join(sections)) if sections else filled
+        if isinstance(section, dict) and section.get(key) == "auto":
+            del section[key]
+    return filled, values

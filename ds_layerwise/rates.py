@@ -1,0 +1,69 @@
+"""Learning rates that nobody chose: what a scheduler of the config would make of them."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_layerwise.config import OptimizerConfig, number
+from ds_layerwise.errors import ConfigError
+
+#: The key with the rate that a scheduler leads up to, or starts from, instead of the groups' ``lr``; what it is where
+#: the config does not say, None for the groups' own. Schedulers that are not listed multiply ``lr``.
+PEAKS: dict[str, tuple[str, float | None]] = {
+    "WarmupLR": ("warmup_max_lr", None),
+    "WarmupDecayLR": ("warmup_max_lr", 0.001),
+    "OneCycle": ("cycle_max_lr", None),
+    "LRRangeTest": ("lr_range_test_min_lr", 0.001),
+    "OneCycleLR": ("max_lr", None),
+    "CyclicLR": ("max_lr", None),
+}
+
+
+def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: OptimizerConfig, *,
+                schedules: object = None) -> None:
+    """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the quotient.
+
+    With ``scale_mode`` "match_rms_adamw" and one rate for both optimizers, the peak is simply that rate.
+
+    Args:
+        groups: the parameter groups, each with ``lr`` and the two ratios.
+        schedules: the installed DeepSpeed's module of schedulers, whose defaults then count instead of :data:`PEAKS`'.
+
+    Raises:
+        ConfigError: names the key, what both rates would become, and the way out.
+    """
+    if not isinstance(scheduler, Mapping) or scheduler.get("type") not in PEAKS:
+        return
+    kind, params = str(scheduler["type"]), scheduler.get("params") or {}
+    key, omitted = PEAKS[kind]
+    if hasattr(schedules, kind):
+        default = inspect.signature(getattr(schedules, kind)).parameters[key].default
+        omitted = None if default is inspect.Parameter.empty else default
+    given, where = params.get(key, omitted), f"scheduler.params.{key}"
+    if given is None:
+        return
+    if given == "auto":
+        raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
+    peaks = list(given) if isinstance(given, (list, tuple)) else [given] * len(groups)
+    # Of a list of another length DeepSpeed says itself how long it must be.
+    for index, (each, group) in enumerate(zip(peaks, groups)):
+        peak, lr = number(where, each, low=0), float(group["lr"])
+        matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
+        as_adamw = config.scale_mode == "match_rms_adamw" and matrix == scalar == 1
+        if as_adamw or math.isclose(peak, lr, rel_tol=1e-6):
+            continue
+        own = not math.isclose(lr, config.lr, rel_tol=1e-6)
+        name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"
+        omission = "" if key in params else f" (what {kind} takes where it is left out)"
+        raise ConfigError(
+            f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed ratio, so that "
+            f"muon_lr would become {peak * matrix:.4g} instead of {lr * matrix:.4g}, and adam_lr {peak * scalar:.4g} "
+            f"instead of {lr * scalar:.4g}; set {key} to {_value_for(groups, own)}, or lr to {peak:g}")
+
+
+def _value_for(groups: Sequence[Mapping[str, Any]], is_own: bool) -> str:
+    lrs = [float(group["lr"]) for group in groups]
+    return f"{lrs[0]:g}" if not is_own or len(set(lrs)) == 1 else f"[{', '.join(f'{lr:g}' for lr in lrs)}]"

@@ -1,0 +1,105 @@
+"""What is printed reaches any stream, and never stops anything."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_layerwise.output import announce, say
+
+ROOT = Path(__file__).parents[2]
+
+TABLE = "┏━┳━┓\n┃a┃b┃\n┡━╇━┩\n│1│2│\n└─┴─┘ 2 × 3… √é"
+
+
+def stream(encoding, errors="strict"):
+    return io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
+
+
+def written(to):
+    return to.buffer.getvalue().decode(to.encoding)
+
+
+@pytest.mark.parametrize("encoding, errors, expected", [
+    ("utf-8", "strict", TABLE),
+    ("ascii", "strict", "+-+-+\n|a|b|\n+-+-+\n|1|2|\n+-+-+ 2 x 3~ ??"),
+    ("ascii", "surrogateescape", "+-+-+\n|a|b|\n+-+-+\n|1|2|\n+-+-+ 2 x 3~ ??"),
+    ("latin-1", "strict", "+-+-+\n|a|b|\n+-+-+\n|1|2|\n+-+-+ 2 x 3~ ?é"),
+])
+def test_what_the_encoding_lacks_is_replaced(encoding, errors, expected):
+    to = stream(encoding, errors)
+    assert say(TABLE, to) and written(to) == expected + "\n"
+
+
+def test_a_stream_need_not_know_what_the_one_behind_it_takes():
+    class Tee:
+        def __init__(self, behind):
+            self.write, self.flush = behind.write, behind.flush
+
+    to = stream("ascii")
+    assert say("│é│", Tee(to)) and written(to) == "|?|\n"
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_who_is_not_there_gets_nothing(monkeypatch):
+    closed = stream("utf-8")
+    closed.close()
+    assert not say("text", closed) and not say("text", Gone())
+    with pytest.raises(OSError, match="No space left"):
+        say("text", Full())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert not say("text")
+
+
+@pytest.mark.parametrize("stdout", [None, Gone(), Full()])
+def test_what_stdout_does_not_take_goes_to_stderr(stdout, monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    announce("the table")
+    assert stderr.getvalue() == "the table\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    announce("the table")
+
+
+@pytest.fixture
+def plan(tmp_path):
+    (tmp_path / "model.yaml").write_text("model: m\nnumel: 8\nparams: [{name: w, shape: [2, 4], optimizer: matrix}]")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWiseMuon", '
+                                      '"params": {"lr": 1e-3, "muon_lr": 0.02}}}')
+    command = [sys.executable, "-m", "ds_layerwise.cli", "plan", "--model", tmp_path / "model.yaml", "--config",
+               tmp_path / "ds.json", "--ranks", "1"]
+
+    def run(shell="exec \"$@\"", **env):
+        return subprocess.run(["bash", "-c", shell, "-", *map(str, command)], cwd=ROOT, capture_output=True,
+                              env={**os.environ, **env}, timeout=120)
+    return run
+
+
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1:strict"},
+                                 {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}])
+def test_plan_prints_in_every_locale(plan, env):
+    done = plan(**env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"ranks, buckets" in done.stdout and done.stdout.isascii()
+
+
+def test_plan_without_a_reader(plan):
+    done = plan("\"$@\" >&-")
+    assert (done.returncode, done.stderr) == (0, b"")
+    done = plan("set -o pipefail; (sleep 0.01; \"$@\") | true")
+    assert (done.returncode, done.stderr) == (0, b"")
+    done = plan("\"$@\" >/dev/full")
+    assert (done.returncode, done.stdout) == (2, b"") and b"No space left on device" in done.stderr.splitlines()[0]

@@ -1,0 +1,76 @@
+"""The start-up table: which rates train what, what is decayed, and what changes nothing."""
+
+import re
+
+import pytest
+
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.placement import Route
+from ds_layerwise.table import plan_table, start_up_table
+
+ROUTES = {
+    "up": Route(name="up", optimizer="matrix", reason="matrix", group=0, matrix_shape=(16, 8)),
+    "down": Route(name="down", optimizer="matrix", reason="matrix", group=1, matrix_shape=(8, 16), lr_scale=0.5),
+    "table": Route(name="table", optimizer="scalar", reason="embedding", group=0),
+    "bias": Route(name="bias", optimizer="scalar", reason="fewer than two axes", group=0, weight_decay=0.0),
+    "norm": Route(name="norm", optimizer="scalar", reason="fewer than two axes", group=0),
+}
+SHAPES = {"up": (16, 8), "down": (8, 16), "table": (4, 8), "bias": (8, ), "norm": (8, )}
+
+
+def table(params, groups=(), **changes):
+    run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1}, **changes, "optimizer": {
+        "type": "LayerWiseMuon", "params": params}})
+    specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), ROUTES, run.optimizer)
+    return start_up_table(ROUTES, specs, forecast(specs, run, 2), run.optimizer, groups=groups,
+                          without_effect=run.without_effect)
+
+
+def rows(text):
+    found = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│" in line]
+    return {row[-1]: row[4:6] for row in found if len(row) == 7}
+
+
+def group(params, **changes):
+    config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": params})
+    return {**{key: getattr(config, key) for key in (
+        "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}, **changes}
+
+
+def test_both_rates_and_what_is_decayed():
+    params = {"lr": 3e-4, "muon_lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    text = table(params, [group(params), group(params, weight_decay=0.3, momentum=0.8)])
+    assert rows(text) == {"up": ["0.01 to 0.02", "0.1 to 0.3"], "table": ["0.0003", "0.1"],
+                          "bias": ["0.0003", "0 to 0.1"]}
+    assert "muon: momentum 0.8 to 0.9, nesterov, scale_mode original; adamw: betas [0.9, 0.95], eps 1e-10" in text
+    assert "without effect" not in text
+
+
+@pytest.mark.parametrize("params, said", [
+    ({"nesterov": False, "scale_mode": "match_rms_adamw", "extra_scale_factor": 2, "scalar_optimizer": "lion"},
+     "muon: momentum 0.95, scale_mode match_rms_adamw x 2; lion: betas [0.9, 0.95]"),
+    ({"scalar_optimizer": "sgd"}, "muon: momentum 0.95, nesterov, scale_mode original; sgd: momentum 0.95"),
+])
+def test_what_else_is_used(params, said):
+    assert re.search(rf"^{re.escape(said)}$", table(params, [group(params)] * 2), re.MULTILINE)
+
+
+def test_what_changes_nothing_is_named():
+    text = table({}, [group({})] * 2, prescale_gradients=True, zero_optimization={
+        "stage": 2, "round_robin_gradients": True, "reduce_scatter": False, "contiguous_gradients": True,
+        "allgather_partitions": True, "overlap_comm": True, "allgather_bucket_size": 5e8})
+    assert ("without effect here: reduce_scatter, round_robin_gradients, allgather_bucket_size, prescale_gradients" in
+            text)
+
+
+def test_a_plan_says_the_same():
+    run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1, "round_robin_gradients": True}, "optimizer": {
+        "type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.05, "weight_decay": 0.1}}})
+    routes = {name: Route(name=name, optimizer=route.optimizer, reason=route.reason, group=0,
+                          matrix_shape=route.matrix_shape) for name, route in ROUTES.items()}
+    specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes, run.optimizer)
+    one, other = (plan_table(routes, specs, [forecast(specs, run, n) for n in ranks], run.optimizer,
+                             without_effect=run.without_effect) for ranks in ([2], [2, 4]))
+    assert rows(one) == rows(other) == {"up": ["0.05", "0.1"], "table": ["0.001", "0.1"], "bias": ["0.001", "0.1"]}
+    assert "without effect here: round_robin_gradients" in one and "without effect here: round_robin" in other
