@@ -1,4 +1,6 @@
-"""Every collective of the package, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees it.
+"""Every collective on tensors, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees it.
+
+Small objects travel between hosts, see :mod:`.host_group`.
 
 Note: why gradients travel by all-to-all
     Every rank sends each owner that owner's shard and sums what it receives itself. That moves (R-1)/R of a bucket
@@ -12,48 +14,73 @@ Sizes are in elements. ``rank`` is within the group.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.comm import comm as ds_comm
 from torch import Tensor
 
+from ds_layerwise import host_group
 from ds_layerwise.cost import even_cuts, overlaps, takes_two_hops
 from ds_layerwise.errors import LayerwiseError, LayoutError
 
 #: What a process group is to this package: torch's, or None for the whole world.
 Group = Any
 
+#: By the number of variants of a bucket's parameters, the ranks of one variant.
+Groups = Mapping[int, Group]
+
 
 class Pending:
-    """A collective under way. ``wait`` must be called before its result is read.
+    """A collective under way, and what follows it. It must be over before its result is read.
 
     Args:
-        finish: what is left to do locally after the transfer.
+        finish: what is left to do after the transfer: something local, or another collective, which it returns.
         keep: memory that the transfer reads, kept alive until it is over.
     """
 
-    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, *,
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], Pending | None] | None = None, *,
                  keep: Tensor | None = None) -> None:
         self._works, self._finish, self._keep = works, finish, keep
 
+    def advance(self) -> bool:
+        """Go on as far as it goes without waiting for another rank, and say whether all is over."""
+        while all(work.is_completed() for work in self._works):
+            if not self._go_on():
+                return True
+        return False
+
     def wait(self) -> None:
-        """Wait for the transfer, then do what is left to do locally."""
+        """Wait for the transfer, then do what is left to do."""
+        while self._go_on():
+            pass
+
+    def _go_on(self) -> bool:
+        """Wait for the transfer at hand, do what follows it, and say whether that is another transfer."""
         for work in self._works:
             work.wait()
         self._works, self._keep = (), None
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        finish, self._finish = self._finish, None
+        following = None if finish is None else finish()
+        if following is None:
+            return False
+        self._works, self._finish, self._keep = following._works, following._finish, following._keep
+        return True
 
     def then(self, more: Callable[[], object]) -> Pending:
         """The same, with ``more`` to do locally at the end."""
-        def finish() -> None:
-            self.wait()
+        finish = self._finish
+
+        def finish_and_more() -> Pending | None:
+            following = None if finish is None else finish()
+            if following is not None:
+                return following.then(more)
             more()
-        return Pending(finish=finish)
+            return None
+
+        self._finish = finish_and_more
+        return self
 
 
 def rank_of(group: Group) -> int:
@@ -86,7 +113,8 @@ def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *
     """Send every rank its shard of ``bucket`` and average what arrives into ``out``.
 
     Where one shard is most of the bucket, its rank would receive many times the bucket: then everybody sums an even
-    cut, to the same bits, and the sums go on when the result is waited for, by all ranks at the same point.
+    cut, to the same bits, and the sums go on in a second collective when the first is over. All ranks must get there
+    at the same place between their other collectives.
 
     Args:
         bucket: 1-D, all shards back to back in rank order; read until the result has been waited for.
@@ -102,15 +130,19 @@ def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *
     cuts = even_cuts(bucket.numel(), size) if two_hops else list(shard_numels)
     sent = bucket if bucket.dtype == wire_dtype else bucket.to(wire_dtype)
     received = torch.empty(size * cuts[rank], dtype=wire_dtype, device=bucket.device)
-    sums = torch.empty(cuts[rank], device=bucket.device) if two_hops else out
+    sums = torch.empty(cuts[rank], dtype=out.dtype, device=bucket.device) if two_hops else out
     work = dist.all_to_all_single(received, sent, output_split_sizes=[cuts[rank]] * size, input_split_sizes=cuts,
                                   group=group, async_op=True)
-    pending = Pending([work], lambda: _average(received.view(size, cuts[rank]), sums, divide_by), keep=sent)
     if not two_hops:
-        return pending
-    return pending.then(lambda: dist.all_to_all_single(
-        out, sums, output_split_sizes=overlaps(shard_numels, cuts, rank),
-        input_split_sizes=overlaps(cuts, shard_numels, rank), group=group))
+        return Pending([work], lambda: _average(received.view(size, cuts[rank]), out, divide_by), keep=sent)
+
+    def second_hop() -> Pending:
+        _average(received.view(size, cuts[rank]), sums, divide_by)
+        return Pending([dist.all_to_all_single(
+            out, sums, output_split_sizes=overlaps(shard_numels, cuts, rank),
+            input_split_sizes=overlaps(cuts, shard_numels, rank), group=group, async_op=True)], keep=sums)
+
+    return Pending([work], second_hop, keep=sent)
 
 
 def _average(rows: Tensor, out: Tensor, divide_by: float) -> None:
@@ -212,11 +244,8 @@ class Alike:
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
-    """``value`` of every rank, in rank order. It is pickled, so keep it small."""
-    values: list[Any] = [None] * size_of(group)
-    # Not dist.all_gather_object: DeepSpeed's comms logger does not know it, and ends the process with exit code 0.
-    ds_comm.cdb.all_gather_object(object_list=values, obj=value, group=group)
-    return values
+    """``value`` of every rank, in rank order. It is pickled, so keep it small. No device takes part."""
+    return host_group.gather(value, group=group)
 
 
 def digest_of(items: Sequence[str]) -> str:

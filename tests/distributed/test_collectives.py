@@ -13,8 +13,8 @@ from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, train_engine, weights
 
-#: Scalars of one step: the norm of the gradient.
-SCALARS = 8
+#: Scalars of one step, twice: the norm of the gradient, and what ranks agree on beside it.
+SCALARS = 16
 
 
 class TestWire(DistributedTest):
