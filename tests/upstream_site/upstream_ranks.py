@@ -1,0 +1,15 @@
+"""What every rank of ``tests/upstream.py`` would import for itself: once, in the process that ranks are forks of."""
+
+import importlib
+import os
+
+import deepspeed
+import torch
+
+torch.set_num_threads(1)
+for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
+    importlib.import_module(name)
+# Only inference uses this operator, and building it takes a compiler.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+if os.environ.get("UPSTREAM_MODE", "stock") != "stock":
+    importlib.import_module("ds_layerwise.engine")
