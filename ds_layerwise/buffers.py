@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,32 +19,37 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class FlatBuffer:
-    """One 1-D tensor per dtype of a Layout, holding every bucket, and views into it.
+    """One 1-D tensor a bucket of a Layout, and views into it.
 
     Args:
         stored_as: the dtype to allocate for each dtype of the layout; the layout's own where missing. A buffer of
             gradients follows the layout of the parameters, often in another dtype.
+        fill: called with every parameter's name and its view, which is full of zeros, bucket by bucket: what it lets
+            go of makes room for the next bucket.
     """
 
-    def __init__(self, layout: Layout, device: torch.device,
-                 stored_as: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, layout: Layout, device: torch.device, stored_as: Mapping[str, torch.dtype] | None = None, *,
+                 fill: Callable[[str, Tensor], None] | None = None) -> None:
         self.layout = layout
-        self._tensors = {
-            name: torch.zeros(layout.buffer_numel(name), device=device, dtype=(stored_as or {}).get(name, DTYPES[name]))
-            for name in layout.dtypes
-        }
-        slots = {slot.name: (bucket, slot) for bucket in layout.buckets for slot in bucket.slots}
-        self._params = {name: self._tensors[bucket.dtype][slot.start:slot.stop]
-                        for name, (bucket, slot) in slots.items()}
+        self._dtypes = {name: (stored_as or {}).get(name, DTYPES[name]) for name in layout.dtypes}
+        self._buckets: list[Tensor] = []
+        self._params: dict[str, Tensor] = {}
+        for bucket in layout.buckets:
+            memory = torch.zeros(bucket.numel, dtype=self._dtypes[bucket.dtype], device=device)
+            self._buckets.append(memory)
+            for slot in bucket.slots:
+                view = self._params[slot.name] = memory[slot.start - bucket.start:slot.stop - bucket.start]
+                if fill is not None:
+                    fill(slot.name, view)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory: one tensor a dtype."""
-        return tuple(self._tensors.values())
+        """The memory: one tensor a bucket."""
+        return tuple(self._buckets)
 
     def dtype(self, name: str) -> torch.dtype:
         """What this buffer stores the layout's dtype ``name`` as."""
-        return self._tensors[name].dtype
+        return self._dtypes[name]
 
     def param(self, name: str) -> Tensor:
         """The whole parameter ``name``, 1-D, a view."""
@@ -52,12 +57,12 @@ class FlatBuffer:
 
     def bucket(self, bucket: Bucket) -> Tensor:
         """All shards of ``bucket``, rank after rank, 1-D, a view; padding included."""
-        return self._tensors[bucket.dtype][bucket.start:bucket.stop]
+        return self._buckets[bucket.index]
 
     def shard(self, bucket: Bucket, rank: int) -> Tensor:
         """The shard of ``rank`` in ``bucket``, 1-D, a view; padding included."""
         start, stop = bucket.shard(rank)
-        return self._tensors[bucket.dtype][start:stop]
+        return self._buckets[bucket.index][start - bucket.start:stop - bucket.start]
 
 
 class ShardBuffer:

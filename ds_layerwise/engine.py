@@ -1,48 +1,54 @@
 """The hook: how DeepSpeed's engine comes to build this backend, and how to undo it.
 
 Note: what is wrapped, and why there
-    ``_do_sanity_check`` is the first thing that an engine does with its config, so a mistake is found before memory
-    is spent; only the config's own ``_configure_train_batch_size`` computes before. ``_broadcast_model`` is the first
-    collective on the model: ranks whose models differ must find out before it. ``_configure_basic_optimizer`` builds
-    the optimizer that the config names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with
-    float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep
-    ``engine.offload_states`` from moving what ``offload_optimizer`` left on the device. One function is no method:
-    ``get_zero_config`` parses ``zero_optimization``, and would refuse a ratio below 1. :mod:`.saving` and
-    :mod:`.loading` have more. Every wrap asks first whether the engine or config at hand uses this backend, and else
-    calls the original.
+    ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is the first thing that
+    an engine does with its config, so a mistake is found before memory is spent; only the config's own
+    ``_configure_train_batch_size`` computes before. ``_broadcast_model`` is the first collective on the model: ranks
+    whose models differ must find out before it. ``_configure_basic_optimizer`` builds the optimizer that the config
+    names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with float32 accumulation;
+    ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states``
+    from moving what ``offload_optimizer`` left on the device. One function is no method: ``get_zero_config`` parses
+    ``zero_optimization``, and would refuse a ratio below 1. :mod:`.saving` and :mod:`.loading` have more. Every wrap
+    asks first whether the engine or config at hand uses this backend, and else calls the original.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY,
                                             UNIVERSAL_CHECKPOINT_VERSION_VALUE)
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.config import get_zero_config
+from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise import autocast, comm, loading, pipeline, saving, sequence_parallel
+from ds_layerwise import autocast, comm, loading, pipeline, registration, saving, sequence_parallel, takeover
+from ds_layerwise.as_bytes import viewable_as_bytes
 from ds_layerwise.buffers import DTYPES
-from ds_layerwise.config import OPTIMIZER_TYPES, LayerwiseConfig, OptimizerConfig, is_ours, refuse_unsupported
+from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, is_ours
+from ds_layerwise.ds_config import (refuse_misplaced, refuse_unsupported, type_meant, what_ranks_share,
+                                    with_plain_numbers, without_effect)
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.listing import as_text, listed
 from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.output import announce
+from ds_layerwise.rates import check_peaks
 from ds_layerwise.settings import Settings
 from ds_layerwise.tensor_parallel import check_mpu, tensor_group
-from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer, owners
-
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+from ds_layerwise.zero_optimizer import LayerWiseZeroOptimizer
 
 
 def register() -> None:
@@ -50,53 +56,24 @@ def register() -> None:
 
     Call it in every process before ``deepspeed.initialize``. :func:`unregister` undoes it.
     """
-    if _originals:
-        return
-    ds_config_module.DEEPSPEED_OPTIMIZERS.extend(OPTIMIZER_TYPES)
-    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(LayerwiseOptimizer)
-    for (owner, name), wrap in _WRAPS.items():
-        original = getattr(owner, name)
-        _originals[owner, name] = original
-        setattr(owner, name, _wrapped(original, wrap))
-    ds_config_module.get_zero_config = _get_zero_config
+    registration.wrap(_WRAPS, _get_zero_config)
 
 
 def unregister() -> None:
-    """Leave DeepSpeed as it was before :func:`register`. Engines that exist already keep working.
+    """Leave DeepSpeed as it was before :func:`register`.
+
+    Engines that exist keep working: what they need of it, which asks first whose engine it is, goes with the last one.
 
     Raises:
         ConfigError: somebody else has wrapped the engine since; undo that first.
     """
-    if not _originals:
-        return
-    for owner, name in _originals:
-        if not hasattr(getattr(owner, name), "_ds_layerwise"):
-            raise ConfigError(f"{owner.__name__}.{name} was replaced after ds_layerwise.register(); undo that first")
-    if ds_config_module.get_zero_config is not _get_zero_config:
-        raise ConfigError("deepspeed.runtime.config.get_zero_config was replaced after ds_layerwise.register(); undo "
-                          "that first")
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
-    ds_config_module.get_zero_config = get_zero_config
-    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(LayerwiseOptimizer)
-    for optimizer_type in OPTIMIZER_TYPES:
-        ds_config_module.DEEPSPEED_OPTIMIZERS.remove(optimizer_type)
+    registration.unwrap(_get_zero_config, for_life=_FOR_LIFE)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize``, same arguments and results, after :func:`register`."""
     register()
     return deepspeed.initialize(*args, **kwargs)
-
-
-def _wrapped(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrap(functools.partial(original, owner), owner, *args, **kwargs)
-
-    method._ds_layerwise = True  # type: ignore[attr-defined]
-    return method
 
 
 def _uses_us(engine: DeepSpeedEngine) -> bool:
@@ -108,9 +85,11 @@ def _get_zero_config(given: Any) -> Any:
     """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at stage 3 alone.
 
     Raises:
-        ConfigError: the ratio is not in [0, 1].
+        ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
     """
     zero = given.get("zero_optimization")
+    if is_ours((given.get("optimizer") or {}).get("type")):
+        refuse_misplaced(given)
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
     if not isinstance(offload, dict) or not is_ours((given.get("optimizer") or {}).get("type")):
         return get_zero_config(given)
@@ -132,6 +111,7 @@ def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerwiseConfig
 
 def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
     if is_ours(config.optimizer_name):
+        config._param_dict = with_plain_numbers(config._param_dict)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             if config._param_dict.get(key) == "auto":
                 raise ConfigError(f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
@@ -139,9 +119,22 @@ def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_m
     return original()
 
 
+def _configure_with_arguments(original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any) -> Any:
+    """Choose the device where DeepSpeed will, but before anything can use the one that all processes start with."""
+    result = original(args, mpu)
+    device_rank = getattr(args, "device_rank", engine.local_rank)
+    if _uses_us(engine) and device_rank >= 0:
+        get_accelerator().set_device(device_rank)
+    return result
+
+
 def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     given = engine._config._param_dict
     if not _uses_us(engine):
+        unknown = engine.client_optimizer is None and engine._config.optimizer_name not in (
+            None, *ds_config_module.DEEPSPEED_OPTIMIZERS) and not hasattr(torch.optim, engine._config.optimizer_name)
+        if unknown and (meant := type_meant(engine._config.optimizer_name)):
+            raise ConfigError(f"optimizer.type {engine._config.optimizer_name!r} is not known; did you mean {meant!r}?")
         if "layerwise" in given:
             raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
                               f"{engine._config.optimizer_name!r}; change it, or remove the section")
@@ -151,7 +144,8 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     with _alike():
         _check_config(engine, given)
     if dist.is_initialized():
-        described = _described(given) + [f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}"]
+        described = what_ranks_share(given)
+        described.append(f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}")
         comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
     return original()
 
@@ -159,30 +153,6 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
 def _alike() -> AbstractContextManager[None]:
     """What one rank refuses, all refuse; DeepSpeed can be told to work without a process group."""
     return comm.Alike(None) if dist.is_initialized() else nullcontext()
-
-
-#: Sections and keys of a config that ranks must agree on: by what they differ in here, they would train differently.
-_SAME_ON_ALL_RANKS = ("optimizer", "layerwise", "zero_optimization", "bf16", "bfloat16", "fp16", "torch_autocast",
-                      "data_types", "communication_data_type", "seq_parallel_communication_data_type",
-                      "gradient_clipping", "gradient_allreduce_op", "managed_gradient_accumulation", "tensor_parallel",
-                      "sequence_parallel_size")
-
-
-def _described(given: Mapping[str, Any]) -> list[str]:
-    """One line for each key that ranks must agree on, nested ones with dots, in the order of their names."""
-    lines: list[str] = []
-
-    def add(path: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key in sorted(value):
-                add(f"{path}.{key}", value[key])
-        else:
-            lines.append(f"{path} = {value!r}")
-
-    for key in _SAME_ON_ALL_RANKS:
-        if key in given:
-            add(key, given[key])
-    return lines
 
 
 def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
@@ -229,16 +199,15 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
                 pipeline.check(engine, engine.module, _sections(engine)[1])
         if dist.is_initialized():
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+                         f"{' (trained by another engine before)' * takeover.is_trained(param)}"
                          for name, param in engine.module.named_parameters()]
             what = "the model, of which parts have to be of equal size," if engine.mp_world_size > 1 else "the model"
             staged = pipeline.is_pipeline(engine.module)
             with comm.Alike(None):
                 comm.check_alike("the model" if staged else what, comm.digest_of(described), described,
                                  group=engine.seq_data_parallel_group if staged else None)
-        for param in engine.module.parameters():
-            # Broadcasting views parameters as bytes, which only contiguous ones allow.
-            if not param.data.is_contiguous():
-                param.data = param.data.contiguous()
+        with viewable_as_bytes(engine.module.parameters()):
+            return original()
     return original()
 
 
@@ -246,28 +215,36 @@ def _check_model(engine: DeepSpeedEngine) -> None:
     """Refuse what one rank can see to be wrong with the model.
 
     Raises:
-        ConfigError: its gradients go to another engine, or it has experts and is cut over ranks otherwise, too.
+        ConfigError: it has experts, and is cut over ranks otherwise, too, or its checkpoints are on several disks.
     """
     model = engine.module
     is_cut = engine.mpu is not None and not sequence_parallel.is_ulysses(engine.mpu)
-    if (is_cut or engine.sequence_parallel_size > 1) and any(isinstance(module, MoE) for module in model.modules()):
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    if has_experts and engine.use_node_local_storage():
+        raise ConfigError("checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank reads "
+                          "what those of other nodes have saved of them; remove it")
+    if has_experts and (is_cut or engine.sequence_parallel_size > 1):
         raise ConfigError("deepspeed.moe layers together with model or sequence parallelism are not supported by this "
                           "optimizer: it knows no order of experts for that")
-    if taken := [name for name, param in model.named_parameters() if param in owners]:
-        raise ConfigError(f"{taken[0]} belongs to another engine, whose hooks would take its gradients; call destroy() "
-                          "on that engine first")
 
 
 def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:
     if not _uses_us(engine):
         return original(model_parameters)
     with _alike():
-        return LayerwiseOptimizer(model_parameters, _sections(engine)[0])
+        config = _sections(engine)[0]
+        optimizer = LayerwiseOptimizer(model_parameters, config)
+        if not engine.client_lr_scheduler:
+            check_peaks(engine._config._param_dict.get("scheduler"), optimizer.param_groups, config,
+                        schedules=lr_schedules)
+        return optimizer
 
 
 def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
     if isinstance(basic_optimizer, LayerwiseOptimizer):
         return "zero_optimization"
+    # Ours would take the gradients before another optimizer sees them.
+    takeover.retire_owners(param for group in getattr(basic_optimizer, "param_groups", ()) for param in group["params"])
     return original(basic_optimizer)
 
 
@@ -285,12 +262,17 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
                                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE})
+    registration.engines.add(engine)
     if pipeline.is_pipeline(engine.module):
         if built.rank == 0:
-            print(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}", flush=True)
+            announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")
     elif dist.get_rank() == 0:
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
-        print(built.describe(), flush=True)
+        announce(built.describe())
+    if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
+        rules = {"matrix": built.optimizer.config.matrix_optimizer, "scalar": built.optimizer.config.scalar_optimizer}
+        logger.debug("ds_layerwise: %s", as_text(listed(built.routes, built.specs, built.layout, built.param_groups,
+                                                        rules)))
     return built
 
 
@@ -305,16 +287,21 @@ def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine
     return False if _uses_us(engine) else original()
 
 
+#: What an engine of this backend needs after it was made.
+_FOR_LIFE: dict[str, Callable[..., Any]] = {
+    "zero_grad": _zero_grad,
+    "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
+    **saving.WRAPS,
+    **loading.WRAPS,
+}
 _ENGINE_WRAPS: dict[str, Callable[..., Any]] = {
+    "_configure_with_arguments": _configure_with_arguments,
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
-    "zero_grad": _zero_grad,
-    "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
-    **saving.WRAPS,
-    **loading.WRAPS,
+    **_FOR_LIFE,
 }
 _WRAPS: dict[tuple[type, str], Callable[..., Any]] = {
     (ds_config_module.DeepSpeedConfig, "_configure_train_batch_size"): _configure_train_batch_size,
@@ -364,7 +351,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         divide_by=sequence_parallel.num_sequences(engine) if engine.gradient_average else 1.0,
         bucket_numel=engine.zero_reduce_bucket_size(),
         overlap_comm=bool(engine.zero_overlap_comm()),
-        clip_grad=engine.gradient_clipping(),
+        clip_grad=float(engine.gradient_clipping()),
+        may_be_unused=engine.zero_ignore_unused_parameters(),
         check_overflow=check_overflow,
         compute_grad_norm=compute_grad_norm,
         dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
@@ -373,4 +361,5 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         host_ratio=offload.ratio if on_host else 0.0,
         pin_memory=on_host and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
+        without_effect=without_effect(config._param_dict),
     )

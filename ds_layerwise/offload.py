@@ -11,6 +11,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_layerwise.cost import STAGING_SLOTS
+from ds_layerwise.errors import LayerwiseError
+
+#: By kind, storages and memory for what is in them.
+Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]
 
 
 class Parking:
@@ -22,33 +26,72 @@ class Parking:
     """
 
     def __init__(self) -> None:
-        self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._parked: Room = {}
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What is away."""
         return tuple(self._parked)
 
-    def park(self, kind: str, tensors: Iterable[Tensor], *, pin_memory: bool) -> None:
-        """Move the storages of ``tensors`` to the host, into page-locked memory if asked and possible."""
-        if kind in self._parked:
-            return
-        storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}
-        parked = self._parked[kind] = []
-        for tensor in storages.values():
-            storage = tensor.untyped_storage()
-            away = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory and tensor.is_cuda)
-            away.copy_(_bytes(storage, tensor.device))
+    def find_room(self, tensors: Mapping[str, Iterable[Tensor]], *, pin_memory: bool) -> Room:
+        """Host memory for the storages of ``tensors``, by kind, page-locked if asked and possible; see :meth:`park`.
+
+        Raises:
+            LayerwiseError: the host has no such memory left.
+        """
+        room: Room = {}
+        seen: set[int] = set()
+        for kind, each in tensors.items():
+            if kind in self._parked:
+                continue
+            room[kind] = []
+            for tensor in each:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    pin = pin_memory and tensor.device.type != "cpu"
+                    room[kind].append((storage, host_memory(storage.nbytes(), torch.uint8, pin_memory=pin)))
+        return room
+
+    def park(self, room: Room) -> None:
+        """Move to the host what :meth:`find_room` has found room for."""
+        for storage, away in (pair for parked in room.values() for pair in parked):
+            away.copy_(_bytes(storage, storage.device))
             storage.resize_(0)
-            parked.append((storage, away))
+        self._parked.update(room)
 
     def unpark(self) -> None:
-        """Bring everything back."""
-        for parked in self._parked.values():
-            for storage, away in parked:
+        """Bring everything back. What has come back before an error stays, and the rest can still come."""
+        for kind, parked in list(self._parked.items()):
+            while parked:
+                storage, away = parked[-1]
                 storage.resize_(away.numel())
                 _bytes(storage, storage.device).copy_(away)
-        self._parked.clear()
+                parked.pop()
+            del self._parked[kind]
+
+
+def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
+    """A 1-D tensor on the host, not filled, in page-locked memory if asked.
+
+    Raises:
+        LayerwiseError: the host has no such memory left, or allows no more of it.
+    """
+    accelerator = get_accelerator()
+    try:
+        if not pin_memory:
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        if hasattr(accelerator, "pin_empty"):
+            pinned: Tensor = accelerator.pin_empty(numel, dtype=dtype)
+            return pinned
+        # The oldest release has to be given memory that is not locked, which is read but never written.
+        copied: Tensor = accelerator.pin_memory(torch.empty(numel, dtype=dtype, device="cpu"))
+        return copied
+    except (RuntimeError, MemoryError, OSError) as error:
+        kind, way_out = ("page-locked ", "; set pin_memory: false (of zero_optimization.offload_optimizer, or of "
+                         "engine.offload_states), or raise the limit that ulimit -l shows") if pin_memory else ("", "")
+        raise LayerwiseError(f"{numel * dtype.itemsize:,} bytes of {kind}host memory cannot be had: {error}"
+                             f"{way_out}") from error
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
@@ -90,10 +133,12 @@ class HostMemory:
         self._outgoing: Any = None
 
     def put(self, index: int, tensors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Copy float32 ``tensors`` of bucket ``index`` to the host; the same keys and shapes there, for good."""
-        memory = torch.empty(sum(t.numel() for t in tensors.values()), dtype=torch.float32)
-        if self._pin:
-            memory = get_accelerator().pin_memory(memory)
+        """Copy float32 ``tensors`` of bucket ``index`` to the host; the same keys and shapes there, for good.
+
+        Raises:
+            LayerwiseError: the host has no such memory left.
+        """
+        memory = host_memory(sum(t.numel() for t in tensors.values()), torch.float32, pin_memory=self._pin)
         if self._incoming is None and not get_accelerator().is_synchronized_device():
             self._incoming, self._outgoing = get_accelerator().Stream(), get_accelerator().Stream()
         self._following[index] = next(reversed(self._buckets), None)

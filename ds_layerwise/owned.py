@@ -12,13 +12,18 @@ from torch import Tensor
 from ds_layerwise.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.config import Placement
+from ds_layerwise.devices import widest_float
 from ds_layerwise.layout import Layout, Piece
 from ds_layerwise.offload import HostMemory
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.placement import Axis, Route
+from ds_layerwise.writes import follow_
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
+
+#: Elements of which the norm is taken at a time.
+_SQUARED_AT_A_TIME = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,9 @@ class Owned:
         self.reduced = ShardBuffer(layout, rank, [
             torch.zeros_like(self._values.bucket(b.index), dtype=torch.float32) if grads is None
             else _float32(grads.shard(b, rank)) for b in layout.buckets])
-        self.host = HostMemory(self._values.bucket(0).device, pin_memory=pin_memory)
+        self.device = self._values.bucket(0).device
+        """Where the work is done."""
+        self.host = HostMemory(self.device, pin_memory=pin_memory)
         """Open while buckets are updated."""
         self.states: dict[str, State] = {}
         """By parameter name, shaped as the parameter's rule sees it."""
@@ -76,18 +83,24 @@ class Owned:
             hosted = [piece.name for piece in pieces if piece.name in on_host]
             if hosted and shard.dtype != torch.float32:
                 apart.update({piece.name: _float32(self._values.piece(piece.name)) for piece in pieces})
-                shards.append(torch.empty(0, device=shard.device))
+                shards.append(torch.empty(0, dtype=torch.float32, device=shard.device))
             else:
                 shards.append(_float32(shard))
-            self._init_states(index, hosted, apart)
+            self._init_states(index, hosted, shards[index], apart)
         self.masters = ShardBuffer(layout, rank, shards, apart)
+        self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
+        """Whether masters had to follow values since somebody has set this to False."""
         self._updates = [self._update_sets(pieces) for pieces in self.pieces]
 
-    def _init_states(self, index: int, hosted: Sequence[str], apart: dict[str, Tensor]) -> None:
+    def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:
         """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the host."""
+        origin = self.layout.buckets[index].shard(self.rank)[0]
         for piece in self.pieces[index]:
-            rule, value = self.rules[self._routes[piece.name].optimizer], self._shaped(self._values, piece.name)
-            self.states[piece.name] = rule.init_state(_float32(value))
+            first = piece.start - origin
+            master = apart[piece.name] if piece.name in apart else masters[first:first + piece.numel]
+            route = self._routes[piece.name]
+            self.states[piece.name] = self.rules[route.optimizer].init_state(
+                master if route.stored_shape is None else master.view(route.stored_shape))
         moving = {(name, key): self.states[name][key] for name in hosted
                   for key in self.rules[self._routes[name].optimizer].state_keys}
         moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
@@ -108,19 +121,24 @@ class Owned:
         return [UpdateSet(*key[:5], tuple(names)) for key, names in sets.items()]
 
     def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
-        """This rank's piece of ``name`` as its rule sees it: a matrix, a batch of them, or 1-D."""
-        shape = self._routes[name].matrix_shape
+        """This rank's piece of ``name``: a matrix, a batch of them, or 1-D; blocks of columns as they lie."""
+        shape = self._routes[name].stored_shape
         return shards.piece(name) if shape is None else shards.piece(name).view(shape)
 
+    def _seen(self, name: str, value: Tensor) -> Tensor:
+        """``value``, shaped like the piece of ``name``, as its rule sees it: blocks of columns are a batch, too."""
+        return value.transpose(0, 1) if self._routes[name].by_columns and value.dim() == 3 else value
+
     def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
-        """Of this rank's averaged gradients, 0-d float64: no finite float32 overflows it, and how parameters are cut
-        does not show in the float32 norm."""
+        """Of this rank's averaged gradients, 0-d, float64 where the device has it: no finite float32 overflows it, and
+        how parameters are cut does not show in the float32 norm."""
         views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
                  if piece.name not in leave_out]
-        total = torch.zeros((), dtype=torch.float64, device=self.reduced.bucket(0).device)
-        if views:
-            total += torch.stack([torch.linalg.vector_norm(v, dtype=torch.float64) for v in views]).square().sum()
-        return total
+        wide = widest_float()
+        # Each part is copied into the wide dtype.
+        norms = [torch.linalg.vector_norm(part, dtype=wide)
+                 for view in views for part in torch.split(view, _SQUARED_AT_A_TIME)]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=wide, device=self.device)
 
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
                leave_out: Collection[str] = ()) -> None:
@@ -132,6 +150,7 @@ class Owned:
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
         brought = self.host.bring(index)
+        self._follow_values(index, brought)
         for update in self._updates[index]:
             group = param_groups[update.group]
             ratio = group["matrix_lr_ratio" if update.placement == "matrix" else "scalar_lr_ratio"]
@@ -142,11 +161,11 @@ class Owned:
             names = [name for name in update.names if name not in leave_out]
             if names:
                 rule.update_(
-                    [brought.get((n, MASTER), self.masters.piece(n)).view_as(self._shaped(self.reduced, n))
-                     for n in names],
-                    [self._shaped(self.reduced, n) for n in names],
-                    [{key: brought.get((n, key), value) for key, value in self.states[n].items()} for n in names],
-                    hyper)
+                    [self._seen(n, brought.get((n, MASTER), self.masters.piece(n)).view_as(
+                        self._shaped(self.reduced, n))) for n in names],
+                    [self._seen(n, self._shaped(self.reduced, n)) for n in names],
+                    [{key: self._seen(n, brought.get((n, key), value)) for key, value in self.states[n].items()}
+                     for n in names], hyper)
         self._write_values(index, brought)
         self.host.send_back(index)
 
@@ -158,6 +177,23 @@ class Owned:
         for name, values, masters in self._homes(index):
             if values.data_ptr() != masters.data_ptr():
                 values.copy_(brought.get((name, MASTER), masters))
+
+    def follow_values(self, index: int) -> None:
+        """Let masters follow what somebody else than :meth:`update` has written into this rank's shard of the parameter
+        buffer; see :mod:`.writes`. States stay as they are."""
+        self._follow_values(index, {})
+
+    def follow_value(self, name: str) -> None:
+        """The same for what this rank holds of one parameter."""
+        self._follow(self._values.piece(name), self.masters.piece(name))
+
+    def _follow_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
+        for name, values, masters in self._homes(index):
+            self._follow(values, brought.get((name, MASTER), masters))
+
+    def _follow(self, values: Tensor, masters: Tensor) -> None:
+        if values.data_ptr() != masters.data_ptr():
+            self.written |= follow_(masters, values).to(self.written.device)
 
     def values_to_masters(self, index: int) -> None:
         """Masters from this rank's shard of the parameter buffer."""
@@ -212,7 +248,8 @@ class Owned:
 
 
 def _rule_record(rule: UpdateRule) -> RuleRecord:
-    return RuleRecord(rule.family, tuple(sorted(rule.init_state(torch.zeros(1, 1)))), rule.gradient_average)
+    states = rule.init_state(torch.zeros(1, 1, device="cpu"))
+    return RuleRecord(rule.family, tuple(sorted(states)), rule.gradient_average)
 
 
 def _float32(shard: Tensor) -> Tensor:

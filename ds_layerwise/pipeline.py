@@ -8,19 +8,19 @@ are added up before they are reduced, and because everything after that is the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_layerwise import comm
 from ds_layerwise.config import LayerwiseConfig, Placement
-from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS
 from ds_layerwise.placement import Route, require_a_matrix
-from ds_layerwise.routing import Elsewhere, tables_and_linears
+from ds_layerwise.routing import Elsewhere, has_matrices, tables_and_linears
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -67,11 +67,21 @@ def elsewhere(model: nn.Module, group: comm.Group) -> Elsewhere | None:
                                         for key, names in model.tied_weight_attrs.items() for name in names)
     tables, linears = tables_and_linears(model, leave_out=tied)
     names = [name for name, param in model.named_parameters() if param.requires_grad and param.numel()]
-    stages = comm.gather_objects((tables, bool(linears), names), group=group)
-    later = stages[comm.rank_of(group) + 1:]
-    return Elsewhere(tables=frozenset().union(*(tables for tables, _, _ in stages)),
-                     linear_after=any(has_linear for _, has_linear, _ in later), tied=tied,
-                     names=frozenset(name for _, _, names in stages for name in names))
+    stages = comm.gather_objects((tables, bool(linears), names, any(p.numel() for p in model.parameters()),
+                                  has_matrices(model, leave_out=tied)), group=group)
+    here = comm.rank_of(group)
+    later = stages[here + 1:]
+    return Elsewhere(tables=frozenset().union(*(stage[0] for stage in stages)),
+                     linear_after=any(has_linear for _, has_linear, *_ in later), tied=tied,
+                     followed=any(stage[3] for stage in later) or _tied_after(model, linears),
+                     has_matrices=any(stage[4] for i, stage in enumerate(stages) if i != here),
+                     names=frozenset(name for stage in stages for name in stage[2]))
+
+
+def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) -> bool:
+    """Whether a layer with tied weights comes after that of the last of ``linears``: modules have another order."""
+    layer = linears[-1][0].partition(".")[0] if linears else ""
+    return layer.isdecimal() and any(isinstance(spec, TiedLayerSpec) for spec in model._layer_specs[int(layer) + 1:])
 
 
 def placements(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]],
@@ -100,6 +110,23 @@ def placements(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
     """The weights that other stages hold, too, with the ranks that do; in the same order on all of them."""
     return list(model.get_tied_weights_and_groups()) if isinstance(model, PipelineModule) else []
+
+
+def check_copies(copies: Set[str], trained: Collection[str]) -> None:
+    """Before the first step: what another stage saves for this one must follow that one's gradients.
+
+    Args:
+        copies: parameters of this stage that an earlier one saves, and that are not tied to that one's.
+        trained: parameters that got a gradient here.
+
+    Raises:
+        StepError: on every rank, if on any a copy is trained.
+    """
+    with comm.Alike(None):
+        if used := copies & set(trained):
+            raise StepError(f"{min(used)} got a gradient on a later stage of the pipeline than its first, and is not "
+                            "tied: its copies would drift apart; name it in tied_weight_attr of TiedLayerSpec, or keep "
+                            "it out of the shared module")
 
 
 def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:

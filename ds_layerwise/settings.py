@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ds_layerwise import comm
+from ds_layerwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,26 @@ class Settings:
     """How much of masters and states lives in host memory, from 0 to 1."""
     pin_memory: bool
     timers: Any
+    may_be_unused: bool
+    """Whether a step may be without a gradient of a parameter that requires one."""
+    without_effect: tuple[str, ...] = ()
+    """Keys of the config that are accepted, but change nothing; the start-up table names them."""
 
     @property
     def num_parts(self) -> int:
         """How many parts tensor parallelism has cut the model into."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
+
+    def variants(self, expert: str, group_name: str) -> int:
+        """How many ranks in a row hold other experts under the name of ``expert``, of that group, than this rank.
+
+        Raises:
+            ConfigError: its ranks are in another order than that.
+        """
+        group, rank = self.expert_groups[group_name], comm.rank_of(self.group)
+        variants = comm.size_of(self.group) // comm.size_of(group)
+        if comm.rank_of(group) != rank // variants:
+            raise ConfigError(f"{expert} is an expert of group {group_name}, in which rank {rank} is number "
+                              f"{comm.rank_of(group)} instead of {rank // variants}: every {variants} ranks in a row "
+                              "must hold all experts")
+        return variants

@@ -1,7 +1,8 @@
 """What DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions find on a parameter.
 
 Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers; what is not there is an
-error on all of them.
+error on all of them. One thing is each rank's own: at stage 1, between the micro-batches of a step and inside
+``no_sync``, a gradient is what this rank has added up so far, as in DeepSpeed, where it is on ``param.grad`` then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class StateAccess:
     """One parameter's master, states and averaged gradient, whole, whoever holds them.
 
     Args:
+        local_sum: this rank's own sum by name before a step is reduced; see :meth:`.sync.GradSync.local_sum`.
         gradient_divisor: what this rank's reduced gradient must be divided by now to be the average of the step so far.
 
             Raises :class:`StepError` where there is none.
@@ -28,9 +30,10 @@ class StateAccess:
     """
 
     def __init__(self, name: str, param: nn.Parameter, owned: Owned, *, group: comm.Group,
-                 gradient_divisor: Callable[[], float], wait: Callable[[], None]) -> None:
+                 local_sum: Callable[..., Tensor | None], gradient_divisor: Callable[[], float],
+                 wait: Callable[[], None]) -> None:
         self.name, self._param, self._owned, self._group = name, param, owned, group
-        self._gradient_divisor, self._wait = gradient_divisor, wait
+        self._local_sum, self._gradient_divisor, self._wait = local_sum, gradient_divisor, wait
         bucket = owned.layout.bucket_of(name)
         self._piece = next((piece for piece in owned.pieces[bucket.index] if piece.name == name), None)
 
@@ -63,10 +66,12 @@ class StateAccess:
         """
         self._wait()
         if optim_state_key is None:
+            if self._piece is not None:
+                self._owned.follow_value(self.name)
             return self._whole(lambda: self._owned.masters.piece(self.name))
         key = self._key(optim_state_key)
         if key == "step":
-            step = torch.zeros((), device=self._param.device)
+            step = torch.zeros((), dtype=torch.float32, device=self._param.device)
             if self._piece is not None and self._piece.param_start == 0:
                 step.copy_(self._owned.states[self.name][key])
             return comm.sum_over_ranks(step, group=self._group)
@@ -84,6 +89,8 @@ class StateAccess:
         self._wait()
         if optim_state_key is None:
             self._check(value)
+            # Rounded once, as the master will be when it is compared with the parameter.
+            value = value.float()
             self._param.data.copy_(value.reshape(self._param.shape))
             self._set(lambda: self._owned.masters.piece(self.name), value)
             return
@@ -97,12 +104,15 @@ class StateAccess:
     def get_full_hp_grad(self) -> Tensor:
         """The gradient, averaged over ranks, of the step so far, float32, in the shape of the parameter; a copy.
 
+        At stage 1, before the step is reduced, this rank's own sum in the dtype that it adds up in; nothing is sent.
         In fp16 it still has the loss scale in it.
 
         Raises:
             StepError: it has not been reduced, or the step is over; on every rank.
         """
         self._wait()
+        if (own := self._local_sum(self.name)) is not None:
+            return own.view(self._param.shape).clone()
         divisor = self._gradient_divisor()
         return self._whole(lambda: self._owned.reduced.piece(self.name)).div_(divisor)
 
@@ -114,6 +124,10 @@ class StateAccess:
             StepError: there is no gradient now, or ``value`` has another number of elements; on every rank.
         """
         self._wait()
+        if (own := self._local_sum(self.name, to_write=True)) is not None:
+            self._check(value)
+            own.copy_(value.reshape(-1))
+            return
         divisor = self._gradient_divisor()
         self._check(value)
         self._set(lambda: self._owned.reduced.piece(self.name), value * divisor if divisor != 1 else value)

@@ -1,9 +1,9 @@
-"""When a bucket is launched and when it is waited for: gradients to their owners, parameters back."""
+"""When a bucket of gradients is launched to its owners, and when it is waited for."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from ds_layerwise.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.cost import MAX_UNDER_WAY
 from ds_layerwise.errors import StepError
 from ds_layerwise.layout import Bucket, Layout
-
-#: By the number of variants of a bucket's parameters, the ranks of one variant.
-Groups = Mapping[int, comm.Group]
+from ds_layerwise.side_stream import SideStream
 
 
 def late_gradient(name: str, bucket: int) -> StepError:
@@ -39,76 +37,133 @@ def no_gradient() -> StepError:
 
 
 class _BucketOrder:
-    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most."""
+    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most.
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: Groups,
+    Note: what a backward pass may wait for
+        Nothing that depends on the backward pass of another rank: that one may not use a parameter, so that its bucket
+        starts there when the pass is over, and may stand before that in a collective of the model, such as that of
+        SyncBatchNorm, in which it waits for this rank. So on a device with streams reductions have a stream of their
+        own, and computation waits for it when the pass is over. On a host a bucket that may start does so in the hook
+        of its last gradient if enough of those before it are over by then; else in a later hook, or after the pass.
+
+    Note: one order for all ranks
+        Collectives of a group must begin in the same order on every rank, though gradients arrive in another on each.
+        Buckets start in the order of their index. Where one takes two hops, the second begins just before the first of
+        the bucket that is ``in_flight`` later.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: comm.Groups,
                  divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
         self.layout, self.reduced = layout, reduced
         self._params, self._groups = params, groups
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
+        self._side = SideStream()
+        self._ready = self._launched = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
-        # A backward pass that an exception ended may have left buckets under way, which read what it writes next.
+        # A backward pass that an exception ended may have left buckets under way, which read what it writes next. Which
+        # of them have started depends on how fast others are, which may start, on gradients alone.
+        self._advance(wait=True)
         self._wait()
         self._start_pass()
         self.finished = False
+        self.got: set[str] = set()
+        """Parameters that got a gradient on this rank in this step, whichever micro-batch it came from."""
+        self._late: StepError | None = None
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether some buckets of a pass have been launched, and that pass has not ended."""
+        return self._launched > 0
 
     def _start_pass(self) -> None:
         self._arrived: set[str] = set()
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
-        self._launched = 0
+        self._ready = self._launched = 0
 
     @torch.no_grad()
     def accumulate(self, name: str, *, launch: bool) -> None:
-        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that this completes.
+        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that may start now.
 
-        Raises:
-            StepError: the bucket of ``name`` was reduced already, so this gradient would be lost.
+        A gradient whose bucket was reduced already, and which would be lost, is an error of :meth:`finish`.
         """
         if self._params[name].grad is None:
             return
         bucket = self._bucket_of[name]
-        if bucket < self._launched:
-            raise late_gradient(name, bucket)
+        if bucket < self._ready:
+            # Not at once: the other ranks need what is left of this backward pass to come to an end.
+            self._late = self._late or late_gradient(name, bucket)
+            return
+        self.got.add(name)
         self._take(name)
         if launch and name not in self._arrived:
             self._arrived.add(name)
             self._missing[bucket] -= 1
-            # Buckets start in index order on every rank: a rank whose gradients arrive in another order would
-            # otherwise enter the collectives in another order, and hang.
-            while self._launched < len(self._missing) and not self._missing[self._launched]:
-                self._launch()
+            while self._ready < len(self._missing) and not self._missing[self._ready]:
+                self._ready += 1
+        if launch:
+            self._side.follow()
+            self._advance(wait=False)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait.
-
-        Raises:
-            StepError: a parameter has a new gradient, but its bucket was reduced already.
-        """
+        """Reduce what is left, including parameters without a gradient, and wait."""
         for name, param in self._params.items():
-            if param.grad is not None:
+            # One that waits for the start of its bucket is no new one.
+            if param.grad is not None and not self._launched <= self._bucket_of[name] < self._ready:
                 self.accumulate(name, launch=False)
-        while self._launched < len(self.layout.buckets):
-            self._launch()
+        self._ready = len(self.layout.buckets)
+        self._side.follow()
+        self._advance(wait=True)
         self._wait()
         self._end_pass()
 
-    def _wait(self, left: int = 0) -> None:
-        """Wait until at most ``left`` buckets are under way."""
-        while len(self._pending) > left:
+    def finish(self) -> None:
+        """Make sure that ``reduced`` holds the averages of this step.
+
+        Raises:
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
+        """
+        if self._late is not None:
+            raise self._late
+        # The step may be on another stream than the end of the backward pass.
+        self._side.join()
+
+    def _advance(self, *, wait: bool) -> None:
+        """Start buckets that may start; without ``wait``, as far as that takes no waiting for another rank."""
+        while self._launched < self._ready:
+            if len(self._pending) >= self._in_flight:
+                if wait:
+                    self._pending[0].wait()
+                elif not self._pending[0].advance():
+                    return
+                self._pending.popleft()
+            self._launch()
+
+    def _wait(self) -> None:
+        """Wait until nothing is under way."""
+        while self._pending:
             self._pending.popleft().wait()
+        self._side.join()
+
+    def _start(self, pending: comm.Pending) -> None:
+        """Take over the next bucket, which has begun to travel; ``with self._side``."""
+        if self._side.exists:
+            # Its stream waits, and neither the host nor the computation.
+            pending.wait()
+        else:
+            self._pending.append(pending)
+        self._launched += 1
 
     def _take(self, name: str) -> None:
         """Do what must be done with a gradient before its bucket starts."""
 
     def _launch(self) -> None:
         """Start the next bucket."""
-        self._launched += 1
 
     def _end_pass(self) -> None:
         """All buckets have arrived."""
@@ -127,7 +182,7 @@ class GradSync(_BucketOrder):
     """
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
-                 groups: Groups, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
+                 groups: comm.Groups, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
                  in_flight: int = MAX_UNDER_WAY) -> None:
         self._grads = grads
         super().__init__(layout, params, reduced, groups=groups, divide_by=divide_by, wire_dtype=wire_dtype,
@@ -140,7 +195,25 @@ class GradSync(_BucketOrder):
 
     def accumulated(self) -> dict[str, Tensor]:
         """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
-        return {} if self._launched else {name: self._grads.param(name) for name in sorted(self._has_grad)}
+        return {} if self._ready else {name: self._grads.param(name) for name in sorted(self._has_grad)}
+
+    def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
+        """This rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros where it has none so far.
+
+        None where there is nothing to add up: no gradient at all yet, or reduced ones.
+
+        Args:
+            to_write: whether what it holds is to count.
+        """
+        if not self._has_grad or self._launched:
+            return None
+        whole = self._grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+        if to_write:
+            self._has_grad.add(name)
+            self.got.add(name)
+        return whole
 
     def divisor(self) -> float:
         """What ``reduced`` must be divided by to hold the averages of the step so far.
@@ -154,6 +227,7 @@ class GradSync(_BucketOrder):
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to what has accumulated from element ``start`` of ``name`` on."""
+        self.got.add(name)
         whole = self._grads.param(name)
         if name not in self._has_grad:
             whole.zero_()
@@ -191,21 +265,21 @@ class GradSync(_BucketOrder):
         """Make sure that ``reduced`` holds the averages of this step.
 
         Raises:
-            StepError: nothing was reduced, because no backward pass reached the boundary.
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
         """
+        super().finish()
         if not self.finished:
             raise nothing_reduced()
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
-        for slot in bucket.slots:
-            if slot.name not in self._has_grad:
-                self._grads.param(slot.name).zero_()
-        self._wait(self._in_flight - 1)
-        self._pending.append(comm.reduce_to_owners(
-            self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
-            group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
-        self._launched += 1
+        with self._side:
+            for slot in bucket.slots:
+                if slot.name not in self._has_grad:
+                    self._grads.param(slot.name).zero_()
+            self._start(comm.reduce_to_owners(
+                self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
+                group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
 
 
 class EagerGradSync(_BucketOrder):
@@ -231,18 +305,23 @@ class EagerGradSync(_BucketOrder):
         self._empty = [True] * len(self.layout.buckets)
         self._passes = 0
 
+    def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
+        """None: every backward pass is reduced, and there are averages of the step so far."""
+        return None
+
     def divisor(self) -> float:
         """What ``reduced`` must be divided by to hold the averages of the step so far.
 
         Raises:
             StepError: it holds none now.
         """
-        if not self._passes or self._launched:
+        if not self._passes or self._ready:
             raise no_gradient()
         return 1.0 if self.finished else self._divide_by
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
+        self.got.add(name)
         if not self._passes:
             for index in range(len(self._empty)):
                 self.reduced.bucket(index).zero_()
@@ -257,7 +336,7 @@ class EagerGradSync(_BucketOrder):
 
     def accumulated(self) -> dict[str, Tensor]:
         """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""
-        if self.finished or self._launched or not self._passes:
+        if self.finished or self._ready or not self._passes:
             return {}
         return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
 
@@ -269,8 +348,9 @@ class EagerGradSync(_BucketOrder):
         """Turn the sums of this step into averages.
 
         Raises:
-            StepError: there was no backward pass.
+            StepError: there was no backward pass; or a gradient came too late.
         """
+        super().finish()
         if self.finished:
             return
         if not self._passes:
@@ -282,106 +362,18 @@ class EagerGradSync(_BucketOrder):
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
-        self._wait(self._in_flight - 1)
-        device, wire_dtype = self.reduced.bucket(bucket.index).device, self._wire_dtype(bucket)
-        travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=device)
-        for slot in bucket.slots:
-            param = self._params[slot.name]
-            if param.grad is not None:
-                start = slot.start - bucket.start
-                travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
-                param.grad = None
-        total = self.reduced.bucket(bucket.index)
-        out = total if self._empty[bucket.index] else torch.empty_like(total)
-        self._empty[bucket.index] = False
-        pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.variants],
-                                        divide_by=1, wire_dtype=wire_dtype)
-        if out is not total:
-            pending = pending.then(lambda: total.add_(out))
-        self._pending.append(pending)
-        self._launched += 1
-
-
-class ParamSync:
-    """Sends updated shards of the parameter buffer to all ranks, bucket by bucket.
-
-    With :meth:`overlap_with_forward` the wait moves from the optimizer step into the next forward pass; see the note
-    on what is safe to wait for late.
-
-    Note: what is safe to wait for late
-        A module that runs waits, just before, for the buckets of its own parameters. That is too late for parameters
-        that others read without running the module, such as ``F.linear(x, self.embedding.weight)``. So the first
-        forward pass waits for everything and remembers which modules ran; later ones wait at their start for all
-        parameters of modules that did not. A forward pass of a part of the model waits for everything.
-    """
-
-    def __init__(self, layout: Layout, values: FlatBuffer, *, groups: Groups) -> None:
-        self.layout = layout
-        self._values, self._groups = values, groups
-        self._pending: dict[int, comm.Pending] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.overlapping = False
-
-    def launch(self, index: int) -> None:
-        """Start sending bucket ``index``; its shards must not be written until it has been waited for."""
-        bucket = self.layout.buckets[index]
-        self._pending[index] = comm.gather_from_owners(self._values.bucket(bucket), bucket.shard_numels,
-                                                       group=self._groups[bucket.variants])
-
-    def wait(self, indices: Iterable[int]) -> None:
-        """Wait for those of ``indices`` that are under way."""
-        for index in indices:
-            pending = self._pending.pop(index, None)
-            if pending is not None:
-                pending.wait()
-
-    def finish(self) -> None:
-        """Wait for everything under way."""
-        self.wait(sorted(self._pending, reverse=True))
-
-    def overlap_with_forward(self, model: nn.Module) -> None:
-        """Hook ``model`` and every module of it that holds parameters of the layout."""
-        self.overlapping = True
-        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        bucket_of = {slot.name: bucket.index for bucket in self.layout.buckets for slot in bucket.slots}
-        needs = {module: sorted({bucket_of[names[p]] for p in module._parameters.values()
-                                 if p is not None and names[p] in bucket_of}, reverse=True)
-                 for module in model.modules()}
-        ran: set[nn.Module] = set()
-        late: list[int] | None = None
-        inside = False
-
-        # A compiler would trace these with the modules that they hook, and cannot: they wait for collectives.
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_model(*_: object) -> None:
-            nonlocal inside
-            inside = True
-            self.finish() if late is None else self.wait(late)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def after_model(*_: object) -> None:
-            nonlocal inside, late
-            inside = False
-            late = sorted({index for module, indices in needs.items() if module not in ran for index in indices},
-                          reverse=True)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_module(module: nn.Module, _args: object) -> None:
-            ran.add(module)
-            # A deep copy of the model keeps these hooks, and its modules are none of ours.
-            self.wait(needs[module]) if inside and module in needs else self.finish()
-
-        self._hooks.append(model.register_forward_pre_hook(before_model, prepend=True))
-        self._hooks.append(model.register_forward_hook(after_model, always_call=True))
-        self._hooks += [module.register_forward_pre_hook(before_module) for module, needed in needs.items() if needed]
-        for module in model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                lambda *_: self.finish()))
-            self._hooks.append(module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                lambda *_: self.finish()))
-
-    def remove_hooks(self) -> None:
-        """Undo :meth:`overlap_with_forward`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        total, wire_dtype = self.reduced.bucket(bucket.index), self._wire_dtype(bucket)
+        with self._side:
+            travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=total.device)
+            for slot in bucket.slots:
+                param = self._params[slot.name]
+                if param.grad is not None:
+                    start = slot.start - bucket.start
+                    travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
+                    self._side.keep(param.grad)
+                    param.grad = None
+            out = total if self._empty[bucket.index] else torch.empty_like(total)
+            self._empty[bucket.index] = False
+            pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.variants],
+                                            divide_by=1, wire_dtype=wire_dtype)
+            self._start(pending if out is total else pending.then(lambda: total.add_(out)))

@@ -22,12 +22,13 @@ _BITS = {2: torch.int16, 4: torch.int32}
 def check_mpu(mpu: Any, *, autotp_size: int) -> None:
     """Refuse what this backend cannot follow of ``mpu``, as the caller gave it.
 
+    Args:
+        autotp_size: for how many ranks AutoTP is to cut the model. It makes groups of its own, which the engine then
+            takes instead of those of ``mpu``.
+
     Raises:
-        ConfigError: names what it lacks, or has.
+        ConfigError: names what it lacks, or has, or that it has other groups than AutoTP makes.
     """
-    if autotp_size > 1:
-        raise ConfigError(f"mpu is given, and tensor_parallel.autotp_size is {autotp_size}, which makes groups of its "
-                          "own; remove one of the two")
     if missing := [name for name in _ASKED if not callable(getattr(mpu, name, None))]:
         raise ConfigError(f"mpu has no {missing[0]}(); it needs {', '.join(_ASKED)}")
     if bwc_pipeline_parallel_world_size(mpu) > 1:
@@ -37,6 +38,20 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
         size = getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)()
         if hasattr(mpu, f"initialize_{what}_parallel") or size > 1:
             raise ConfigError(f"{what} parallelism (mpu) is not supported by this optimizer")
+    if autotp_size > 1:
+        _check_groups(mpu, autotp_size)
+
+
+def _check_groups(mpu: Any, autotp_size: int) -> None:
+    rank, world_size = comm.rank_of(None), comm.size_of(None)
+    first, index = rank - rank % autotp_size, rank % autotp_size
+    for what, wanted in (("model", list(range(first, first + autotp_size))),
+                         ("data", list(range(index, world_size, autotp_size)))):
+        ranks = list(comm.ranks_of(getattr(mpu, f"get_{what}_parallel_group")()))
+        if ranks != wanted:
+            raise ConfigError(f"mpu.get_{what}_parallel_group() has ranks {ranks} on rank {rank}, and tensor_parallel."
+                              f"autotp_size {autotp_size} makes a group of ranks {wanted}; leave mpu out, or lay it "
+                              "out so")
 
 
 def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Group | None:

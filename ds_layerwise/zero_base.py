@@ -24,7 +24,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.overflow = False
-        self._global_grad_norm: float | None = None
+        self._global_grad_norm: torch.Tensor | None = None
         self._coalesce_grad_reduction = False
 
     def _init_loss_scaling(self, dtype: torch.dtype, *, static_scale: float, dynamic: bool,
@@ -69,6 +69,15 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     # --- the engine's backward protocol ------------------------------------------------------------------------------
 
+    #: Whether the backward pass that was entered last is one of torch.autograd.grad, which leaves no gradients.
+    only_asked = False
+
+    def enter_backward(self) -> None:
+        """Enter a backward pass, and note whether it is one that accumulates gradients."""
+        super().enter_backward()
+        # Autograd's name for it: a checkpoint may be recomputed in a pass that goes to all leaves.
+        self.only_asked = not torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+
     def exit_backward(self) -> None:
         """Leave a backward pass, and let the next one queue its own callback.
 
@@ -99,9 +108,31 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Part of the same flush; the epilogue that follows does it all."""
 
 
+def norm_tensor(norm: float, device: torch.device) -> torch.Tensor:
+    """What ``get_global_grad_norm`` gives, as with DeepSpeed's own optimizers: 0-d float32. Nothing waits for it."""
+    return torch.full((), norm, dtype=torch.float32, device=device)
+
+
 @contextmanager
 def timed(timers: Any, name: str) -> Iterator[None]:
     """Run a phase under one of DeepSpeed's named timers."""
     timers(name).start()
-    yield
-    timers(name).stop()
+    try:
+        yield
+    finally:
+        timers(name).stop()
+
+
+@contextmanager
+def survivable(engine: Any) -> Iterator[None]:
+    """Leave ``engine`` so that an exception in its step can be survived: it would else take the step to be still on,
+    and its timers refuse to start again."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done and engine is not None:
+            engine._running_engine_step = False
+            for name in engine.engine_timers.step_timers:
+                engine.timers(name).reset()

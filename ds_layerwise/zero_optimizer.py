@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -12,36 +12,36 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_layerwise import autocast, comm, cost, pipeline
+from ds_layerwise import ambient, autocast, comm, cost, own_groups, pipeline, takeover
+from ds_layerwise.agreement import Agreement
 from ds_layerwise.buffers import DTYPES, FlatBuffer, dtype_name
 from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerwiseConfig, Placement
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.devices import widest_float
 from ds_layerwise.forecast import Forecast, specs_of
 from ds_layerwise.guard import Guard
 from ds_layerwise.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerwiseOptimizer
-from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.registry import check_device, matrix_rule, scalar_rule
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.owned import Owned
+from ds_layerwise.param_sync import ParamSync
 from ds_layerwise.placement import Axis, Route
 from ds_layerwise.planner import plan_layout
 from ds_layerwise.routing import route_parameters
+from ds_layerwise.same_weights import SameWeights
 from ds_layerwise.settings import Settings
+from ds_layerwise.skipped import SkippedSteps
 from ds_layerwise.state_access import StateAccess
-from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
+from ds_layerwise.sync import EagerGradSync, GradSync
 from ds_layerwise.table import start_up_table
 from ds_layerwise.tensor_parallel import check_copies
-from ds_layerwise.zero_base import timed
+from ds_layerwise.zero_base import norm_tensor, survivable, timed
 from ds_layerwise.zero_state import StatefulOptimizer
 
 #: What parallel groups add to a norm's denominator so that clipping to the norm itself changes nothing.
 _CLIP_EPS = 1e-6
-
-#: Parameters whose gradients an optimizer takes: a second one on the same parameter would never see any.
-owners: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
 
 
 class LayerWiseZeroOptimizer(StatefulOptimizer):
@@ -68,17 +68,29 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
                                 dynamic=settings.dynamic_loss_scale, args=settings.loss_scale_args)
         self.routes, self.specs, self.layout = self._plan(model)
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
+        takeover.retire_owners(self._params.values())
         self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._counted_elsewhere = self._replicated()
         self._saved_elsewhere = self._counted_elsewhere if pipeline.is_pipeline(model) else frozenset()
         self._tied_are_checked = False
         names = {param: name for name, param in self._params.items()}
         self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
-        self._init_buffers(next(iter(self._params.values())).device)
+        self._device = next(iter(self._params.values())).device
+        # One rank may find no memory, on the device or, page-locked, on the host.
+        with comm.Alike(None), ambient.set_aside(self._device):
+            self._init_buffers(self._device)
         self._guard = Guard(model, self._params, self._values,
-                            (param for group in optimizer.param_groups for param in group["params"]))
+                            (param for group in optimizer.param_groups for param in group["params"]),
+                            may_be_unused=settings.may_be_unused)
+        self._agreement = Agreement({spec.name: spec.variants for spec in self.specs}, group=settings.group,
+                                    model_group=settings.model_group, tensor_group=settings.tensor_group,
+                                    tied=self._tied)
+        self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned, most=config.max_skipped_steps,
+                                     stage=settings.part if pipeline.is_pipeline(model) else 0)
+        self._same_weights = SameWeights(self._params, {spec.name: spec.variants for spec in self.specs},
+                                         group=settings.group)
         self._init_hooks(model)
-        self.step_count, self._deferred = 0, 0
+        self.step_count = 0
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in self._params.items() if name not in self._saved_elsewhere]
@@ -93,10 +105,12 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
                                       per_head=rules.per_head_muon, tp_size=tp_size, elsewhere=elsewhere)
+            self.optimizer.require_chosen_rates(routes)
             trained = {name: param for name, param in model.named_parameters() if name in routes}
             specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
                              routes, rules, tp_size=tp_size,
-                             variants={name: self._variants(name, param) for name, param in trained.items()},
+                             variants={name: self.settings.variants(name, getattr(param, "group_name"))
+                                       for name, param in trained.items() if is_moe_param(param)},
                              wires={name: dtype_name(self._travels_in(param)) for name, param in trained.items()})
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
@@ -121,19 +135,6 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
                               if name in routes and not routes[name].is_cut}, group=tensor_group)
         return routes, specs, layout
 
-    def _variants(self, name: str, param: nn.Parameter) -> int:
-        """How many ranks in a row hold other experts under this name than this rank; 1 for what is no expert."""
-        if not is_moe_param(param):
-            return 1
-        group_name: str = getattr(param, "group_name")
-        group = self.settings.expert_groups[group_name]
-        variants = self.world_size // comm.size_of(group)
-        if comm.rank_of(group) != self.rank // variants:
-            raise ConfigError(f"{name} is an expert of group {group_name}, in which rank {self.rank} is number "
-                              f"{comm.rank_of(group)} instead of {self.rank // variants}: every {variants} ranks in a "
-                              "row must hold all experts")
-        return variants
-
     def _replicated(self) -> frozenset[str]:
         """Parameters that another rank of the same model holds, too, and counts in the norm."""
         group = self.settings.tensor_group
@@ -143,14 +144,11 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     def _init_buffers(self, device: torch.device) -> None:
         s, layout = self.settings, self.layout
-        self._values = FlatBuffer(layout, device)
-        for name, param in self._params.items():
-            view = self._values.param(name).view(param.shape)
-            view.copy_(param.data)
-            param.data = view
+        self._values = FlatBuffer(layout, device, fill=self._move_in)
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
         matrix = matrix_rule(self.optimizer.config)
+        check_device(self.optimizer.config, device)
         rules: dict[Placement, UpdateRule] = {"matrix": matrix, "scalar": scalar_rule(self.optimizer.config)}
         axes, peers = get_args(Axis), None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._state_bytes = 4 * len(rules["matrix"].state_keys), 4 * len(rules["scalar"].state_keys)
@@ -163,25 +161,34 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         for name, state in self._owned.states.items():
             self.optimizer.state[self._params[name]] = state
 
+    def _move_in(self, name: str, place: Tensor) -> None:
+        """Let a parameter live in ``place``, which gives back the memory that it had."""
+        param = self._params[name]
+        view = place.view(param.shape)
+        view.copy_(param.data)
+        param.data = view
+
     def _init_hooks(self, model: nn.Module) -> None:
         s, reduced = self.settings, self._owned.reduced
         groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
+        own = own_groups.take(groups, self, self._device)
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
-            self._grad_sync = EagerGradSync(self.layout, self._params, reduced, groups=groups,
+            self._grad_sync = EagerGradSync(self.layout, self._params, reduced, groups=own,
                                             divide_by=s.divide_by, wire_dtype=self._wire_dtype)
         else:
-            self._grad_sync = GradSync(self.layout, self._params, self._grads, reduced, groups=groups,
+            self._grad_sync = GradSync(self.layout, self._params, self._grads, reduced, groups=own,
                                        divide_by=s.divide_by, wire_dtype=self._wire_dtype)
-        self._param_sync = ParamSync(self.layout, self._values, groups=groups)
+        self._param_sync = ParamSync(self.layout, self._params, self._values, groups=groups)
         if self.config.overlap_param_gather:
             self._param_sync.overlap_with_forward(model)
         every = list(self._params.values())
         self._hooks = [register_grad_hook(param, self._make_hook(name, every))
                        for name, param in self._params.items()]
-        owners.update((param, name) for name, param in self._params.items())
+        takeover.take(self._params.values(), self)
         self._access = [StateAccess(name, param, self._owned, group=groups[self.layout.bucket_of(name).variants],
-                                    wait=self._ready_for_access, gradient_divisor=self._grad_sync.divisor)
+                                    local_sum=self._grad_sync.local_sum, gradient_divisor=self._grad_sync.divisor,
+                                    wait=self._ready_for_access)
                         for name, param in self._params.items()]
         for access in self._access:
             access.attach()
@@ -207,7 +214,9 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
             if not self._coalesce_grad_reduction:
-                self._grad_sync.accumulate(name, launch=self._may_launch())
+                # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
+                last = getattr(self._params[name], "ds_grad_is_ready", True)
+                self._grad_sync.accumulate(name, launch=last and self._may_launch())
             expected = count_used_parameters_in_backward(every) if refresh else self._max_expected_hooks_seen
             self.update_hook_state_and_maybe_run_epilogue(expected)
         return gradient_is_ready
@@ -228,31 +237,24 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
         """Finish the reduction after a backward pass. The engine calls it at the boundary; see the next one."""
         if pipeline_parallel and isinstance(self._grad_sync, GradSync):
-            self._check_tied(self._grad_sync)
+            if not self._tied_are_checked:
+                pipeline.check_copies(self._saved_elsewhere - {name for name, _ in self._tied},
+                                      self._grad_sync.accumulated())
+                self._tied_are_checked = True
             # The engine has done so for gradients that stay on the parameters, and ours do not.
             for name, group in self._tied:
                 self._grad_sync.sum_over(name, group=group)
-        elif self._backward_active_depth and not self._hooks_fired_this_backward:
-            # torch.autograd.grad runs this, too: what a backward pass without our parameters leaves is for step().
-            self._deferred += 1
+        elif self._backward_active_depth and not self._hooks_fired_this_backward and self._passes_through():
             return
         self._grad_sync.reduce()
 
-    def _check_tied(self, gradients: GradSync) -> None:
-        """Before the first step of a pipeline: what another stage saves for this one must follow that one's gradients.
-
-        Raises:
-            StepError: on every rank, if a module that stages share is trained in a parameter that they do not share.
-        """
-        if self._tied_are_checked:
-            return
-        with comm.Alike(None):
-            apart = self._saved_elsewhere - {name for name, _ in self._tied}
-            if used := apart & gradients.accumulated().keys():
-                raise StepError(f"{min(used)} got a gradient on a later stage of the pipeline than its first, and is "
-                                "not tied: its copies would drift apart; name it in tied_weight_attr of TiedLayerSpec, "
-                                "or keep it out of the shared module")
-        self._tied_are_checked = True
+    def _passes_through(self) -> bool:
+        """Whether the backward pass at hand is not one of this model: torch.autograd.grad, which leaves no gradient and
+        which any rank may call alone, or one of another engine through a model that is frozen for it."""
+        engine = self._engine()
+        if engine is not None and engine._running_engine_backward:
+            return False
+        return self.only_asked or not any(param.requires_grad for param in self._params.values())
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """The same at stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
@@ -261,76 +263,93 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Stage 2, before ``step`` where the user says when a step is over; ``step`` does what there is to do."""
 
-    @torch.no_grad()
     def step(self) -> None:
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
 
         Raises:
-            StepError: gradients have not been reduced, because no backward pass reached the boundary; or parameters are
-                no longer what they were, see :class:`~ds_layerwise.guard.Guard`.
+            LayerwiseError: on every rank, if on any gradients have not been reduced, because no backward pass reached
+                the boundary, or parameters are no longer what they were, see :class:`~ds_layerwise.guard.Guard`.
         """
-        self.check_not_offloaded()
-        for _ in range(self._deferred):
-            # Other ranks may have had gradients in that pass.
-            if not self._grad_sync.finished:
-                self._grad_sync.reduce()
-        self._grad_sync.finish()
-        frozen = self._guard.check()
+        with ambient.set_aside(self._device), survivable(self._engine()):
+            self._step()
+
+    def _step(self) -> None:
         timers = self.settings.timers
+        # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
+        self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
-            factor = self._clip_factor()
-        self.loss_scaler.update_scale(self.overflow)
+            factor, frozen = self._prepare_update()
+        self._skipped.note(self.overflow, self.loss_scaler, self.step_count + 1)
         if self.overflow:
             return
         self.step_count += 1
+        left, late = list(range(len(self.layout.buckets))), self._param_sync.may_be_late()
         with timed(timers, "optimizer_step"):
-            # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
-            self._param_sync.finish()
-            with self._owned.host:
+            with self.interrupted.at(self.step_count), self._owned.host:
                 # The forward pass needs the parameters of the last bucket first.
-                for index in reversed(range(len(self.layout.buckets))):
-                    self._owned.update(index, self.param_groups, factor, leave_out=frozen)
-                    self._param_sync.launch(index)
-            self.optimizer.mark_step()
+                while left:
+                    self._owned.update(left[-1], self.param_groups, factor, leave_out=frozen)
+                    self._param_sync.launch(left.pop())
+                self.optimizer.mark_step()
+        if self.interrupted:
+            try:
+                # The others wait for what is left.
+                self._param_sync.send(reversed(left))
+                self.zero_grad()
+            finally:
+                # If the others are gone by now, that is no more than what followed.
+                self.interrupted.raise_original()
         with timed(timers, "optimizer_allgather"):
-            if not self._param_sync.overlapping:
-                self._param_sync.finish()
+            self._param_sync.leave_under_way() if late else self._param_sync.finish()
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
-    def _clip_factor(self) -> float:
+    def _prepare_update(self) -> tuple[float, frozenset[str]]:
+        """Agree on whether and what to update: what to multiply gradients with, and the parameters to leave out."""
+        error: Exception | None = None
+        idle, squares = frozenset[str](), torch.zeros(2, device=self._device, dtype=widest_float())
+        try:
+            self.interrupted.check()
+            self.check_not_offloaded()
+            self._grad_sync.finish()
+            idle = self._guard.check(self._grad_sync.got)
+            if self.settings.compute_grad_norm or self.settings.check_overflow:
+                squares = self._squares()
+        except (RuntimeError, MemoryError) as found:
+            # The others are on their way to the sum, and some device may have no memory left for what is summed.
+            error = found
+        noticed = self._same_weights.noticed(self._owned.written)
+        sums, frozen = self._agreement.reach(torch.cat([squares, noticed]), error, idle)
+        self._same_weights.settle(*map(bool, sums[2:]))
+        return self._clip_factor(math.sqrt(sums[0]), math.isfinite(sums[1])), frozen
+
+    def _squares(self) -> Tensor:
+        """Of this rank's averaged gradients, in the widest dtype: what the norm counts, and what must be finite.
+
+        Where a model is cut, what several of its ranks hold alike counts once, but any of them may find it not finite.
+        """
+        counted = self._owned.sum_of_squares(leave_out=self._counted_elsewhere)
+        return torch.stack([counted, self._owned.sum_of_squares() if self._counted_elsewhere else counted])
+
+    def _clip_factor(self, norm: float, is_finite: bool) -> float:
         """Decide whether to skip, set the norm of the raw averaged gradient, and say what to multiply it with."""
         s, scale = self.settings, float(self.loss_scaler.loss_scale)
         self.overflow = False
         if not (s.compute_grad_norm or s.check_overflow):
             return 1 / scale
-        norm, is_finite = self._norm()
         norm /= scale
         self.overflow = s.check_overflow and not is_finite
-        self._global_grad_norm = None if not s.compute_grad_norm else math.inf if self.overflow else norm
+        self._global_grad_norm = norm_tensor(math.inf if self.overflow else norm, self._device) if (
+            s.compute_grad_norm) else None
         clip = (norm + _CLIP_EPS) / self.clip_grad if self.clip_grad > 0 else 1.0
         return 1 / (scale * (clip if clip > 1 else 1.0))
-
-    def _norm(self) -> tuple[float, bool]:
-        """The norm of the averaged gradient of the whole model, and whether all of it is finite, the same everywhere.
-
-        Where a model is cut, what several of its ranks hold alike counts once, but any of them may find it not finite.
-        """
-        s, counted = self.settings, self._owned.sum_of_squares(leave_out=self._counted_elsewhere)
-        if s.model_group is None:
-            norm = float(comm.sum_over_ranks(counted, group=s.group).sqrt())
-            return norm, math.isfinite(norm)
-        squares = torch.stack([counted, self._owned.sum_of_squares()])
-        for group in (s.group, s.model_group):
-            comm.sum_over_ranks(squares, group=group)
-        return float(squares[0].sqrt()), bool(squares[1].isfinite())
 
     # --- parameters ------------------------------------------------------------------------------------------------
 
     def wait_for_params(self) -> None:
         """Wait until every parameter has its new value.
 
-        Only needed with ``layerwise.overlap_param_gather``, before code outside a forward pass reads parameters;
-        ``state_dict()`` and checkpoints wait by themselves.
+        Only needed with ``layerwise.overlap_param_gather``, before weights are handed to something that does not ask
+        torch for them, outside of a forward pass; see :class:`~ds_layerwise.param_sync.ParamSync`.
         """
         self._param_sync.finish()
 
@@ -355,7 +374,8 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
-        return start_up_table(self.routes, self.specs, self.forecast(), self.optimizer.config)
+        return start_up_table(self.routes, self.specs, self.forecast(), self.optimizer.config,
+                              groups=self.param_groups, without_effect=self.settings.without_effect)
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""
@@ -364,8 +384,9 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
             return
         for hook in hooks:
             hook.remove()
+        takeover.release(self._params.values())
+        own_groups.release(self)
         for param in self._params.values():
-            owners.pop(param, None)
             autocast.forget(param)
         for access in self._access:
             access.detach()

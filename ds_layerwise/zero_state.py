@@ -12,14 +12,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ds_layerwise import comm, pipeline
+from ds_layerwise import comm, pipeline, resumed_groups, unfinished
 from ds_layerwise.buffers import FlatBuffer
 from ds_layerwise.checkpoint import regular
-from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.others import find_others
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
@@ -28,22 +29,16 @@ from ds_layerwise.checkpoint.stages import PipelineCheckpoint
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.config import LayerwiseConfig, Placement
 from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.interrupted import Interrupted
 from ds_layerwise.layout import Layout, ParamSpec
 from ds_layerwise.offload import Parking
+from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.output import announce
 from ds_layerwise.owned import Owned
-from ds_layerwise.sync import EagerGradSync, GradSync, ParamSync
+from ds_layerwise.param_sync import ParamSync
+from ds_layerwise.sync import EagerGradSync, GradSync
+from ds_layerwise.unfinished import Accumulated
 from ds_layerwise.zero_base import EngineOptimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulated:
-    """What a step that was not over had accumulated, for this rank to go on from."""
-
-    micro_batches: int
-    gradients: list[tuple[str, int, Tensor]]
-    """Name, first element and values of what this rank adds up."""
-    scale: float
-    """What their sum is multiplied with, so that the average over all ranks is what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +60,12 @@ class StatefulOptimizer(EngineOptimizer):
     """State that outlives the process. Subclasses set the attributes below."""
 
     config: LayerwiseConfig
+    optimizer: LayerwiseOptimizer
     layout: Layout
     specs: list[ParamSpec]
     rank: int
     world_size: int
     step_count: int
-    _deferred: int
     _names: dict[str, tuple[str, ...]]
     clip_grad: float
     settings: Any
@@ -87,10 +82,12 @@ class StatefulOptimizer(EngineOptimizer):
     _param_sync: ParamSync
     _grad_sync: GradSync | EagerGradSync
     _prepared: PreparedLoad | None = None
+    _point: unfinished.Point | None = None
+    """During a save, where in a step all ranks are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._parking = Parking()
+        self._parking, self.progress, self.interrupted = Parking(), unfinished.Progress(), Interrupted()
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -112,11 +109,15 @@ class StatefulOptimizer(EngineOptimizer):
 
         Where masters are the model's parameters, and averaged gradients the gradient buffer, they go with those. Saving
         brings everything back by itself; for anything else, :meth:`reload_states` comes first.
+
+        Raises:
+            LayerwiseError: on every rank, if the host of any rank has no such memory left; nothing has moved then.
         """
         self._param_sync.finish()
-        for kind, tensors in self._memory().items():
-            if include is None or kind in include:
-                self._parking.park(kind.value, tensors, pin_memory=pin_memory)
+        with comm.Alike(None):
+            room = self._parking.find_room({kind.value: tensors for kind, tensors in self._memory().items()
+                                            if include is None or kind in include}, pin_memory=pin_memory)
+        self._parking.park(room)
         if OffloadStateTypeEnum.lp_params.value in self._parking.kinds:
             for param in self._params.values():
                 # Whoever uses it meets an error of its shape.
@@ -124,8 +125,13 @@ class StatefulOptimizer(EngineOptimizer):
         get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` has moved."""
-        self._parking.unpark()
+        """Bring back what :meth:`offload_states` has moved.
+
+        Raises:
+            LayerwiseError: on every rank, if the device of any rank has no memory for it.
+        """
+        with comm.Alike(None):
+            self._parking.unpark()
         for name, param in self._params.items():
             if not param.numel():
                 param.data = self._values.param(name).view(self._shapes[name])
@@ -159,10 +165,11 @@ class StatefulOptimizer(EngineOptimizer):
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         return Header(
-            step=self.step_count,
+            step=self.step_count, repeats=(self._point or self._point_now()).dropped,
             shapes={name: shape for name, shape in self._saved_shapes.items() if name not in self._saved_elsewhere},
             rules=self._owned.rule_records(self._placed_elsewhere), dtypes=self.layout.dtypes,
-            param_groups=[{k: v for k, v in group.items() if k != "params"} for group in self.param_groups])
+            param_groups=resumed_groups.described(self.param_groups),
+            configured=resumed_groups.described(self.optimizer.configured))
 
     def state_dict(self) -> dict[str, Any]:
         """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see :mod:`.checkpoint.regular`.
@@ -170,6 +177,13 @@ class StatefulOptimizer(EngineOptimizer):
         Tensors are views into live memory: save or copy them before the next step.
         """
         self.check_not_offloaded()
+        self.interrupted.check()
+        for index in range(len(self.layout.buckets)):
+            # Weights that were written since the last step are in the model's file, which this has to go with.
+            self._owned.follow_values(index)
+        point = self._point or self._point_now()
+        accumulated = unfinished.to_record(point, self._grad_sync, engine=self._engine(), owned=self._owned,
+                                           settings=self.settings)
         return {
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -177,22 +191,43 @@ class StatefulOptimizer(EngineOptimizer):
             CLIP_GRAD: self.clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self._owned.record(), self.header(), self.settings.num_parts, self._accumulated()),
+            **regular.to_state_dict(self._owned.record(), self.header(), self.settings.num_parts, accumulated),
         }
 
-    def _accumulated(self) -> dict[str, Any] | None:
-        gradients = self._grad_sync.accumulated()
-        if not gradients:
-            if self._grad_sync.finished:
-                logger.warning("ds_layerwise: saved between backward and step: the gradients of this step are not in "
-                               "the checkpoint, and a resumed run repeats the step")
-            return None
+    def exit_backward(self) -> None:
+        """Leave a backward pass, which counts if it had gradients; see :mod:`.unfinished`."""
         engine = self._engine()
-        gas = engine.gradient_accumulation_steps()
-        starts = {p.name: p.param_start for p in self._owned.record().pieces} if self.settings.stage == 2 else {}
-        return {"micro_batches": engine.micro_steps % gas, "of": gas, "starts": starts,
-                "divide_by": self.settings.divide_by,
-                "gradients": {self._owned.saved_as[name]: regular.alone(values) for name, values in gradients.items()}}
+        # A rank whose loss reaches no parameter of ours has a part in the pass of the others.
+        counts = self._hooks_fired_this_backward or engine._running_engine_backward
+        super().exit_backward()
+        if counts and not self._backward_active_depth:
+            self.progress.pass_ended(engine)
+
+    def agree_on_point(self) -> None:
+        """Before a save: find out where in a step all ranks are. :meth:`forget_point` ends it.
+
+        Raises:
+            LayerwiseError: on every rank, if one is inside an update, or they are not at the same step.
+        """
+        engine = self._engine()
+        with comm.Alike(None):
+            point = self._point_now()
+            # What cannot be read back is found before anything is written.
+            self.header()
+        self._point = unfinished.agree(point, (engine.global_steps, self.step_count))
+        if self._point.dropped and comm.rank_of(None) == 0:
+            logger.warning(f"ds_layerwise: saved {self._point.dropped}: the gradients of this step are not in the "
+                           "checkpoint, and a resumed run repeats the step")
+
+    def forget_point(self) -> None:
+        """After a save."""
+        self._point = None
+
+    def _point_now(self) -> unfinished.Point:
+        is_whole = not (self._backward_active_depth or self._hooks_fired_this_backward
+                        or self._grad_sync.is_reducing)
+        return self.progress.where(self._engine(), is_whole=is_whole, is_reduced=self._grad_sync.finished,
+                                   is_pipeline=pipeline.is_pipeline(self._module))
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -235,7 +270,10 @@ class StatefulOptimizer(EngineOptimizer):
                                  rename=self.config.rename, strict=strict) if universal else {}
             prepared = PreparedLoad(
                 folder, saved.header, plan, states, masters, universal, others,
-                self._accumulated_in(opened) if states and isinstance(opened, RegularCheckpoint) else None)
+                unfinished.from_records(
+                    opened, engine=self._engine(), owned=self._owned, settings=self.settings, rank=self.rank,
+                    world_size=self.world_size, rename=self.config.rename, names=self._saved_shapes,
+                ) if states and isinstance(opened, RegularCheckpoint) else None)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
         if not isinstance(opened, UniversalCheckpoint):
@@ -259,33 +297,6 @@ class StatefulOptimizer(EngineOptimizer):
                                  f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                                  "layerwise.rename, or load what fits with load_module_strict=False")
 
-    def _accumulated_in(self, saved: RegularCheckpoint) -> Accumulated | None:
-        first = saved.ours["accumulated"]
-        if first is None:
-            return None
-        # Owners need their part of everything; at stage 1 each rank stands in for some of those that saved.
-        ranks = range(saved.world_size) if self.settings.stage == 2 else range(self.rank, saved.world_size,
-                                                                               self.world_size)
-        found = [entry for rank in ranks if (entry := saved.accumulated(rank)) is not None]
-        engine = self._engine()
-        gas = engine.gradient_accumulation_steps()
-        if first["of"] != gas:
-            raise LayerwiseError(f"the checkpoint was saved after {first['micro_batches']} of {first['of']} "
-                                 f"micro-batches of a step, and this run accumulates {gas}; resume with "
-                                 f"gradient_accumulation_steps {first['of']}")
-        scale = self.settings.divide_by / first["divide_by"]
-        renamed = new_names(saved.header.shapes, self.config.rename)
-        known = {saved: name for name, saved in self._owned.saved_as.items()}
-        gradients = [(renamed[name], entry["starts"].get(name, 0), values)
-                     for entry in found for name, values in entry["gradients"].items()]
-        if self.settings.stage == 1 and (foreign := {name for name, *_ in gradients if name in self._saved_shapes}
-                                         - known.keys()):
-            raise LayerwiseError(f"the checkpoint was saved within a step on {saved.world_size} ranks, and what rank "
-                                 f"{self.rank} would go on with has gradients of {min(foreign)}, an expert of another "
-                                 "rank; load it on as many ranks, or load one that was saved between two steps")
-        return Accumulated(first["micro_batches"], [(known[name], start, values) for name, start, values in gradients
-                                                    if name in known], scale)
-
     @torch.no_grad()
     def finish_load(self) -> None:
         """Take over what :meth:`prepare_load` found. The engine has loaded the model in between, or, from a universal
@@ -305,34 +316,34 @@ class StatefulOptimizer(EngineOptimizer):
         for name, value in prepared.others.items():
             held[name].copy_(value.view(held[name].shape))
         if prepared.states:
-            self._take_over(prepared.header)
-        self._resume_step(prepared.accumulated)
+            self._take_over(prepared)
+            self.interrupted.forget()
+        self.zero_grad()
+        unfinished.resume(prepared.accumulated, engine=self._engine(), progress=self.progress,
+                          grad_sync=self._grad_sync, scale_before=getattr(prepared.header.loss_scaler, "loss_scale", 1),
+                          scale_now=self.loss_scaler.loss_scale)
         if prepared.masters and not prepared.universal and (
                 prepared.header.dtypes != self.layout.dtypes or self._saved_elsewhere):
             # The engine has loaded weights that were rounded to another dtype, or none of what other stages save.
             self.update_lp_params()
         self._report(prepared)
 
-    def _take_over(self, header: Header) -> None:
+    def _take_over(self, prepared: PreparedLoad) -> None:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""
+        header, engine = prepared.header, self._engine()
         self.step_count, self.overflow = header.step, header.overflow
-        for group, values in zip(self.param_groups, header.param_groups or (), strict=False):
-            group.update(values)
+        goes_on = (getattr(engine, "_layerwise_wants_scheduler", False)
+                   and type(engine.lr_scheduler).__module__ != lr_schedules.__name__)
+        lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
+                                         scheduler=engine.lr_scheduler, goes_on=goes_on)
+        if comm.rank_of(None) == 0:
+            for line in lines:
+                announce(f"ds_layerwise: {line}")
         # A scale that another dtype needed says nothing about this one.
         scaler = header.loss_scaler
         both_half = "float16" in self.layout.dtypes and "float16" in (header.dtypes or ())
         if scaler is not None and scaler.dynamic == self.loss_scaler.dynamic and (both_half or scaler.dynamic):
             self.loss_scaler = scaler
-
-    def _resume_step(self, accumulated: Accumulated | None) -> None:
-        self.zero_grad()
-        engine = self._engine()
-        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-        if accumulated is None:
-            return
-        engine.micro_steps += accumulated.micro_batches
-        for name, start, values in accumulated.gradients:
-            self._grad_sync.restore(name, start, values * accumulated.scale if accumulated.scale != 1 else values)
 
     def _report(self, prepared: PreparedLoad) -> None:
         """Say once, for all ranks, what could not be taken over."""
@@ -340,12 +351,20 @@ class StatefulOptimizer(EngineOptimizer):
         for reasons in comm.gather_objects(prepared.plan.reasons, group=self.dp_process_group):
             everywhere.update(reasons)
         self.fresh_states = everywhere
+        if self.rank == 0 and prepared.states and prepared.header.repeats:
+            announce(f"ds_layerwise: {prepared.folder} was saved {prepared.header.repeats}: the gradients of that step "
+                     "are not in it, and training goes on with the first micro-batch of that step")
+        step, engine = prepared.accumulated, self._engine()
+        counted = engine.micro_steps % engine.gradient_accumulation_steps()
+        if self.rank == 0 and step and step.passes and step.passes != counted:
+            announce(f"ds_layerwise: {prepared.folder} has the gradients of {step.passes} backward passes of a step, "
+                     f"of which engine.micro_steps counts {counted}; go on with the pass after those")
         if self.rank or not everywhere:
             return
         counts = ", ".join(f"{count} x {why}" for why, count in sorted(Counter(everywhere.values()).items()))
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
-        print(f"ds_layerwise: {len(everywhere)} of {len(self.specs)} parameters do not go on from the optimizer state "
-              f"in {prepared.folder}: {counts}", flush=True)
+        announce(f"ds_layerwise: {len(everywhere)} of {len(self.specs)} parameters do not go on from the optimizer "
+                 f"state in {prepared.folder}: {counts}")
         for name, why in everywhere.items():
             logger.debug(f"ds_layerwise: {name}: {why}")
 
@@ -372,6 +391,6 @@ class StatefulOptimizer(EngineOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
         self._grad_sync.reset()
-        self._deferred = 0
+        self.progress.restart()
         for param in self._params.values():
             param.grad = None

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 import ds_layerwise
+from ds_layerwise.run import leave
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -112,3 +113,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -2,7 +2,8 @@
 
     deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config ds_configs/quickstart.json
 
-What is particular to ds_layerwise is one line, ``ds_layerwise.register()``; the rest is any DeepSpeed script.
+What is particular to ds_layerwise is one line, ``ds_layerwise.register()``; the rest is any DeepSpeed script, which
+``leave`` ends as ``ds_layerwise.run`` would.
 Into --out go metrics.csv, summary.json, loss.png and checkpoint/.
 """
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import ds_layerwise
+from ds_layerwise.run import leave
 
 DEFAULT_STEPS = 200
 LOG_EVERY = 10
@@ -257,3 +259,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

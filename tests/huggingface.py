@@ -15,7 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ds_layerwise
 from tests.reference import train
 
-AUTO = json.loads((Path(__file__).parents[1] / "ds_configs" / "hf_auto.json").read_text())
+AUTO, FINE_TUNE = (json.loads((Path(__file__).parents[1] / "ds_configs" / f"{name}.json").read_text())
+                   for name in ("hf_auto", "hf_finetune"))
 
 WIDTH, VOCAB, LENGTH = 32, 64, 16
 
@@ -51,9 +52,9 @@ class Tokens(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def config(*, stage=1, params=None, **changes):
-    """``hf_auto.json`` with another stage, other ``optimizer.params`` and other top-level sections."""
-    changed = {**copy.deepcopy(AUTO), **changes}
+def config(*, stage=1, params=None, base=AUTO, **changes):
+    """``base`` with another stage, other ``optimizer.params`` and other top-level sections."""
+    changed = {**copy.deepcopy(base), **changes}
     changed["zero_optimization"]["stage"] = stage
     changed["optimizer"]["params"].update(params or {})
     return changed

@@ -34,7 +34,8 @@ class Adam:
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""
-        return {**{key: torch.zeros_like(param) for key in self.state_keys}, "step": torch.zeros(())}
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        return {**{key: torch.zeros_like(param) for key in self.state_keys}, "step": step}
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config import NsDtype, NsMethod, ScaleMode, TpMode
+from ds_layerwise.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, compute_dtype, newton_schulz
@@ -58,6 +59,15 @@ class Muon:
     def init_state(self, param: Tensor) -> State:
         """A momentum of zeros."""
         return {"momentum_buffer": torch.zeros_like(param)}
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a device that has no products in ``ns_dtype``.
+
+        Raises:
+            ConfigError: see :func:`.devices.require`.
+        """
+        require(compute_dtype(self.ns_dtype, self.ns_method, device), device, key="optimizer.params.ns_dtype",
+                value=self.ns_dtype)
 
     def of_shards(self, axis: Axis, peers: Peers) -> Muon:
         """The same for matrices of which this rank has a part."""

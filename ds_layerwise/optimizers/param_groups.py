@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import OptimizerConfig, check_hyper
+from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, flag, plain
 from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.placement import Route
 
 #: What every group says once it is built.
 HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
 
 #: What a user's group may say. ``muon_lr`` and ``adam_lr`` become the two ratios.
-GROUP_KEYS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps")
+GROUP_KEYS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "use_muon")
+
+#: Switches in the groups of torch's optimizers that would change what an update does, and what they say by default.
+_OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
+    "amsgrad": (False, ), "maximize": (False, ), "differentiable": (False, ), "dampening": (0, ),
+    "decoupled_weight_decay": (True, ), "correct_bias": (True, ), "bias_correction": (True, ), "adjust_lr_fn": (None, ),
+    "optimizer": (None, ), "max_grad_norm": (None, 0), "torch_adam": (True, ), "adam_w_mode": (True, ),
+    "fp32_optimizer_states": (True, )}
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
@@ -29,10 +38,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them; a group's own ``lr`` replaces ``muon_lr`` and ``adam_lr`` for it, as
-            in stock DeepSpeed, unless the group gives those too. Keys that mean nothing here are carried along.
+            in stock DeepSpeed, unless the group gives those too; a group with matrices has to give ``muon_lr``, or
+            ``use_muon``, which sends its parameters to one of the two. Keys that mean nothing here are carried along.
 
     Raises:
-        ConfigError: a group's value is out of bounds, or a key is nearly one that is known.
+        ConfigError: a group's value is out of bounds, a key is nearly one that is known, or one that holds for the
+            whole run and says something else there.
     """
 
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
@@ -49,6 +60,28 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             "eps": config.eps, "matrix_lr_ratio": config.matrix_lr_ratio, "scalar_lr_ratio": config.scalar_lr_ratio,
         })
         self._built = tuple(self.param_groups)
+        self.built_with = tuple({key: group[key] for key in HYPER_KEYS} for group in self.param_groups)
+        """What config and script have given each group, whatever schedules or a checkpoint make of it."""
+        self.configured = [dict(group) for group in self.built_with]
+        """The same of the run that this one goes on from, as far as that has won."""
+        # Groups whose lr would be Muon's, too, though nobody said so.
+        self._one_rate_for_both = {} if config.scale_mode == "match_rms_adamw" else {
+            i: item["lr"] for i, item in enumerate(item for item in items if isinstance(item, dict))
+            if "lr" in item and "muon_lr" not in item and "use_muon" not in item}
+
+    def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
+        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``.
+
+        Raises:
+            ConfigError: unless ``scale_mode`` is "match_rms_adamw", with which one rate is right for both.
+        """
+        for route in routes.values():
+            if route.optimizer == "matrix" and route.group in self._one_rate_for_both:
+                lr = self._one_rate_for_both[route.group]
+                raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
+                                  f"matrices ({route.name}), and Muon's rate is far from AdamW's: give the group "
+                                  f"muon_lr, such as {DEFAULT_MUON_LR}, or set optimizer.params.scale_mode to "
+                                  "'match_rms_adamw', with which lr is right for both")
 
     def restore_groups(self) -> None:
         """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers count on theirs."""
@@ -84,11 +117,36 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._stepping = False
 
 
+_FOR_THE_RUN = {f.name for f in fields(OptimizerConfig)} - set(GROUP_KEYS)
+
+
+def _require_as_the_run(where: str, key: str, value: object, config: OptimizerConfig) -> None:
+    """Refuse a key that no group has for itself, unless it says what happens anyway.
+
+    Raises:
+        ConfigError: names both values and the way out.
+    """
+    if key in _FOR_THE_RUN and isinstance(value, list):
+        value = tuple(tuple(row) if isinstance(row, list) else row for row in value)
+    held = (getattr(config, key), ) if key in _FOR_THE_RUN else _OF_OTHER_OPTIMIZERS[key]
+    if value is None or value in held:
+        return
+    if key == "optimizer":
+        raise ConfigError(f"{where}.optimizer is {value!r}, and groups have no such key; set use_muon to true or false")
+    way_out = f"set optimizer.params.{key}" if key in _FOR_THE_RUN else "this optimizer has no such switch; remove it"
+    raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot change; "
+                      f"{way_out}")
+
+
 def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
     checked = dict(group)
     for key in group:
-        if key in GROUP_KEYS:
+        if key == "use_muon":
+            checked[key] = flag(f"{where}.{key}", group[key])
+        elif key in GROUP_KEYS:
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
+        elif key in _FOR_THE_RUN or key in _OF_OTHER_OPTIMIZERS:
+            _require_as_the_run(where, key, plain(group[key]), config)
         elif close := difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8):
             raise ConfigError(f"{where}.{key} is not an option; did you mean '{close[0]}'?")
     lr = checked.get("lr")

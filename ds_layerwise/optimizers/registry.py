@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
@@ -27,6 +29,15 @@ def matrix_rule(config: OptimizerConfig) -> Muon:
     return Muon(ns_coefficients=rows, ns_method=config.ns_method, ns_dtype=ns_dtype, nesterov=config.nesterov,
                 scale_mode=config.scale_mode, extra_scale_factor=config.extra_scale_factor,
                 tp_mode=config.muon_tp_mode)
+
+
+def check_device(config: OptimizerConfig, device: torch.device) -> None:
+    """Refuse a device that cannot do what ``config`` asks for.
+
+    Raises:
+        ConfigError: it has no products in ``ns_dtype``.
+    """
+    matrix_rule(config).check(device)
 
 
 def scalar_rule(config: OptimizerConfig) -> UpdateRule:

@@ -175,7 +175,7 @@ def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tenso
 
 def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     """Q with X_k = Q X_0: a polynomial in the Gram matrix of X_0, so all that is multiplied here commutes."""
-    q = torch.empty(0)
+    q = gram
     for step, (a, b, c) in enumerate(coefficients):
         z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         if step == 0:

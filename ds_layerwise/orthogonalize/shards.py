@@ -67,6 +67,9 @@ def newton_schulz_of_shards(shards: Tensor, coefficients: Coefficients, *, axis:
 def _normalised(shards: Tensor, peers: Peers) -> Tensor:
     """Parts of matrices of Frobenius norm 1, or 0, float32."""
     x, norm, peak = to_peak_1(shards)
-    # Float64 holds the square of any float32, so that one sum over the ranks is enough.
-    whole_norm = peers.sum_((norm.double() * peak).square_()).sqrt_()
-    return x.mul_((peak / torch.where(whole_norm > 0, whole_norm, 1)).float())
+    norms, peaks = peers.gather(torch.cat([norm, peak], dim=-1)).chunk(2, dim=-1)
+    # Of the whole matrices, as a multiple of their largest entry: no square leaves float32.
+    whole_peak = peaks.amax(0)
+    shrunk_by = torch.where(whole_peak > 0, whole_peak, 1)
+    whole_norm = (norms * (peaks / shrunk_by)).square_().sum(0).sqrt_()
+    return x.mul_(peak / shrunk_by / torch.where(whole_norm > 0, whole_norm, 1))

@@ -48,7 +48,7 @@ from ds_layerwise import cli
 OURS, STOCK = "LayerWiseMuon", "stock AdamW"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     # One step of Newton-Schulz is enough to make states that are not zero.
-    OURS: {"type": "LayerWiseMuon", "params": {"lr": 0.01, "ns_steps": 1}},
+    OURS: {"type": "LayerWiseMuon", "params": {"muon_lr": 0.01, "adam_lr": 0.01, "ns_steps": 1}},
     STOCK: {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
 }
 TAG = "saved"

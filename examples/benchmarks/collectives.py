@@ -118,7 +118,7 @@ def count_step(optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps:
 
 
 OPTIMIZERS = {
-    "LayerWiseMuon": {"type": "LayerWiseMuon", "params": {"lr": 0.01}},
+    "LayerWiseMuon": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.01, "adam_lr": 0.01}},
     "stock Muon": {"type": "Muon", "params": {"lr": 0.01, "torch_adam": True}},
 }
 
@@ -137,6 +137,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
             with open(f"{folder}/rows", "a") as rows:
                 rows.write(f"| {size} | {name} | {total} | {total / numel:.3f} | {2 * (size - 1) / size:.3f} | "
                            f"{3 * (size - 1) / size:.3f} | {kinds} |\n")
+    dist.destroy_process_group()
 
 
 def main() -> None:

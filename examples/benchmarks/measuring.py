@@ -109,6 +109,7 @@ def _rank(rank: int, size: int, folder: str, watched: Any, work: Callable[[Any],
                           init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
     work(watched)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def watch(processes: Sequence[BaseProcess], watched: Any) -> Samples:

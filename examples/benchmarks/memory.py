@@ -64,7 +64,7 @@ class Job:
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
             "bf16": {"enabled": self.bf16},
             # One step of Newton-Schulz costs least, and memory is the same for any number.
-            "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 0.01, "ns_steps": 1}},
+            "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.01, "adam_lr": 0.01, "ns_steps": 1}},
             "zero_optimization": {"stage": self.stage, "reduce_bucket_size": self.bucket_numel, "overlap_comm": True},
         }
 

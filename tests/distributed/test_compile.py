@@ -98,3 +98,15 @@ class TestCompiled(DistributedTest):
             assert torch.equal(weights(other.module), weights(engine.module))
             assert not other.optimizer.fresh_states
         assert torch.equal(train(other), train(engine))
+
+    def test_a_compiled_reader_of_what_is_under_way(self):
+        counter = new_counter()
+        engine = start(Layers(), ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True}))
+        weight, sync = engine.module.head.weight, engine.optimizer._param_sync
+        read = torch.compile(lambda: weight.square().sum() + weight.norm(), backend=counter)
+        for _ in range(STEPS):
+            engine.backward(engine(torch.randint(0, 7, (4, ))))
+            engine.step()
+            found = read()
+            assert not {engine.optimizer.layout.bucket_of("head.weight").index} & sync._pending.keys()
+            assert found == weight.square().sum() + weight.norm()

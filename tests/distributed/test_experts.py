@@ -78,7 +78,8 @@ def part_of(whole, ep_size):
 
 
 def recipe(module, **kwargs):
-    return Recipe(matrices={n: (1, *p.shape) for n, p in trainable(module).items() if p.dim() == 2},
+    return Recipe(matrices={n: (1, *p.shape) for n, p in trainable(module).items()
+                            if p.dim() == 2 and n != "last.weight"},
                   world_size=dist.get_world_size(), muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, **kwargs)
 
 
@@ -141,7 +142,7 @@ class TestExperts(DistributedTest):
                             grad = wanted.grads[saved].flatten()[first:first + values.numel()]
                             assert torch.equal(values, grad), saved
                     engine.step()
-                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-12)
+                assert engine.get_global_grad_norm() == torch.tensor(wanted.norm, dtype=torch.float32)
             assert_weights(engine.module.inner, reference.params, ep_size)
             engine.destroy()
 

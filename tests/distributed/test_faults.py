@@ -259,7 +259,7 @@ pathlib.Path(sys.argv[-1], f"{rank}.pid").write_text(str(os.getpid()))
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
     "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "steps_per_print": 10**9,
-    "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 0.01}}})
+    "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.01, "adam_lr": 0.01}}})
 for step in range(10**6):
     engine.backward(engine(torch.ones(1, 8)).sum())
     if rank == 1 and step == 2:

@@ -206,13 +206,21 @@ def test_a_skipped_distributed_test_fails_the_session(session, tmp_path):
         assert run_pytest(tmp_path / "test_bad.py", "-k", selected).returncode == code
 
 
+#: Like DeepSpeed's, it uses what pytest calls deprecated, which our setup.cfg makes an error.
 CHECKOUT = '''
 import os
 import pytest
+from _pytest.fixtures import FixtureFunctionMarker
+class DistributedFixture:
+    _pytestfixturefunction = FixtureFunctionMarker(scope="function", params=None)
 class DistributedTest:
     is_dist_test = True
+    @pytest.fixture(autouse=True, scope="class")
+    def class_tmpdir(self, tmpdir_factory):
+        return tmpdir_factory.mktemp(self.__class__.__name__)
     def __call__(self, request):
         assert int(os.environ["LOCAL_SIZE"]) >= 16
+        (request.getfixturevalue("class_tmpdir") / "file").write_text("in a pathlib.Path")
         print("launched", request.function.__name__)
 '''
 

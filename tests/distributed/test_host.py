@@ -4,6 +4,7 @@ On a CPU the two are one memory; what is the host's has storages of its own all 
 device memory and back, and that memory is overwritten with NaN once it has been copied back.
 """
 
+import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
@@ -12,7 +13,7 @@ from deepspeed.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_s
 
 from ds_layerwise import offload
 from ds_layerwise.cost import memory_bytes, pieces_on_host
-from ds_layerwise.errors import StepError
+from ds_layerwise.errors import LayerwiseError, StepError
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.reference import train
@@ -181,12 +182,43 @@ class TestMemory(DistributedTest):
     def test_page_locked_only_if_asked(self, monkeypatch):
         pinned = []
         accelerator = offload.get_accelerator()
-        monkeypatch.setattr(type(accelerator), "pin_memory", lambda self, t, **_: (pinned.append(t.data_ptr()), t)[1])
+
+        def pin(self, *size, **options):
+            pinned.append(size[0] if torch.is_tensor(size[0]) else torch.empty(*size, **options))
+            return pinned[-1]
+
+        for name in ("pin_memory", "pin_empty"):
+            monkeypatch.setattr(type(accelerator), name, pin, raising=False)
         for wanted in (True, False):
             engine = start(Net(), config(1, pin_memory=wanted))
             homes = [t.data_ptr() for t in engine.optimizer._owned.host.tensors]
-            assert homes and pinned == (homes if wanted else [])
+            assert homes and [t.data_ptr() for t in pinned] == (homes if wanted else [])
             pinned.clear()
+
+    @pytest.mark.parametrize("known_as", ["pin_empty", "pin_memory"])
+    @pytest.mark.world_size(2)
+    def test_page_locked_memory_that_one_rank_cannot_have(self, known_as, monkeypatch):
+        accelerator, rank = type(offload.get_accelerator()), dist.get_rank()
+
+        def refuse(self, *args, **kwargs):
+            raise RuntimeError("CUDA error: out of memory")
+
+        if known_as == "pin_memory":  # the oldest release has nothing else
+            for base in accelerator.__mro__:
+                if "pin_empty" in vars(base):
+                    monkeypatch.delattr(base, "pin_empty")
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(accelerator, known_as, refuse, raising=False)
+            message = (r"[\d,]+ bytes of page-locked host memory cannot be had: CUDA error: out of memory; set "
+                       "pin_memory: false .* or raise the limit")
+            with pytest.raises(LayerwiseError, match=message if rank == 1 else f"rank 1 failed: .*{message}"):
+                start(Net(), config(1, pin_memory=True))
+            engine = start(Net(), config(1, pin_memory=False))
+        plain = start(Net(), config())
+        for each in (engine, plain):
+            train_engine(each, 2)
+        assert torch.equal(weights(engine.module), weights(plain.module))
 
     def test_what_may_stand_beside_it(self):
         plain, old = start(Net(), config()), config()

@@ -1,11 +1,13 @@
 """``engine.offload_states`` and ``reload_states``: what is away takes no memory, and comes back as it was."""
 
+import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_fp32_param
 
-from ds_layerwise.errors import StepError
+from ds_layerwise import offload
+from ds_layerwise.errors import LayerwiseError, StepError
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
@@ -78,3 +80,56 @@ class TestOffload(DistributedTest):
         for each in (engine, plain):
             train_engine(each, 1, first=2)
         assert_equal_states(whole_states(engine), whole_states(plain))
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_a_host_without_memory_on_one_rank_leaves_all_where_it_was(self, precision, monkeypatch):
+        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        engine, plain = (start(Net(), ds_config(**sections)) for _ in range(2))
+        for each in (engine, plain):
+            train_engine(each, 1)
+        before, had = memory(engine), []
+
+        def last_one_is_refused(numel, dtype, *, pin_memory):
+            if len(had) == 2:
+                raise LayerwiseError("no host memory")
+            had.append(numel)
+            return torch.empty(numel, dtype=dtype)
+
+        with monkeypatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(offload, "host_memory", last_one_is_refused)
+            with pytest.raises(LayerwiseError, match="^no host memory" if dist.get_rank() else
+                               "rank 1 failed: LayerwiseError: no host memory"):
+                engine.offload_states()
+        assert memory(engine) == before and not engine.optimizer._parking.kinds
+        for each in (engine, plain):
+            train_engine(each, 1, first=1)
+        assert_equal_states(whole_states(engine), whole_states(plain))
+        assert torch.equal(weights(engine.module), weights(plain.module))
+
+    @pytest.mark.world_size(2)
+    def test_a_device_without_memory_on_one_rank_can_go_on_later(self, monkeypatch):
+        engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
+        for each in (engine, plain):
+            train_engine(each, 1)
+        before, filled, fill = memory(engine), [], offload._bytes
+        engine.offload_states()
+
+        def second_one_is_refused(storage, device):
+            if len(filled) == 1:
+                raise torch.OutOfMemoryError("device full")
+            filled.append(storage)
+            return fill(storage, device)
+
+        with monkeypatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(offload, "_bytes", second_one_is_refused)
+            with pytest.raises(torch.OutOfMemoryError if dist.get_rank() else LayerwiseError, match="device full"):
+                engine.reload_states()
+        engine.reload_states()
+        assert memory(engine) == before
+        for each in (engine, plain):
+            train_engine(each, 1, first=1)
+        assert_equal_states(whole_states(engine), whole_states(plain))
+        assert torch.equal(weights(engine.module), weights(plain.module))

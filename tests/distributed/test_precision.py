@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_layerwise import LayerWiseZeroOptimizer
-from tests.harness import DistributedTest
+from tests.harness import DistributedTest, device
 from tests.reference import LossScale, train, trainable
 from tests.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
                             relative_error, start, train_engine, whole_gradients)
@@ -114,8 +114,14 @@ class TestNorm(DistributedTest):
         """As torch.nn.utils.clip_grad_norm_ does: 1e-6 more in the denominator."""
         engine = start(Net(), ds_config(clip=1e-6))
         engine.backward(engine((0, 0, dist.get_rank())) * 2**-28)
-        factor, norm = engine.optimizer._clip_factor(), engine.optimizer._global_grad_norm
+        factor, norm = engine.optimizer._prepare_update()[0], float(engine.optimizer._global_grad_norm)
         assert norm < 1e-5 and factor == pytest.approx(1e-6 / (norm + 1e-6))
+
+    def test_it_is_a_tensor_as_stock_has_it(self):
+        engine = start(Net(), ds_config(clip=1.0))
+        train_engine(engine, 1)
+        norm = engine.get_global_grad_norm()
+        assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, device().type)
 
     def test_no_finite_gradient_overflows_it(self):
         engine = start(Net(), ds_config(clip=1.0))

@@ -1,6 +1,7 @@
 """DeepSpeed's functions to look at and to change masters, states and gradients."""
 
 import copy
+from contextlib import nullcontext
 
 import deepspeed.comm as dist
 import pytest
@@ -65,6 +66,39 @@ class TestStateAccess(DistributedTest):
         engine.step()
         with pytest.raises(StepError, match="averaged gradients are there between the backward pass"):
             safe_get_full_grad(module.experts)
+
+    @pytest.mark.world_size(3)
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    @pytest.mark.parametrize("within", ["no_sync", "accumulation"])
+    def test_before_the_reduction_it_is_this_ranks_own_sum_as_with_stock(self, within, precision):
+        """On one rank alone, too: nothing is sent. What is set counts, also for a parameter without a gradient."""
+        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        engine = self.engine(1, precision, gas=1 if within == "no_sync" else 3)
+        config = ds_config(gas=engine.gradient_accumulation_steps(), overlap=False, **sections,
+                           optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
+        del config["layerwise"]
+        module = Net(odd=True)
+        module.transposed = torch.nn.Parameter(module.transposed.detach().contiguous())
+        stock = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+        for each in (engine, stock):
+            for micro in range(2):
+                with each.no_sync() if within == "no_sync" else nullcontext():
+                    each.backward(each((0, micro, dist.get_rank())))
+                if within == "accumulation":
+                    each.step()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for name, p in self.trained(stock).items():
+                found = safe_get_full_grad(engine.module.get_parameter(name))
+                # Stock has no answer where there is no gradient.
+                expected = torch.zeros_like(p) if name.startswith("unused") else safe_get_full_grad(p)
+                assert torch.equal(found, expected) and found.dtype == expected.dtype, name
+        for name, p in self.trained(engine).items():
+            safe_set_full_grad(p, torch.full_like(p, dist.get_rank() + 1.0))
+            assert (safe_get_full_grad(p) == dist.get_rank() + 1).all()
+        last = engine((0, 2, dist.get_rank())) * 0
+        engine.backward(last)
+        for name, value in whole_gradients(engine).items():
+            assert (value == sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()).all(), name
 
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("gas", [1, 2])

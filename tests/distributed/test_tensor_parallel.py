@@ -95,8 +95,8 @@ class TestExactly(DistributedTest):
                 assert torch.equal(values, wanted), name
             engine.step()
             # Squares of halves add up exactly.
-            assert engine.get_global_grad_norm() == math.sqrt(sum(float(g.double().square().sum()) for g in
-                                                                  mean.values()))
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in mean.values()))
+            assert engine.get_global_grad_norm() == torch.tensor(norm, dtype=torch.float32)
 
     def test_blockwise_is_the_oracle_on_parts(self):
         mpu = Mpu(2)
@@ -255,6 +255,21 @@ class TestAutoTp(DistributedTest):
             engine.destroy()
         if dist.get_rank() < 2:
             torch.save(saved, class_tmpdir / f"expected_{dist.get_rank()}.pt")
+
+    @pytest.mark.world_size(2)
+    def test_an_mpu_with_the_same_groups_changes_nothing(self):
+        ids, results = torch.arange(16).view(2, 8), []
+        for mpu in (None, Mpu(2)):
+            module = llama()
+            engine = start(module, ds_config(clip=0.5, tensor_parallel={"autotp_size": 2}), mpu=mpu)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            results.append((engine.get_global_grad_norm(), {name: p.detach().clone() for name, p in
+                                                            module.named_parameters()}))
+            engine.destroy()
+        assert results[0][0] == results[1][0]
+        for name, value in results[0][1].items():
+            assert torch.equal(value, results[1][1][name]), name
 
     @pytest.mark.world_size(2)
     def test_deepspeeds_converter_puts_the_parts_together(self, class_tmpdir):

@@ -1,12 +1,10 @@
 """The whole engine against the oracle: gradients bit for bit, norms, weights and states by value."""
 
-import copy
 import time
 
 import deepspeed.comm as dist
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -278,7 +276,8 @@ class TestOverlapWithForward(DistributedTest):
                 assert pending == set(range(len(engine.optimizer.layout.buckets)))
                 if step == 4:
                     module.inner.head(torch.zeros(1, 16))
-                    assert not engine.optimizer._param_sync._pending
+                    assert pending - engine.optimizer._param_sync._pending.keys() == {
+                        engine.optimizer.layout.bucket_of("inner.head.weight").index}
         return torch.stack(losses), engine.module.state_dict()
 
     def test_it_changes_nothing(self):
@@ -338,18 +337,19 @@ class TestOverlapWithBackward(DistributedTest):
         reduce = sync.reduce
 
         def recording():
-            started.append(sync._launched)
+            # How many of those that may have started have done so is a matter of time; the first two wait for nobody.
+            started.append((sync._ready, sync._launched >= 2))
             reduce()
 
         sync.reduce = recording
         every = len(engine.optimizer.layout.buckets)
         for step in range(2):
             engine.backward(engine((step, 0, dist.get_rank())))
-            assert sync._launched == 0 and not started[step:]
+            assert sync._ready == sync._launched == 0 and not started[step:]
             engine.step()
             engine.backward(engine((step, 1, dist.get_rank())))
             engine.step()
-        assert every > 3 and started == [every if overlap else 0] * 2
+        assert every > 3 and started == [(every, True) if overlap else (0, False)] * 2
 
     def test_nothing_starts_inside_no_sync(self):
         engine = start(Net(), ds_config())
@@ -378,8 +378,9 @@ class TestStepOrder(DistributedTest):
         from ds_layerwise.errors import StepError
         engine = start(Net(), ds_config())
         engine.backward(engine((0, 0, dist.get_rank())))
+        engine.backward(engine((0, 1, dist.get_rank())))
         with pytest.raises(StepError, match=r"got a gradient after its bucket \d was reduced"):
-            engine.backward(engine((0, 1, dist.get_rank())))
+            engine.step()
 
     def test_the_basic_optimizer_cannot_be_stepped(self):
         from ds_layerwise.errors import StepError
@@ -396,81 +397,3 @@ class TestStepOrder(DistributedTest):
             engine.destroy()
         for name, (first, values) in seen[0].items():
             assert seen[1][name][0] == first and torch.equal(seen[1][name][1], values)
-
-
-class Reader(nn.Module):
-    """Reads a weight of a module that it does not run, and says whether that was under way."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.first, self.table, self.seldom = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.under_way = lambda: set()
-        self.stale = []
-
-    def forward(self, x, seldom=True):
-        x = self.first(x)
-        self.stale.append(self.under_way() & {"table.weight"})
-        x = F.linear(x, self.table.weight)
-        return (self.seldom(x) if seldom else x).square().mean()
-
-
-class TestWhatIsUnderWay(DistributedTest):
-    world_size = 2
-
-    def engine(self):
-        engine = start(Reader(), ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True}))
-        sync, layout = engine.optimizer._param_sync, engine.optimizer.layout
-        engine.module.under_way = lambda: {s.name for i in sync._pending for s in layout.buckets[i].slots}
-        return engine
-
-    def test_a_weight_that_is_read_without_its_module_has_arrived(self):
-        engine = self.engine()
-        for _ in range(3):
-            engine.backward(engine(torch.randn(2, 8)))
-            engine.step()
-            assert engine.module.under_way()
-        assert not any(engine.module.stale)
-
-    def test_also_when_a_part_of_the_model_ran_first(self):
-        engine = self.engine()
-        engine.backward(engine.module.first(torch.randn(2, 8)).square().mean())
-        engine.step()
-        for _ in range(2):
-            engine.backward(engine(torch.randn(2, 8)))
-            engine.step()
-        assert not any(engine.module.stale)
-
-    def test_an_update_never_writes_to_it(self):
-        engine, written = self.engine(), set()
-        update, sync = engine.optimizer._owned.update, engine.optimizer._param_sync
-
-        def recording(index, *args, **options):
-            written.update({index} & sync._pending.keys())
-            update(index, *args, **options)
-
-        engine.optimizer._owned.update = recording
-        for seldom in (True, False, False):
-            engine.backward(engine(torch.randn(2, 8), seldom))
-            engine.step()
-        assert not written
-
-    def test_a_copy_of_the_model_runs(self):
-        engine = self.engine()
-        x = torch.randn(2, 8)
-        for _ in range(2):
-            engine.backward(engine(x))
-            engine.step()
-        engine.optimizer.wait_for_params()
-        engine.module.under_way = set
-        twin = copy.deepcopy(engine.module)
-        assert torch.equal(twin(x), engine.module(x))
-
-    def test_nothing_after_the_end(self):
-        engine = self.engine()
-        engine.backward(engine(torch.randn(2, 8)))
-        engine.step()
-        optimizer = engine.optimizer
-        engine.destroy()
-        assert not optimizer._param_sync._pending
-        assert_same_on_all_ranks(engine.module)

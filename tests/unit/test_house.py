@@ -14,31 +14,41 @@ PACKAGE = Path(__file__).parents[2] / "ds_layerwise"
 
 #: A module imports only from lower floors. One that is not listed here fails until somebody decides where it lives.
 FLOORS = {
-    "errors": 0,
-    "config": 1, "layout": 1,
-    "cost": 2, "placement": 2,
-    "planner": 3,
-    "forecast": 4, "tensor_cuts": 4,
+    "errors": 0, "ambient": 0,
+    "output": 0,
+    "config": 1, "devices": 1, "layout": 1, "takeover": 1,
+    "cost": 2, "placement": 2, "ds_config": 2, "rates": 2,
+    "planner": 3, "plan_config": 3,
+    "forecast": 4,
+    "listing": 4,
+    "tensor_cuts": 3, "attention_heads": 4,
     "model_shapes": 5, "table": 5,
-    "autocast": 5, "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "checkpoint": 5,
-    "optimizers": 6,
-    "owned": 7, "guard": 7,
+    "as_bytes": 5, "autocast": 5, "routing": 5, "orthogonalize": 5, "buffers": 5, "offload": 5, "side_stream": 5,
+    "checkpoint": 5,
+    "optimizers": 6, "under_way": 6, "writes": 6, "hf_config": 6,
+    "owned": 7, "guard": 7, "interrupted": 7, "dry_run": 7,
+    "host_group": 7,
     "comm": 8,
-    "sync": 9, "state_access": 9, "settings": 9, "tensor_parallel": 9, "pipeline": 9,
+    "agreement": 9, "disks": 9, "sync": 9, "param_sync": 9, "state_access": 9, "settings": 9, "tensor_parallel": 9,
+    "pipeline": 9, "same_weights": 9, "skipped": 9, "own_groups": 9,
     "zero_base": 10,
+    "unfinished": 10, "resumed_groups": 10,
     "zero_state": 11,
     "zero_optimizer": 12,
     "saving": 13, "loading": 13, "sequence_parallel": 13,
+    "registration": 13,
     "engine": 14,
     "cli": 15, "run": 15,
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
-PURE = {"errors", "config", "layout", "cost", "placement", "planner", "forecast", "model_shapes", "table"}
+PURE = {"errors", "output", "config", "ds_config", "rates", "layout", "cost", "placement", "planner", "forecast",
+        "plan_config", "model_shapes", "table", "hf_config", "dry_run", "listing"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "offload", "tensor_parallel", "sequence_parallel", "pipeline", "zero_base",
-                        "zero_state", "zero_optimizer", "checkpoint", "saving", "loading", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"autocast", "comm", "devices", "offload", "side_stream", "tensor_parallel", "sequence_parallel",
+                        "pipeline", "zero_base", "skipped", "zero_state", "zero_optimizer", "checkpoint", "saving",
+                        "loading", "registration", "engine", "run"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -90,6 +100,8 @@ def breaches_of_style(tree: ast.Module) -> list[str]:
             breaches.append(f"line {node.lineno}: assert; raise an error of errors.py")
         if isinstance(node, ast.ExceptHandler) and catches_everything(node):
             breaches.append(f"line {node.lineno}: except that catches everything; name what can go wrong")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            breaches.append(f"line {node.lineno}: print, which not every stdout bears; say it with output.py")
         if isinstance(node, Function):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -147,7 +159,7 @@ def test_deepspeed_is_imported_where_it_may_be(path):
 
 @each_file
 def test_style(path):
-    assert not breaches_of_style(parse(path))
+    assert not [line for line in breaches_of_style(parse(path)) if ": print" not in line or path.name != "output.py"]
 
 
 @each_file
@@ -186,6 +198,8 @@ def test_floors_catch(module, code, caught):
 
 @pytest.mark.parametrize("code, caught", [
     ("assert True", True),
+    ("print(1)", True),
+    ("console.print(1)", False),
     ("try:\n    f()\nexcept:\n    g()", True),
     ("try:\n    f()\nexcept Exception as e:\n    g()", True),
     ("try:\n    f()\nexcept (OSError, BaseException):\n    g()", True),

@@ -132,8 +132,9 @@ def test_per_head_muon_counts_the_heads_of_this_rank():
         num_attention_heads, num_key_value_heads = 4, 2
 
     model = nn.ModuleDict({"q_proj": Model(weight=cut(8, 16, dim=0)), "k_proj": Model(weight=cut(4, 16, dim=0)),
-                           "o_proj": Model(weight=cut(16, 8, dim=1))})
+                           "o_proj": Model(weight=cut(16, 8, dim=1)), "norm": nn.LayerNorm(8, bias=False)})
     model.config = Config()
     routes = route(model, per_head=True)
     assert {name: (r.matrix_shape, r.tp_axis) for name, r in routes.items()} == {
-        "q_proj.weight": ((2, 4, 16), None), "k_proj.weight": ((1, 4, 16), None), "o_proj.weight": ((16, 8), -1)}
+        "q_proj.weight": ((2, 4, 16), None), "k_proj.weight": ((1, 4, 16), None), "o_proj.weight": ((16, 8), -1),
+        "norm.weight": (None, None)}

@@ -1,0 +1,25 @@
+"""Parameters as DeepSpeed's broadcast of a model must find them: it views each of them as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Make ``params`` contiguous, for good, and those without axes 1-D, for as long as this is open."""
+    scalars = []
+    for param in params:
+        if not param.dim():
+            scalars.append(param)
+            param.data = param.data.view(1)
+        elif not param.data.is_contiguous():
+            param.data = param.data.contiguous()
+    try:
+        yield
+    finally:
+        for param in scalars:
+            param.data = param.data.view(())

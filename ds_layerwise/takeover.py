@@ -1,0 +1,55 @@
+"""Which optimizer trains a parameter, and what becomes of it when another engine is made for the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ds_layerwise.errors import StepError
+
+#: By parameter, the optimizer that takes its gradients: a second one on the same parameter would never see any.
+_owners: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+
+#: What an engine calls in its forward and backward passes, its step, and when it saves and loads.
+_USES = ("clear_backward_seen_flag", "backward_prologue", "enter_backward", "step", "zero_grad", "state_dict",
+         "prepare_load", "checkpoint_event_prologue", "refresh_fp32_params", "update_lp_params", "offload_states",
+         "reload_states")
+
+#: Where DeepSpeed's engine keeps what it has hooked into the model.
+_HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
+
+
+def is_trained(param: Tensor) -> bool:
+    """Whether an optimizer of this package takes the gradients of ``param``."""
+    return param in _owners
+
+
+def take(params: Iterable[Tensor], optimizer: Any) -> None:
+    """Let ``optimizer`` have ``params``, which nobody trains."""
+    _owners.update((param, optimizer) for param in params)
+
+
+def release(params: Iterable[Tensor]) -> None:
+    """Let nobody have ``params``."""
+    for param in params:
+        _owners.pop(param, None)
+
+
+def retire_owners(params: Iterable[Tensor]) -> None:
+    """End every optimizer that trains one of ``params``: whoever uses it, or its engine, is told so."""
+    for optimizer in {id(owner): owner for param in params if (owner := _owners.get(param)) is not None}.values():
+        optimizer.destroy()
+        for name in _USES:
+            setattr(optimizer, name, _refuse)
+        engine = optimizer._engine()
+        for name in _HANDLES:
+            if (handle := getattr(engine, name, None)) is not None:
+                handle.remove()
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise StepError("another engine was made for parameters of this one, and trains them since; use that engine, or "
+                    "make a new one of this model by deepspeed.initialize()")

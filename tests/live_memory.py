@@ -1,0 +1,45 @@
+"""How much memory tensors hold at a time, counted where it is taken."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make while it is on, as long as somebody holds them.
+
+    Args:
+        held: tensors that are there already.
+    """
+
+    def __init__(self, held=()):
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self._note(held)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, then look what is there."""
+        out = func(*args, **(kwargs or {}))
+        self._note(tree_leaves(out))
+        return out
+
+    def now(self):
+        """Bytes held at the moment."""
+        self._storages = {key: (ref, size) for key, (ref, size) in self._storages.items() if not ref.expired()}
+        return sum(size for _, size in self._storages.values())
+
+    def _note(self, values):
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+
+
+def bytes_of(tensors):
+    """Of the storages behind ``tensors``, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,65 @@
+"""Parameters that arrive on a device with streams, played by streams that only know what was done before they go on."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ds_layerwise import comm, side_stream
+from ds_layerwise.buffers import FlatBuffer
+from ds_layerwise.layout import ParamSpec
+from ds_layerwise.param_sync import ParamSync
+from ds_layerwise.planner import plan_layout
+
+
+class Stream:
+    def __init__(self):
+        self.knows = set()
+
+    def wait_stream(self, other):
+        self.knows |= other.knows
+
+
+class Device:
+    def __init__(self):
+        self.current = Stream()
+
+    def is_synchronized_device(self):
+        return False
+
+    def current_stream(self):
+        return self.current
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("on_another", [True, False])
+def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypatch):
+    device, sent = Device(), []
+    monkeypatch.setattr(side_stream, "get_accelerator", lambda: device)
+
+    def gather(bucket, numels, *, group):
+        sent.append(len(sent))
+        # As NCCL does: only the stream that is current for whoever waits is held up.
+        return comm.Pending([SimpleNamespace(wait=lambda number=sent[-1]: device.current.knows.add(number))])
+
+    monkeypatch.setattr(comm, "gather_from_owners", gather)
+    layout = plan_layout([ParamSpec(name, (8, 8), "float32", False) for name in "ab"], 2, bucket_numel=1)
+    params = {name: nn.Parameter(torch.zeros(8, 8)) for name in "ab"}
+    sync = ParamSync(layout, params, FlatBuffer(layout, torch.device("cpu")), groups={1: None})
+    for bucket in layout.buckets:
+        sync.launch(bucket.index)
+    sync.leave_under_way()
+    reader = Stream() if on_another else device.current
+    with device.stream(reader):
+        assert params["b"].sum() == 0
+    number = layout.bucket_of("b").index
+    assert reader.knows == device.current.knows == {number}
+    params["a"].sum()
+    assert device.current.knows == {0, 1}

@@ -1,0 +1,131 @@
+"""What a step asks of a device, operation by operation: nothing that waits for it, leaves it, or that it cannot do.
+
+The model is on torch's meta device, which has no numbers: whoever asks for one is refused.
+"""
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_layerwise.buffers import FlatBuffer, dtype_name
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.forecast import specs_of
+from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.owned import Owned
+from ds_layerwise.planner import plan_layout
+from ds_layerwise.routing import route_parameters
+from tests.training import Net
+
+META = torch.device("meta")
+
+#: They hand a number, or how many there are of something, to the host.
+WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
+
+
+class Watch(TorchDispatchMode):
+    """Notes what waits, what takes tensors of two devices, and what touches float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.waiting, self.across, self.wide = [], [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        name = func.overloadpacket.__name__
+        if any(t.device == META for t in tensors):
+            if name.startswith(WAITING):
+                self.waiting.append(name)
+            # A number on the host goes along with a launch, unless it is copied.
+            if any(t.device != META and (t.dim() or "copy" in name) for t in tensors):
+                self.across.append(name)
+            if any(t.dtype == torch.float64 for t in tensors):
+                self.wide.append(name)
+        return out
+
+
+def owned(dtype, accumulation, **params):
+    model = Net().to(device=META, dtype=dtype)
+    config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
+        "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, **params}})
+    optimizer = LayerwiseOptimizer(model.parameters(), config)
+    routes = route_parameters(model, optimizer.param_groups)
+    specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes,
+                     config)
+    layout = plan_layout(specs, 2, bucket_numel=600)
+    grads = None if accumulation is None else FlatBuffer(layout, META, {dtype_name(dtype): accumulation})
+    return optimizer, Owned(layout, 0, routes, FlatBuffer(layout, META), grads,
+                            {"matrix": matrix_rule(config), "scalar": scalar_rule(config)}, cut_rules={},
+                            names={spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("scalar", ["adamw", "adam", "lion", "sgd"])
+@pytest.mark.parametrize("dtype, ns_dtype, method", [
+    (torch.float32, "fp32", "standard"), (torch.bfloat16, "bf16", "gram"), (torch.float16, "fp16", "gram")])
+def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, scalar, wide, monkeypatch):
+    monkeypatch.setattr(type(get_accelerator()), "is_fp64_supported", lambda self: wide, raising=False)
+    optimizer, mine = owned(dtype, None if wide else torch.float32, scalar_optimizer=scalar, ns_dtype=ns_dtype,
+                            ns_method=method)
+    with torch.no_grad(), Watch() as watch:
+        squares = mine.sum_of_squares()
+        for index in reversed(range(len(mine.layout.buckets))):
+            mine.update(index, optimizer.param_groups, 0.5)
+    assert (watch.waiting, watch.across) == ([], [])
+    assert squares.dtype == (torch.float64 if wide else torch.float32) and bool(watch.wide) is wide
+
+
+def test_the_watch_sees_what_it_is_for():
+    a, b = torch.ones(3, device=META), torch.ones(3, device="cpu")
+    with Watch() as watch:
+        a.double()
+        a.copy_(b)
+        torch.empty(3, device="cpu").double()
+        with pytest.raises(RuntimeError):
+            a.sum().item()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            a.nonzero()
+    assert (set(watch.wide), watch.across) == ({"_to_copy"}, ["copy_"])
+
+
+class Piece:
+    """As much of :class:`Owned` as :meth:`Owned.sum_of_squares` reads."""
+
+    def __init__(self, values):
+        self.name, self.values, self.device = "w", values, values.device
+        self.pieces, self.reduced = [[self]], self
+
+    def piece(self, name):
+        return self.values
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest input of a norm, which copies it as a whole into another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "norm" in func.overloadpacket.__name__:
+            self.numel = max(self.numel, *(t.numel() for t in tree_leaves(args) if isinstance(t, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_a_large_piece_takes_no_copy_of_it():
+    piece = Piece(torch.empty(2**29, dtype=torch.float32, device=META))
+    with Largest() as largest:
+        Owned.sum_of_squares(piece)
+    assert 0 < largest.numel <= 2**22
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e30, 1e-30])
+def test_the_norm_in_parts_is_the_norm(factor):
+    """Of whole numbers, over the ends of several parts."""
+    values = torch.arange(-5, 6, dtype=torch.float32, device="cpu").repeat(2**20) * factor
+    expected = 2**20 * 110 * float(torch.tensor(factor, dtype=torch.float32)) ** 2
+    assert float(Owned.sum_of_squares(Piece(values))) == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,55 @@
+"""Masters that follow what somebody has written over their rounded values."""
+
+import math
+
+import pytest
+import torch
+
+from ds_layerwise import same_weights, writes
+from ds_layerwise.writes import follow_
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_a_time", [3, 1 << 22])
+def test_only_what_was_written_loses_its_precision(dtype, at_a_time, monkeypatch):
+    monkeypatch.setattr(writes, "_AT_A_TIME", at_a_time)
+    masters = torch.randn(20, generator=torch.Generator().manual_seed(0)) * 3
+    # The last one is infinite in fp16, and no reason to forget the master.
+    masters[4], masters[19] = math.nan, 1e38 if dtype == torch.bfloat16 else 70000.0
+    values, before = masters.to(dtype), masters.clone()
+    assert not follow_(masters, values)
+    assert torch.equal(masters.nan_to_num(0.5), before.nan_to_num(0.5))
+    for index, value in ((7, 0.25), (19, 2.0), (4, 1.0), (0, math.inf)):
+        values[index] = value
+        assert follow_(masters, values)
+        before[index] = value
+        assert torch.equal(masters.nan_to_num(0.5), before.nan_to_num(0.5))
+        assert not follow_(masters, values)
+
+
+def test_a_value_that_is_no_number_is_followed_too():
+    masters = torch.ones(4)
+    follow_(masters, torch.tensor([1, math.nan, 1, 1], dtype=torch.bfloat16))
+    assert masters.isnan().tolist() == [False, True, False, False]
+
+
+def test_the_sign_of_zero():
+    masters = torch.tensor([0.0, 1e-45, -1e-45])
+    follow_(masters, torch.tensor([-0.0, 0.0, -0.0], dtype=torch.bfloat16))
+    assert math.copysign(1, masters[0]) == -1 and torch.equal(masters[1:], torch.tensor([1e-45, -1e-45]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
+    monkeypatch.setattr(same_weights, "_AT_A_TIME", 3)
+    values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    seen = {same_weights.checksum(values)}
+    assert same_weights.checksum(values.clone()) in seen
+    for _ in range(2):
+        values = values.flip(1)
+        values[0, 0] += 1
+        seen.add(same_weights.checksum(values))
+        seen.add(same_weights.checksum(values.flip(0)))
+    assert len(seen) == 5
+    assert same_weights.checksum(torch.tensor(0.5, dtype=dtype)) == same_weights.checksum(torch.tensor([0.5],
+                                                                                                       dtype=dtype))
