@@ -12,11 +12,11 @@ __version__ = "0.1.0"
 
 #: Public names and where they live; loaded on first use.
 _PUBLIC = {
-    "register": "engine",
-    "unregister": "engine",
-    "initialize": "engine",
-    "LayerWiseZeroOptimizer": "zero_optimizer",
-    "LayerwiseError": "errors",
+    "register": "engine.register",
+    "unregister": "engine.register",
+    "initialize": "engine.register",
+    "LayerWiseZeroOptimizer": "zero.optimizer",
+    "LayerWiseError": "errors",
     "ConfigError": "errors",
     "RoutingError": "errors",
     "LayoutError": "errors",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say, say_last
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "plan": _plan, "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
     try:
         return commands[options.command](options)
-    except (LayerwiseError, OSError) as e:
+    except (LayerWiseError, OSError) as e:
         if sys.stderr is not None:
             say(f"ds-layerwise: {' '.join(str(e).split())}", sys.stderr)
         return 2
@@ -121,9 +121,9 @@ class _Bars:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.dry_run import DryRun
-    from ds_layerwise.listing import as_text
-    from ds_layerwise.table import as_json, plan_table
+    from ds_layerwise.plan.listing import as_text
+    from ds_layerwise.plan.report import as_json, plan_table
+    from ds_layerwise.tools.dry_run import DryRun
     plan = DryRun.of(options.model, options.config, options.ranks)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
@@ -143,15 +143,15 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _to_universal(options: argparse.Namespace) -> int:
-    from ds_layerwise.checkpoint.convert import to_universal
+    from ds_layerwise.tools.to_universal import to_universal
     say_last(to_universal(options.path, options.out, workers=options.workers, trust=options.trust_client_state,
                           overwrite=options.overwrite, bars=_Bars(quiet=options.quiet)))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ds_layerwise.checkpoint.compare import differences
-    from ds_layerwise.checkpoint.verify import verify
+    from ds_layerwise.tools.compare import differences
+    from ds_layerwise.tools.verify import verify
     bars, states = _Bars(quiet=options.quiet), not options.weights_only
     reports = []
     for path in [options.path] + ([options.other] if options.other else []):
@@ -176,7 +176,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    from ds_layerwise.checkpoint.consolidate import consolidate
+    from ds_layerwise.tools.consolidate import consolidate
     say_last("\n".join(consolidate(
         options.path, options.out, dtype=options.dtype, max_shard_bytes=options.max_shard_size, config=options.config,
         workers=options.workers, trust=options.trust_client_state, overwrite=options.overwrite,

@@ -1,7 +1,7 @@
 """The two sections of a DeepSpeed config that this package reads, parsed once into frozen values.
 
 ``optimizer`` says which mathematics runs (:class:`OptimizerConfig`), ``layerwise`` how the work is laid out
-(:class:`LayerwiseConfig`). Whoever holds one of these need not check it again.
+(:class:`LayerWiseConfig`). Whoever holds one of these need not check it again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -
 
 def belongs_in(key: str, *, shared: Collection[str] = ("lr", "momentum", "weight_decay", "betas", "eps")) -> str | None:
     """Where a key of one of our two sections stands, if ``key`` is one, or nearly; ``shared`` have other meanings."""
-    for section, kind in (("layerwise", LayerwiseConfig), ("optimizer.params", OptimizerConfig)):
+    for section, kind in (("layerwise", LayerWiseConfig), ("optimizer.params", OptimizerConfig)):
         names = [f.name for f in fields(kind) if f.name not in shared]
         if close := difflib.get_close_matches(key, names, n=1, cutoff=0.9):
             return f"{section}.{close[0]}"
@@ -162,7 +162,7 @@ class OptimizerConfig:
     per_head_muon: bool = False
     """Orthogonalise every attention head of the query, key and value projections on its own."""
     muon_tp_mode: TpMode = "duplicated"
-    """How matrices that tensor parallelism has cut are orthogonalised; see :mod:`.orthogonalize.shards`."""
+    """How matrices that tensor parallelism has cut are orthogonalised; see :mod:`.orthogonalize.tensor_shards`."""
 
     @property
     def matrix_lr_ratio(self) -> float:
@@ -305,11 +305,11 @@ class Override:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerwiseConfig:
+class LayerWiseConfig:
     """The ``layerwise`` section: how the work is laid out. Every key is optional."""
 
     layout: LayoutPolicy = "balanced"
-    """Who owns which matrix; see :mod:`ds_layerwise.planner`."""
+    """Who owns which matrix; see :mod:`ds_layerwise.plan.planner`."""
     alignment: int = 64
     """Every parameter starts at a multiple of this many elements."""
     max_skipped_steps: int | None = 100
@@ -333,7 +333,7 @@ class LayerwiseConfig:
     overrides: tuple[Override, ...] = field(default=())
 
     @classmethod
-    def from_section(cls, section: object) -> LayerwiseConfig:
+    def from_section(cls, section: object) -> LayerWiseConfig:
         """Parse the top-level ``layerwise`` section of a DeepSpeed config."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"layerwise must be an object, got {section!r}")

@@ -6,23 +6,23 @@ import difflib
 from collections.abc import Iterable
 
 
-class LayerwiseError(Exception):
+class LayerWiseError(Exception):
     """The base of every error that this package raises on purpose."""
 
 
-class ConfigError(LayerwiseError, ValueError):
+class ConfigError(LayerWiseError, ValueError):
     """A key or a value of the configuration cannot be honoured."""
 
 
-class RoutingError(LayerwiseError, ValueError):
+class RoutingError(LayerWiseError, ValueError):
     """A parameter has no optimizer that can train it, or two rules disagree about it."""
 
 
-class LayoutError(LayerwiseError, ValueError):
+class LayoutError(LayerWiseError, ValueError):
     """A placement of parameters that breaks an invariant, or that differs between ranks."""
 
 
-class StepError(LayerwiseError, RuntimeError):
+class StepError(LayerWiseError, RuntimeError):
     """The engine or the user asked for something that the current point of a step does not allow."""
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
         argv.pop(0)
     if not argv or argv[0].startswith("-"):
         raise SystemExit(_USAGE)
-    from ds_layerwise.engine import register
+    from ds_layerwise.engine.register import register
     register()
     target, *args = argv
     sys.argv = [target, *launcher_args, *args]

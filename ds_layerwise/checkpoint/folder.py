@@ -15,12 +15,12 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from torch import Tensor
 
+from ds_layerwise.checkpoint.aside import pointed
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely
-from ds_layerwise.checkpoint.staging import pointed
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: DeepSpeed's file with the module; the second is that of ZeRO-3, whose parameters are elsewhere.
 MODEL_FILE, ZERO3_MODEL_FILE = "mp_rank_{part:02d}_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -62,35 +62,35 @@ def find(path: Path) -> Path:
     """The folder of one checkpoint: ``path`` itself, or the one that ``latest`` in it names.
 
     Raises:
-        LayerwiseError: there is none, or it is of a kind that only an engine reads.
+        LayerWiseError: there is none, or it is of a kind that only an engine reads.
     """
     folder = _find(path)
     if any(folder.glob("layer_*-model_states.pt")):
-        raise LayerwiseError(f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
+        raise LayerWiseError(f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
                              "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py write")
     return folder
 
 
 def _find(path: Path) -> Path:
     if not path.is_dir():
-        raise LayerwiseError(f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest")
+        raise LayerWiseError(f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest")
     if is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt")):
         return path
     for pointer in (path / "latest", path / LATEST):
         if pointer.is_file():
             tag = pointed(pointer)
             if not tag or not (path / tag).is_dir():
-                raise LayerwiseError(f"{pointer} names {tag!r}, and {path} has no such folder; give the folder of a "
+                raise LayerWiseError(f"{pointer} names {tag!r}, and {path} has no such folder; give the folder of a "
                                      "checkpoint instead")
             return path / tag
-    raise LayerwiseError(f"{path} holds no checkpoint: no *_optim_states.pt, no zero folder, and no file named latest")
+    raise LayerWiseError(f"{path} holds no checkpoint: no *_optim_states.pt, no zero folder, and no file named latest")
 
 
 def manifest_of(folder: Path) -> Manifest | None:
     """The list of its files; None where the writer was DeepSpeed's converter, which leaves none.
 
     Raises:
-        LayerwiseError: it is missing or damaged, or somebody else wrote a regular checkpoint.
+        LayerWiseError: it is missing or damaged, or somebody else wrote a regular checkpoint.
     """
     if not (folder / FILE_NAME).exists():
         if is_universal(folder):
@@ -106,7 +106,7 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
         name, index, count = part
         try:
             manifest.only([name]).check(folder, rank=index, world_size=count)
-        except LayerwiseError as e:
+        except LayerWiseError as e:
             return name, str(e)
         return name, ""
 
@@ -126,27 +126,27 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
     """Compare every file with the list that was saved with it, where there is one.
 
     Raises:
-        LayerwiseError: one is missing or damaged; names it.
+        LayerWiseError: one is missing or damaged; names it.
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
-        raise LayerwiseError(lines[0] + (f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else ""))
+        raise LayerWiseError(lines[0] + (f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else ""))
 
 
 def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool) -> None:
     """Whether ``out`` may be written; ``replaceable`` says whether what is there is of the kind that it becomes.
 
     Raises:
-        LayerwiseError: it exists and must stay.
+        LayerWiseError: it exists and must stay.
     """
     if source.resolve().is_relative_to(out.resolve()):
-        raise LayerwiseError(f"{out} is, or holds, the checkpoint that is read; name another place")
+        raise LayerWiseError(f"{out} is, or holds, the checkpoint that is read; name another place")
     if not out.exists():
         return
     if not overwrite:
-        raise LayerwiseError(f"{out} exists; name another place, or replace it with --overwrite")
+        raise LayerWiseError(f"{out} exists; name another place, or replace it with --overwrite")
     if not replaceable:
-        raise LayerwiseError(f"{out} is something else than this command writes, and --overwrite does not remove that; "
+        raise LayerWiseError(f"{out} is something else than this command writes, and --overwrite does not remove that; "
                              "name another place, or remove it")
 
 
@@ -174,7 +174,7 @@ class ModelFile:
             part: which part of a model that is cut.
 
         Raises:
-            LayerwiseError: it is damaged, or holds objects of a kind that only code can restore.
+            LayerWiseError: it is damaged, or holds objects of a kind that only code can restore.
         """
         names = (MODEL_FILE.format(part=part), ZERO3_MODEL_FILE)
         paths = [path for name in names if (path := folder / name).exists()]
@@ -183,7 +183,7 @@ class ModelFile:
         load = _load_trusted if trust else _load_client_state
         content = load(paths[0])
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
-            raise LayerwiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
+            raise LayerWiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
         shapes = _shapes(content)
         for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
             # Of a pipeline, each stage has its own.
@@ -225,10 +225,10 @@ def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
 def _load_client_state(path: Path) -> Any:
     try:
         return load_safely(path)
-    except LayerwiseError as e:
+    except LayerWiseError as e:
         if not isinstance(e.__cause__, UnpicklingError):
             raise
-        raise LayerwiseError(f"{path} holds objects, such as a client state, that cannot be read without running code "
+        raise LayerWiseError(f"{path} holds objects, such as a client state, that cannot be read without running code "
                              "that the file names; if you trust whoever wrote it, add --trust-client-state") from e
 
 
@@ -237,4 +237,4 @@ def _load_trusted(path: Path) -> Any:
         return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
     except (RuntimeError, EOFError, KeyError, ValueError, OSError, UnpicklingError, AttributeError, ImportError,
             TypeError) as e:
-        raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
+        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {e}") from e

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME, MOVING, SIGNATURE, Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: Files of this package that no list names.
 _MARKS = (FILE_NAME, SIGNATURE, MOVING)
@@ -81,7 +81,7 @@ def remove(folder: Path) -> None:
 def _known(folder: Path, replaces: Sequence[str]) -> Callable[[str], bool]:
     try:
         listed = set(Manifest.read(folder).files)
-    except LayerwiseError:
+    except LayerWiseError:
         listed = set()
 
     def is_ours(name: str) -> bool:

@@ -19,7 +19,7 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: Its name in a checkpoint folder. DeepSpeed's tools look for other endings and leave it alone.
 FILE_NAME = "layerwise_manifest.json"
@@ -76,17 +76,17 @@ class Manifest:
         """The list in ``folder``.
 
         Raises:
-            LayerwiseError: it is missing, damaged, or in a newer format.
+            LayerWiseError: it is missing, damaged, or in a newer format.
         """
         path = folder / FILE_NAME
         if not path.exists():
-            raise LayerwiseError(f"{path} is missing: the save was never finished, or files were lost since; load "
+            raise LayerWiseError(f"{path} is missing: the save was never finished, or files were lost since; load "
                                  "another checkpoint")
         try:
             content = json.loads(path.read_text())
             found, written, files = content["format"], content["digest"], content["files"]
             if found != FORMAT:
-                raise LayerwiseError(f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
+                raise LayerWiseError(f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
                                      "upgrade it")
             if _digest(files) != written:
                 raise ValueError("its own digest does not match")
@@ -94,13 +94,13 @@ class Manifest:
                 raise ValueError(f"it lists {outside[0]!r}, which is outside of the folder")
             return cls({name: tuple(_placed(ranges)) for name, ranges in files.items()}, _save_id(content))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as e:
-            raise LayerwiseError(f"{path} is damaged: {e}; load another checkpoint") from e
+            raise LayerWiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
     def check(self, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
         """Compare a part of the list with the files; all ranks together compare all of it, each byte once.
 
         Raises:
-            LayerwiseError: a file is missing, has another length, or other bytes; names it.
+            LayerWiseError: a file is missing, has another length, or other bytes; names it.
         """
         total = sum(r.size for ranges in self.files.values() for r in ranges)
         first, last, seen = total * rank // world_size, total * (rank + 1) // world_size, 0
@@ -122,7 +122,7 @@ class Manifest:
             try:
                 _check_file(folder / name, ranges[-1].start + ranges[-1].size,
                             [byte_range for byte_range in ranges if byte_range.size <= _READ])
-            except (LayerwiseError, OSError) as e:
+            except (LayerWiseError, OSError) as e:
                 lines.append(str(e))
         return lines
 
@@ -211,13 +211,13 @@ def _crc32(file: BinaryIO, start: int, size: int) -> int:
 
 def _check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
     if not path.is_file():
-        raise LayerwiseError(f"{path} is missing; restore it, or load another checkpoint")
+        raise LayerWiseError(f"{path} is missing; restore it, or load another checkpoint")
     if path.stat().st_size != size:
-        raise LayerwiseError(f"{path} has {path.stat().st_size} bytes, {size} were saved; restore it, or load another "
+        raise LayerWiseError(f"{path} has {path.stat().st_size} bytes, {size} were saved; restore it, or load another "
                              "checkpoint")
     with path.open("rb") as file:
         for wanted in ranges:
             if _crc32(file, wanted.start, wanted.size) != wanted.crc32:
-                raise LayerwiseError(f"{path} is damaged or of another save: its bytes from {wanted.start} to "
+                raise LayerWiseError(f"{path} is damaged or of another save: its bytes from {wanted.start} to "
                                      f"{wanted.start + wanted.size} are not those that were saved; restore it, or "
                                      "load another checkpoint")

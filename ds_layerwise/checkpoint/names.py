@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ds_layerwise.checkpoint.record import Header, PieceRecord, Saved
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 
 def new_names(names: Iterable[str], rename: Mapping[str, str], *, use_all: bool = False) -> dict[str, str]:
     """For each of ``names`` its new one, or itself. A ``*`` stands for the same text in both; the first glob wins.
 
     Raises:
-        LayerwiseError: two names become one, or, with ``use_all``, a glob matches nothing.
+        LayerWiseError: two names become one, or, with ``use_all``, a glob matches nothing.
     """
     patterns = [(glob, re.compile("(.*)".join(re.escape(part) for part in glob.split("*"))), new)
                 for glob, new in rename.items()]
@@ -29,12 +29,12 @@ def new_names(names: Iterable[str], rename: Mapping[str, str], *, use_all: bool 
                 used.add(glob)
                 break
     if use_all and (unused := rename.keys() - used):
-        raise LayerwiseError(f"layerwise.rename[{min(unused)!r}] matches no name in the checkpoint, such as "
+        raise LayerWiseError(f"layerwise.rename[{min(unused)!r}] matches no name in the checkpoint, such as "
                              f"{', '.join(sorted(renamed)[:3])}; correct or remove it")
     old_of: dict[str, str] = {}
     for old, new in renamed.items():
         if new in old_of:
-            raise LayerwiseError(f"layerwise.rename gives {old_of[new]} and {old} of the checkpoint one name, {new}")
+            raise LayerWiseError(f"layerwise.rename gives {old_of[new]} and {old} of the checkpoint one name, {new}")
         old_of[new] = old
     return renamed
 
@@ -46,16 +46,16 @@ def expert_names(variants: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
     """The names in a checkpoint of each parameter's variants: experts there are numbered over all ranks.
 
     Args:
-        variants: of every parameter, how many different ones go by its name; see :class:`.layout.ParamSpec`.
+        variants: of every parameter, how many different ones go by its name; see :class:`.plan.layout.ParamSpec`.
 
     Raises:
-        LayerwiseError: a parameter has variants and is not in a list of experts.
+        LayerWiseError: a parameter has variants and is not in a list of experts.
     """
     found = {name: _EXPERT.fullmatch(name) for name, count in variants.items() if count > 1}
     held: dict[str, int] = {}
     for name, match in found.items():
         if match is None:
-            raise LayerwiseError(f"{name} is another parameter on every one of {variants[name]} ranks, and is not in a "
+            raise LayerWiseError(f"{name} is another parameter on every one of {variants[name]} ranks, and is not in a "
                                  "deepspeed.moe.layer.MoE, so that its parts cannot be told apart in a checkpoint")
         held[match[1]] = max(held.get(match[1], 0), int(match[2]) + 1)
     names: dict[str, tuple[str, ...]] = {name: (name,) for name in variants}

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: Types of torch that its own reader takes, and that mean nothing else.
 _KEPT = (torch.dtype, torch.device, torch.Size)
@@ -43,12 +43,12 @@ def plain(value: Any, where: str) -> Any:
     """``value`` as builtins, and tensors: numbers of any library, enums, paths, named tuples, arrays.
 
     Raises:
-        LayerwiseError: there is something else in it; calls it ``where``.
+        LayerWiseError: there is something else in it; calls it ``where``.
     """
     try:
         return _plain(value, where)
     except RecursionError:
-        raise LayerwiseError(f"{where} holds itself, which a checkpoint cannot; take it out of the group") from None
+        raise LayerWiseError(f"{where} holds itself, which a checkpoint cannot; take it out of the group") from None
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -77,21 +77,21 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple, Sequence)):
         items = [_plain(held, f"{where}[{index}]") for index, held in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    raise LayerwiseError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
+    raise LayerWiseError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
                          "hold: it is read without running code; keep numbers, text, tensors and containers of those "
                          "in a parameter group")
 
 
 def _of_tensor(value: Tensor, where: str) -> Any:
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
-        raise LayerwiseError(f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}, which a "
+        raise LayerWiseError(f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}, which a "
                              "checkpoint cannot hold; make it a plain tensor")
     return value.detach().cpu().clone() if value.dim() else value.item()
 
 
 def _of_numpy(value: Any, where: str) -> Any:
     if value.dtype.kind not in _NUMPY_KINDS:
-        raise LayerwiseError(f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers")
+        raise LayerWiseError(f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers")
     found = value.tolist()
     # A long double has no builtin, and stays what it is.
     return numpy.asarray(value, dtype=numpy.float64).tolist() if value.dtype == numpy.longdouble else found

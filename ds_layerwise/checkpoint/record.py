@@ -94,5 +94,5 @@ class Saved(Protocol):
         """What holds any of the elements ``[start, stop)`` of ``name``, in ascending order of elements.
 
         Raises:
-            LayerwiseError: a file is missing or damaged; names it.
+            LayerWiseError: a file is missing or damaged; names it.
         """

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.plain import Unreadable, readable, stand_ins
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
-from ds_layerwise.errors import LayerwiseError
-from ds_layerwise.layout import Layout
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.layout import Layout
 
 #: Our own key beside DeepSpeed's, and the version of what is under it.
 KEY = "layerwise"
@@ -172,10 +172,10 @@ class RegularCheckpoint:
 
     Files are opened when something in them is asked for. ``rank`` says whose file to look into first: where every
     node has its own disk, and the layout is the same, it is the only one that this rank needs. ``part`` says which part
-    of a model that is cut over ranks; see :class:`ds_layerwise.settings.Settings`.
+    of a model that is cut over ranks; see :class:`ds_layerwise.zero.settings.Settings`.
 
     Raises:
-        LayerwiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
+        LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
     """
 
     def __init__(self, folder: Path, *, rank: int = 0, part: int = 0) -> None:
@@ -220,7 +220,7 @@ class RegularCheckpoint:
         expected = {"rank": rank, **{key: self.ours[key] for key in ("world_size", "layout_digest", "step")}}
         for key, value in expected.items():
             if ours[key] != value:
-                raise LayerwiseError(f"{path} says {key} {ours[key]}, expected {value}; the files are not of one save")
+                raise LayerWiseError(f"{path} says {key} {ours[key]}, expected {value}; the files are not of one save")
 
     def holders(self, name: str) -> list[tuple[int, int, int]]:
         """``(rank, first element, one past the last)`` of every piece of ``name``, by the layout."""
@@ -235,7 +235,7 @@ class RegularCheckpoint:
         """What the file of ``rank`` holds of ``name``.
 
         Raises:
-            LayerwiseError: nothing, or another part of it than the layout says.
+            LayerWiseError: nothing, or another part of it than the layout says.
         """
         state_dict = self.state_dict(rank)
         with naming(self.path(rank)):
@@ -247,7 +247,7 @@ class RegularCheckpoint:
         holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
         param_start = state_dict[KEY]["param_starts"].get(name)
         if fragment is None or holds != (param_start, param_start + fragment.numel):
-            raise LayerwiseError(f"{self.path(rank)} does not hold the part of {name} that its layout says; the files "
+            raise LayerWiseError(f"{self.path(rank)} does not hold the part of {name} that its layout says; the files "
                                  "are not of one save")
         cut = slice(fragment.start, fragment.start + fragment.numel)
         states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
@@ -283,10 +283,10 @@ def refuse_parts(folder: Path) -> None:
     """Refuse a model that is cut: it is not in there along which axes.
 
     Raises:
-        LayerwiseError: ``folder`` holds one.
+        LayerWiseError: ``folder`` holds one.
     """
     if (parts := num_parts(folder)) > 1:
-        raise LayerwiseError(f"{folder} holds a model that is cut into {parts} parts; put them together with "
+        raise LayerWiseError(f"{folder} holds a model that is cut into {parts} parts; put them together with "
                              "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
                              "universal_checkpoint_info")
 
@@ -295,7 +295,7 @@ def _prefix(folder: Path, ending: str) -> str:
     """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
     found = {path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")}
     if len(found) != 1:
-        raise LayerwiseError(f"{folder} has {'two kinds of' if found else 'no'} files named *zero_pp_rank_*{ending}"
+        raise LayerWiseError(f"{folder} has {'two kinds of' if found else 'no'} files named *zero_pp_rank_*{ending}"
                              ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
                              "load_optimizer_states=False)")
     return found.pop()
@@ -306,12 +306,12 @@ def naming(path: Path) -> Iterator[None]:
     """Name ``path`` where its content is of another kind than what this package writes.
 
     Raises:
-        LayerwiseError: instead of what that led to.
+        LayerWiseError: instead of what that led to.
     """
     try:
         yield
     except _MALFORMED as e:
-        raise LayerwiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
+        raise LayerWiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
                              "checkpoint") from e
 
 
@@ -325,10 +325,10 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
             :class:`.plain.Unreadable`.
 
     Raises:
-        LayerwiseError: the file is missing, damaged, or holds something else.
+        LayerWiseError: the file is missing, damaged, or holds something else.
     """
     if not path.exists():
-        raise LayerwiseError(f"{path} is missing; the checkpoint is not whole")
+        raise LayerWiseError(f"{path} is missing; the checkpoint is not whole")
     known: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     try:
         try:
@@ -340,7 +340,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         return _load(path, [*known, *stand_ins(unknown)])
     except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
-        raise LayerwiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
 
 
 def _load(path: Path, known: list[Any]) -> Any:
@@ -352,11 +352,11 @@ def read(path: Path) -> dict[str, Any]:
     """The ``optimizer_state_dict`` in ``path``.
 
     Raises:
-        LayerwiseError: see :func:`load_safely`.
+        LayerWiseError: see :func:`load_safely`.
     """
     content = load_safely(path, with_objects=True)
     if not isinstance(content, dict) or not isinstance(content.get(OPTIMIZER_STATE_DICT), dict):
-        raise LayerwiseError(f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint")
+        raise LayerWiseError(f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint")
     found: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
     return found
 
@@ -365,14 +365,14 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
     """Whether a run could go on from ``state_dict``, which was just read from ``path``.
 
     Raises:
-        LayerwiseError: something in it is an object that only code could restore.
+        LayerWiseError: something in it is an object that only code could restore.
     """
     ours_of(state_dict, path)
     with naming(path):
         unreadable = list(header_of(state_dict).unreadable)
     unreadable += [LOSS_SCALER] if isinstance(state_dict.get(LOSS_SCALER), Unreadable) else []
     if unreadable:
-        raise LayerwiseError(f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code could "
+        raise LayerWiseError(f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code could "
                              "restore; what was saved before is still there")
 
 
@@ -380,15 +380,15 @@ def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer check
     """What this package wrote beside DeepSpeed's own keys.
 
     Raises:
-        LayerwiseError: nothing, or in another format.
+        LayerWiseError: nothing, or in another format.
     """
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:
-        raise LayerwiseError(f"{where} was not written by ds_layerwise; convert its folder with DeepSpeed's "
+        raise LayerWiseError(f"{where} was not written by ds_layerwise; convert its folder with DeepSpeed's "
                              "ds_to_universal.py and load that, or load the weights alone with "
                              "load_checkpoint(..., load_optimizer_states=False)")
     if ours["format"] != FORMAT:
         way_out = "upgrade ds_layerwise" if ours["format"] > FORMAT else "resume with the version that wrote it"
-        raise LayerwiseError(f"{where} has format {ours['format']}, and this version of ds_layerwise reads {FORMAT}; "
+        raise LayerWiseError(f"{where} has format {ours['format']}, and this version of ds_layerwise reads {FORMAT}; "
                              f"{way_out}")
     return ours

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord
 from ds_layerwise.config import OnMissingState, OnOptimizerChange
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: Where to, and where from.
 Copy = tuple[Tensor, Tensor]
@@ -41,7 +41,7 @@ def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *
         masters, states: which of the two are wanted.
 
     Raises:
-        LayerwiseError: a parameter has another size, lacks some of its elements, or has a state that ``own`` cannot
+        LayerWiseError: a parameter has another size, lacks some of its elements, or has a state that ``own`` cannot
             go on from and the two policies do not allow to start afresh.
     """
     plan, shapes = LoadPlan(), saved.header.shapes
@@ -67,12 +67,12 @@ def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
     """Compare the shapes of the parameters that both have.
 
     Raises:
-        LayerwiseError: one differs. Where ``saved`` is flat, as DeepSpeed's converter leaves parameters of ZeRO-3,
+        LayerWiseError: one differs. Where ``saved`` is flat, as DeepSpeed's converter leaves parameters of ZeRO-3,
             their number of elements decides.
     """
     for name, shape in own.items():
         if name in saved and tuple(saved[name]) not in (tuple(shape), (math.prod(shape),)):
-            raise LayerwiseError(f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
+            raise LayerWiseError(f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
                                  "parameter that changed its shape needs another name, or a checkpoint without it")
 
 
@@ -83,13 +83,13 @@ def _kept(name: str, old: RuleRecord | None, new: RuleRecord, *, on_missing_stat
         return {}, ""
     if old is None:
         if on_missing_state == "error":
-            raise LayerwiseError(f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to 'fresh' "
+            raise LayerWiseError(f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to 'fresh' "
                                  f"to start it from zeros, or {_WEIGHTS_ALONE}")
         return {}, "no state in the checkpoint"
     if old.family == new.family and set(old.state_keys) == set(new.state_keys):
         return {key: key for key in new.state_keys}, ""
     if on_optimizer_change == "error":
-        raise LayerwiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
+        raise LayerWiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
                              f"run updates it by {new.family} ({', '.join(new.state_keys)}); set "
                              "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the optimizers "
                              "of the checkpoint (layerwise.overrides sends a parameter to the one or the other), or "
@@ -109,7 +109,7 @@ def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[Piec
         if key and not piece.is_elementwise(key):
             value = _values(piece.name, sources[0], saved_key)
             if value.shape != into.shape:
-                raise LayerwiseError(f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
+                raise LayerWiseError(f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
                                      f"{tuple(into.shape)} in this run")
             yield into, value
             continue
@@ -123,12 +123,12 @@ def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[Piec
                 yield (into[first - start:last - start],
                        value[first - source.param_start:last - source.param_start])
         if covered != stop - start:
-            raise LayerwiseError(f"the checkpoint's files hold {covered} of the {stop - start} elements of "
+            raise LayerWiseError(f"the checkpoint's files hold {covered} of the {stop - start} elements of "
                                  f"{saved_key or 'the weights'} of {piece.name} from {start} on; a file is missing or "
                                  "belongs to another save")
 
 
 def _values(name: str, source: PieceRecord, key: str) -> Tensor:
     if key and key not in source.state:
-        raise LayerwiseError(f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it")
+        raise LayerWiseError(f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it")
     return source.state[key] if key else source.master

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import leads_out
 from ds_layerwise.checkpoint.universal import LATEST
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: What lies beside checkpoints.
 _TAKEN = ("latest", LATEST, "zero_to_fp32.py", "zero_to_torch.py")
 
 #: In bytes, what file systems take of one part of a path, less what is appended to it.
-_LONGEST = 255 - len("_universal") - len(staging.INCOMPLETE) - 17
+_LONGEST = 255 - len("_universal") - len(aside.INCOMPLETE) - 17
 
 
 def check_tag(tag: object) -> str:
     """``tag`` as text.
 
     Raises:
-        LayerwiseError: no checkpoint can be called so.
+        LayerWiseError: no checkpoint can be called so.
     """
     text = str(tag)
     parts = text.split("/")
@@ -29,11 +29,11 @@ def check_tag(tag: object) -> str:
         reason = "holds characters that the file latest cannot hold"
     elif parts[0] in _TAKEN:
         reason = f"is the name of a file beside the checkpoints ({', '.join(_TAKEN)})"
-    elif any(part.endswith((staging.INCOMPLETE, staging.REPLACED)) for part in parts):
-        reason = f"ends as what is not whole yet is called ({staging.INCOMPLETE}, {staging.REPLACED})"
+    elif any(part.endswith((aside.INCOMPLETE, aside.REPLACED)) for part in parts):
+        reason = f"ends as what is not whole yet is called ({aside.INCOMPLETE}, {aside.REPLACED})"
     elif (longest := max(len(part.encode()) for part in parts)) > _LONGEST:
         reason = f"has a part of {longest} bytes, and {_LONGEST} are the most"
     if reason:
-        raise LayerwiseError(f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' or "
+        raise LayerWiseError(f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' or "
                              "'run/step10'")
     return text

@@ -25,7 +25,7 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
 from ds_layerwise.checkpoint.regular import (CONVERTED, KEY, describe, header_of, load_safely, naming, ours_of,
                                              travels_as)
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.
 LATEST, OWN_STATES = "latest_universal", "layerwise"
@@ -42,7 +42,7 @@ class UniversalCheckpoint:
     """A universal checkpoint, whoever wrote it; see :class:`.record.Saved`.
 
     Raises:
-        LayerwiseError: the folder holds none, or a file is missing, unreadable or in a newer format; names it.
+        LayerWiseError: the folder holds none, or a file is missing, unreadable or in a newer format; names it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,10 +50,10 @@ class UniversalCheckpoint:
         state_path = self._zero / "optimizer_state.pt"
         state_dict = load_safely(state_path, with_objects=True) if state_path.exists() else {}
         if not isinstance(state_dict, dict):
-            raise LayerwiseError(f"{state_path} holds no dict; it is no optimizer state of DeepSpeed")
+            raise LayerWiseError(f"{state_path} holds no dict; it is no optimizer state of DeepSpeed")
         folders = sorted(path.parent for path in self._zero.rglob("fp32.pt"))
         if not folders:
-            raise LayerwiseError(f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint")
+            raise LayerWiseError(f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint")
         self._folders = {path.relative_to(self._zero).as_posix(): path for path in folders}
         shapes = {name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()}
         if KEY in state_dict:
@@ -61,10 +61,10 @@ class UniversalCheckpoint:
                 listed, parts = (ours_of(state_dict, state_path).get(key) for key in ("listed", "num_parts"))
                 ours = header_of(state_dict)
             if listed and not (folder / FILE_NAME).exists():
-                raise LayerwiseError(f"{folder / FILE_NAME} is missing: the save was never finished, or files were "
+                raise LayerWiseError(f"{folder / FILE_NAME} is missing: the save was never finished, or files were "
                                      "lost since; load another checkpoint")
             if missing := ours.shapes.keys() - shapes.keys():
-                raise LayerwiseError(f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole")
+                raise LayerWiseError(f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole")
             # Of a model that was cut, the converter puts parts together, and keeps what one rank said of its own.
             known = shapes if parts not in (None, 1) else {**shapes, **ours.shapes}
             self.header = replace(ours, shapes=known)
@@ -96,14 +96,14 @@ class UniversalCheckpoint:
         content = load_safely(path)
         value = content.get(PARAM) if isinstance(content, dict) else content
         if not isinstance(value, (Tensor, int, float)):
-            raise LayerwiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
+            raise LayerWiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
         return torch.as_tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
 
     def value(self, name: str, key: str) -> Tensor:
         """The state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape that it was saved in.
 
         Raises:
-            LayerwiseError: the file is missing or damaged.
+            LayerWiseError: the file is missing or damaged.
         """
         folder = self._folders[name]
         if key == "fp32":
@@ -115,7 +115,7 @@ class UniversalCheckpoint:
             return _step(self.header.step)
         path = folder / f"{carried}.pt"
         if not path.exists():
-            raise LayerwiseError(f"{path} is missing; if DeepSpeed's converter wrote this folder, it left out what it "
+            raise LayerWiseError(f"{path} is missing; if DeepSpeed's converter wrote this folder, it left out what it "
                                  "does not know: convert with `ds-layerwise to-universal`, which leaves out nothing")
         return self._read(path)
 
@@ -174,20 +174,20 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
     """Refuse what would be written outside of its folder: names are folders here, and states files.
 
     Raises:
-        LayerwiseError: ``name``, or one of ``keys``, leads elsewhere.
+        LayerWiseError: ``name``, or one of ``keys``, leads elsewhere.
     """
     if leads_out(name):
-        raise LayerwiseError(f"{name!r} leads out of the folder zero, in which a parameter's name is a folder; rename "
+        raise LayerWiseError(f"{name!r} leads out of the folder zero, in which a parameter's name is a folder; rename "
                              "it in the model")
     for key in keys:
         if leads_out(key) or "/" in key:
-            raise LayerwiseError(f"the state {key!r} of {name} is no file name; rename it in the optimizer")
+            raise LayerWiseError(f"the state {key!r} of {name} is no file name; rename it in the optimizer")
 
 
 def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
     whole = values[0] if len(values) == 1 else torch.cat(list(values))
     if whole.numel() != torch.Size(shape).numel():
-        raise LayerwiseError(f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} elements "
+        raise LayerWiseError(f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} elements "
                              f"of {name}; a file is missing or belongs to another save")
     return {PARAM: whole.view(tuple(shape)), CAT_DIM: 0}
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config import NsDtype, NsMethod, ScaleMode, TpMode
-from ds_layerwise.devices import require
+from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, compute_dtype, newton_schulz
-from ds_layerwise.orthogonalize.shards import Peers, newton_schulz_of_shards
-from ds_layerwise.placement import Axis, whole_shape
+from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
+from ds_layerwise.plan.routes import Axis, whole_shape
 
 
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
@@ -48,7 +48,8 @@ class Muon:
     scale_mode: ScaleMode = "original"
     extra_scale_factor: float = 1.0
     tp_mode: TpMode = "duplicated"
-    """What happens to parts of matrices; see :mod:`.orthogonalize.shards`. ``blockwise`` takes them for matrices."""
+    """What happens to parts of matrices, which ``blockwise`` takes for matrices; see
+    :mod:`.orthogonalize.tensor_shards`."""
     cut: tuple[Axis, Peers] | None = None
     """The axis of which this rank has a part, and the ranks that have the others; None for whole matrices."""
 
@@ -64,7 +65,7 @@ class Muon:
         """Refuse a device that has no products in ``ns_dtype``.
 
         Raises:
-            ConfigError: see :func:`.devices.require`.
+            ConfigError: see :func:`.optimizers.devices.require`.
         """
         require(compute_dtype(self.ns_dtype, self.ns_method, device), device, key="optimizer.params.ns_dtype",
                 value=self.ns_dtype)

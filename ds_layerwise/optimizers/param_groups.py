@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, flag, plain
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.placement import Route
+from ds_layerwise.plan.routes import Route
 
 #: What every group says once it is built.
 HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
@@ -33,7 +33,7 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "fp32_optimizer_states": (True, )}
 
 
-class LayerwiseOptimizer(torch.optim.Optimizer):
+class LayerWiseOptimizer(torch.optim.Optimizer):
     """Parameter groups with ``lr``, ``momentum``, ``weight_decay``, ``betas``, ``eps`` and the two ratios.
 
     Args:

@@ -32,9 +32,9 @@ from measuring import anonymous_mb, run_ranks, settle
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise import comm
-from ds_layerwise.forecast import RunConfig, forecast, specs_of
-from ds_layerwise.model_shapes import ModelParam, route_model
+from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.plan.model_file import ModelParam, route_model
+from ds_layerwise.ranks import comm
 
 #: How far off a prediction may be, in percent.
 BAR_PERCENT = 2.0

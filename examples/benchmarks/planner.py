@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_layerwise.cost import LayoutReport, max_over_mean
-from ds_layerwise.layout import Layout, ParamSpec
-from ds_layerwise.model_shapes import load_model_specs
-from ds_layerwise.planner import plan_layout
+from ds_layerwise.plan.cost import LayoutReport, max_over_mean
+from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.model_file import load_model_specs
+from ds_layerwise.plan.planner import plan_layout
 
-MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "models"
+MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024)
 SHOWN_RANKS = (8, 64, 96, 1024)

@@ -7,8 +7,8 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
-from ds_layerwise import same_weights
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import LayerWiseError, StepError
+from ds_layerwise.ranks import same_weights
 from tests.distributed.test_experts import ExpertNet
 from tests.distributed.test_tensor_parallel import part_of
 from tests.harness import DistributedTest
@@ -199,7 +199,7 @@ class TestOneRankAlone(DistributedTest):
             engine.backward(engine((step, 0, dist.get_rank())))
             mend = wrong(engine) if dist.get_rank() == 1 else lambda: None
             kind, expected = (StepError, message) if dist.get_rank() else (
-                LayerwiseError, f"rank 1 failed: StepError: .*{message}")
+                LayerWiseError, f"rank 1 failed: StepError: .*{message}")
             with pytest.raises(kind, match=expected):
                 engine.step()
             mend()
@@ -227,7 +227,7 @@ class TestOneRankAlone(DistributedTest):
                             "a checksum": (same_weights, "checksum")}[where]
                 patch.setattr(of, name, no_memory)
             kind, message = (torch.OutOfMemoryError, "tried") if dist.get_rank() else (
-                LayerwiseError, "rank 1 failed: OutOfMemoryError: tried to allocate")
+                LayerWiseError, "rank 1 failed: OutOfMemoryError: tried to allocate")
             with pytest.raises(kind, match=message):
                 engine.step()
         for each in (engine, plain):
@@ -249,7 +249,7 @@ class TestOneRankAlone(DistributedTest):
                 engine.backward(whole_number_loss(engine.module, (step, micro, dist.get_rank()), missing))
                 if (step, micro) == (1, 1):
                     message = "^(rank 1 failed: StepError: )?experts, tall.weight got no gradient in this step"
-                    with pytest.raises(LayerwiseError, match=message):
+                    with pytest.raises(LayerWiseError, match=message):
                         engine.step()
                     engine.zero_grad()
                     engine.micro_steps += 1
@@ -268,7 +268,7 @@ class TestOneRankAlone(DistributedTest):
         engine.backward(engine((0, 0, dist.get_rank())))
         if dist.get_rank():
             engine.zero_grad()
-        with pytest.raises(LayerwiseError, match="before the gradients were reduced"):
+        with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
             engine.step()
 
     @pytest.mark.parametrize("stage", [1, 2])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise import cost
+from ds_layerwise.plan import cost
 from tests.harness import DistributedTest, device
 from tests.training import ds_config, start
 

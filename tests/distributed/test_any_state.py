@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ds_layerwise import zero_optimizer
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.zero import optimizer
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, train_engine
@@ -35,7 +35,7 @@ class Preconditioned:
 
 
 def engine_of(monkeypatch, **changes):
-    monkeypatch.setattr(zero_optimizer, "matrix_rule", lambda config: Preconditioned())
+    monkeypatch.setattr(optimizer, "matrix_rule", lambda config: Preconditioned())
     return start(Net(), ds_config(**changes))
 
 
@@ -66,6 +66,6 @@ class TestAnyState(DistributedTest):
     def test_3_the_converter_loses_what_it_does_not_know_and_that_is_said(self, class_tmpdir, monkeypatch):
         engine = engine_of(monkeypatch)
         convert(class_tmpdir / "3" / "regular", class_tmpdir / "3" / "converted")
-        with pytest.raises(LayerwiseError, match="(fast_avg|left|right|seen).pt is missing.*ds-layerwise to-universal"):
+        with pytest.raises(LayerWiseError, match="(fast_avg|left|right|seen).pt is missing.*ds-layerwise to-universal"):
             engine.load_checkpoint(class_tmpdir / "3", tag="converted")
         assert engine.optimizer.step_count == 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, masters, whole_states
 from tests.harness import DistributedTest
 from tests.training import (MATRICES, Net, allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine,
@@ -61,7 +61,7 @@ def assert_refused(engine, folder, message, **options):
     for form, tag in TAGS.items():
         train_engine(engine, 1, first=70)
         before, steps = values(engine), engine.global_steps
-        with pytest.raises(LayerwiseError, match=message):
+        with pytest.raises(LayerWiseError, match=message):
             engine.load_checkpoint(folder, tag=tag, **options)
         assert_equal_states(values(engine), before, form)
         assert engine.global_steps == engine.optimizer.step_count == steps

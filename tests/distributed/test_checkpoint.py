@@ -13,7 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import ds_layerwise
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.harness import DistributedTest
 from tests.training import Net, allow_fp16, ds_config, start, start_adamw, train_engine, weights, whole_gradients
@@ -98,7 +98,7 @@ class TestInsideAStep(DistributedTest):
     @pytest.mark.world_size(2)
     def test_3_another_number_of_micro_batches_is_refused(self, class_tmpdir):
         engine = start(Net(odd=True), ds_config(gas=2))
-        with pytest.raises(LayerwiseError, match="saved after 2 of 4 micro-batches of a step, and this run accumulat"):
+        with pytest.raises(LayerWiseError, match="saved after 2 of 4 micro-batches of a step, and this run accumulat"):
             engine.load_checkpoint(class_tmpdir / "fp32 1")
 
     def test_between_backward_and_step_the_step_is_repeated(self, tmp_path):
@@ -187,7 +187,7 @@ class TestRefusedLoads(DistributedTest):
     def assert_refused(self, folder, message, **config):
         engine = start(Net(), ds_config(**config))
         before = weights(engine.module).clone()
-        with pytest.raises(LayerwiseError, match=message):
+        with pytest.raises(LayerWiseError, match=message):
             engine.load_checkpoint(folder, tag="tag")
         assert torch.equal(weights(engine.module), before)
         train_engine(engine, 1)
@@ -207,7 +207,7 @@ class TestRefusedLoads(DistributedTest):
         self.saved(tmp_path)
         if dist.get_rank() == 1:
             def broken(path):
-                raise LayerwiseError("only rank 1 sees it")
+                raise LayerWiseError("only rank 1 sees it")
             monkeypatch.setattr(regular, "read", broken)
         self.assert_refused(tmp_path, "only rank 1 sees it")
 
@@ -325,7 +325,7 @@ class TestRefusedOptimizers(DistributedTest):
         train_engine(engine, 2)
         engine.save_checkpoint(tmp_path)
         other = start(Net(), ds_config(params={"scalar_optimizer": wanted}))
-        with pytest.raises(LayerwiseError, match=f"updated by {saved}.*this run updates it by .*on_optimizer_change"):
+        with pytest.raises(LayerWiseError, match=f"updated by {saved}.*this run updates it by .*on_optimizer_change"):
             other.load_checkpoint(tmp_path)
         assert other.optimizer.step_count == 0
 
@@ -336,5 +336,5 @@ class TestRefusedOptimizers(DistributedTest):
         params = list(module.parameters())
         other, *_ = ds_layerwise.initialize(model=module, config=ds_config(), model_parameters=[
             {"params": params[:3]}, {"params": params[3:]}])
-        with pytest.raises(LayerwiseError, match="has 1 parameter groups, this run 2"):
+        with pytest.raises(LayerWiseError, match="has 1 parameter groups, this run 2"):
             other.load_checkpoint(tmp_path)

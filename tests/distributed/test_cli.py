@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ds_layerwise.checkpoint import universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
 from ds_layerwise.checkpoint.regular import load_safely
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.cli import BF16, MODEL_FILE, TIED, Everything, assert_refused, run, saved
 from tests.harness import DistributedTest
@@ -201,9 +201,9 @@ class TestConsolidate(DistributedTest):
         path.write_bytes(content)
 
         def broken(*args):
-            raise LayerwiseError("in the middle")
+            raise LayerWiseError("in the middle")
         out.write_text("before")
-        monkeypatch.setattr("ds_layerwise.checkpoint.consolidate._cast", broken)
+        monkeypatch.setattr("ds_layerwise.tools.consolidate._cast", broken)
         assert_refused("in the middle", "consolidate", tmp_path, out, "--overwrite")
         assert out.read_text() == "before" and not list(tmp_path.glob("*.incomplete"))
 

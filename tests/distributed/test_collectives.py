@@ -8,7 +8,8 @@ import pytest
 import torch
 from deepspeed.comm.comm import comms_logger
 
-from ds_layerwise import comm, cost
+from ds_layerwise.plan import cost
+from ds_layerwise.ranks import comm
 from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, train_engine, weights

@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME, FORMAT, Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, states, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, train_engine, weights
@@ -253,7 +253,7 @@ def refusal(engine, load_dir):
     """The message of the load, and what is wrong with it, if anything."""
     try:
         loaded, _ = engine.load_checkpoint(load_dir)
-    except LayerwiseError as error:
+    except LayerWiseError as error:
         return str(error), ""
     except Exception as error:
         return str(error), f"{type(error).__name__}: {error}"

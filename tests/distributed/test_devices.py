@@ -17,8 +17,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from ds_layerwise import comm
-from ds_layerwise.errors import ConfigError, LayerwiseError, LayoutError
+from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError
+from ds_layerwise.ranks import comm
 from tests.harness import DistributedTest
 from tests.reference import train
 from tests.training import Net, ds_config, recipe_for, relative_error, start, train_engine
@@ -132,7 +132,7 @@ class TestObjects(DistributedTest):
     def test_they_need_nothing_of_the_device(self, uses, tmp_path):
         join(tmp_path / "store")
         rank = dist.get_rank()
-        with pytest.raises(LayerwiseError if rank != 1 else ConfigError, match="rank 1 failed|no bytes"):
+        with pytest.raises(LayerWiseError if rank != 1 else ConfigError, match="rank 1 failed|no bytes"):
             with comm.Alike(None):
                 if rank == 1:
                     raise ConfigError("no bytes left here")
@@ -158,7 +158,7 @@ class TestObjects(DistributedTest):
         if rank in (2, 0):
             with pytest.raises(LayoutError, match="it differs between ranks: rank 0 has a2, rank 1 has a0"):
                 comm.check_alike("it", f"{rank}", [f"a{rank}"], group=group)
-            with pytest.raises(LayerwiseError if rank else ConfigError, match="rank 1 failed: ConfigError: x|^x$"):
+            with pytest.raises(LayerWiseError if rank else ConfigError, match="rank 1 failed: ConfigError: x|^x$"):
                 comm.raise_alike(None if rank else ConfigError("x"), group=group)
 
     def test_a_world_that_begins_again(self, tmp_path):
@@ -191,5 +191,5 @@ class TestObjects(DistributedTest):
         join(tmp_path / "store")
         dist.barrier()  # or a rank that fails below closes what others still make
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-        with pytest.raises(LayerwiseError, match="do not reach each other over gloo.*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(LayerWiseError, match="do not reach each other over gloo.*GLOO_SOCKET_IFNAME"):
             comm.gather_objects(1, group=None)

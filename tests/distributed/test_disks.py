@@ -13,10 +13,11 @@ from pathlib import Path
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise import disks, saving
-from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.engine import saving
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.ranks import disks
 from tests.checkpoints import assert_equal_states, on_rank_0, states
 from tests.harness import DistributedTest, free_port
 from tests.training import Net, ds_config, start, train_engine, weights
@@ -56,7 +57,7 @@ class TestOneDisk(DistributedTest):
         engine, first = self.saved(tmp_path)
         train_engine(engine, 1, first=1)
         mine = tmp_path if dist.get_rank() == 0 else tmp_path.with_name(f"{tmp_path.name} of 1")
-        with pytest.raises(LayerwiseError, match="rank 1 finds nothing of this save in .* of 1 after 0.3 s.*save to "
+        with pytest.raises(LayerWiseError, match="rank 1 finds nothing of this save in .* of 1 after 0.3 s.*save to "
                                                  "one folder .*use_node_local_storage"):
             engine.save_checkpoint(mine, tag="tag")
         assert dist.get_rank() == 0 or not mine.exists()
@@ -71,7 +72,7 @@ class TestOneDisk(DistributedTest):
         check = disks.check_arrived
 
         def on_its_way(folder, *args):
-            path = staging.staged(folder) / ZERO_1
+            path = aside.staged(folder) / ZERO_1
             if how == "gone":
                 path.unlink()
             else:
@@ -80,7 +81,7 @@ class TestOneDisk(DistributedTest):
             check(folder, *args)
 
         monkeypatch.setattr(disks, "check_arrived", on_its_way)
-        with pytest.raises(LayerwiseError, match=f"rank 0, which puts the checkpoint in place, does not see.* rank 1 .*"
+        with pytest.raises(LayerWiseError, match=f"rank 0, which puts the checkpoint in place, does not see.* rank 1 .*"
                                                  f"{message}.*; what was saved before is still there; save to one"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
@@ -91,7 +92,7 @@ class TestOneDisk(DistributedTest):
         check = disks.check_arrived
 
         def late(folder, *args):
-            path = staging.staged(folder) / ZERO_1
+            path = aside.staged(folder) / ZERO_1
             path.rename(tmp_path / "on its way")
             threading.Timer(0.2, lambda: (tmp_path / "on its way").rename(path)).start()
             check(folder, *args)
@@ -109,7 +110,7 @@ class TestOneDisk(DistributedTest):
             listed = saving._listed
             monkeypatch.setattr(saving, "_listed", lambda engine, folder, names: (
                 [(folder / name).unlink() for name in names], listed(engine, folder, names))[1])
-        with pytest.raises(LayerwiseError, match=f"{ZERO_1} is gone, or was never written"):
+        with pytest.raises(LayerWiseError, match=f"{ZERO_1} is gone, or was never written"):
             engine.save_checkpoint(tmp_path, tag="tag")
         monkeypatch.undo()
         self.assert_the_first_is_there(tmp_path, first)
@@ -118,7 +119,7 @@ class TestOneDisk(DistributedTest):
         engine, first = self.saved(tmp_path)
         train_engine(engine, 1, first=1)
         monkeypatch.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
-        with pytest.raises(LayerwiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 resu"):
+        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 resu"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
 
@@ -126,8 +127,8 @@ class TestOneDisk(DistributedTest):
         engine, first = self.saved(tmp_path)
         train_engine(engine, 1, first=1)
         check = disks.check_arrived
-        monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (staging.begin(folder), check(folder, *args)))
-        with pytest.raises(LayerwiseError, match="was made anew while this save was under way: another job"):
+        monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (aside.begin(folder), check(folder, *args)))
+        with pytest.raises(LayerWiseError, match="was made anew while this save was under way: another job"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
 
@@ -181,7 +182,7 @@ class TestWhatIsLoaded(DistributedTest):
         train_engine(engine, 1, first=2)
         before = weights(engine.module).clone()
         for states_too in (True, False):
-            with pytest.raises(LayerwiseError, match=f"ranks would load different checkpoints: {message}.*pass one"):
+            with pytest.raises(LayerWiseError, match=f"ranks would load different checkpoints: {message}.*pass one"):
                 engine.load_checkpoint(folder, tag=tag, load_optimizer_states=states_too)
         assert engine.global_steps == 3 and (weights(engine.module) == before).all()
 
@@ -197,7 +198,7 @@ class TestWhatIsLoaded(DistributedTest):
             (mine / "global_step1").symlink_to(tmp_path / "global_step2")
         before = weights(engine.module).clone()
         for states_too in (True, False):
-            with pytest.raises(LayerwiseError, match="ranks see different saves: rank 0 in .*/global_step1 another"):
+            with pytest.raises(LayerWiseError, match="ranks see different saves: rank 0 in .*/global_step1 another"):
                 engine.load_checkpoint(mine, tag="global_step1", load_optimizer_states=states_too)
         assert engine.global_steps == 2 and (weights(engine.module) == before).all()
 
@@ -248,8 +249,8 @@ class TestDisksOfNodes(DistributedTest):
             raise OSError("not now")
 
         if dist.get_rank() == victim:
-            monkeypatch.setattr(staging, "publish", fails)
-        with pytest.raises((OSError, LayerwiseError), match="not now"):
+            monkeypatch.setattr(aside, "publish", fails)
+        with pytest.raises((OSError, LayerWiseError), match="not now"):
             engine.save_checkpoint(mine, tag="tag")
         monkeypatch.undo()
         other = self.started()
@@ -270,8 +271,8 @@ class TestDisksOfNodes(DistributedTest):
             raise OSError("no room")
 
         if dist.get_rank() == 1:
-            monkeypatch.setattr(staging, "seal", fails)
-        with pytest.raises((OSError, LayerwiseError), match="no room"):
+            monkeypatch.setattr(aside, "seal", fails)
+        with pytest.raises((OSError, LayerWiseError), match="no room"):
             engine.save_checkpoint(mine, tag="tag")
         other = self.started()
         other.load_checkpoint(mine)
@@ -291,8 +292,8 @@ SCRIPT = """
     import deepspeed.comm as dist
     import torch
 
-    from ds_layerwise import disks
-    from ds_layerwise.errors import LayerwiseError
+    from ds_layerwise.ranks import disks
+    from ds_layerwise.errors import LayerWiseError
     from tests.checkpoints import assert_equal_states, states
     from tests.training import Net, ds_config, start, train_engine
 
@@ -306,7 +307,7 @@ SCRIPT = """
     try:
         engine.save_checkpoint("saved")
         raise SystemExit("saved in two places as if it were one")
-    except LayerwiseError as e:
+    except LayerWiseError as e:
         assert "rank 1 finds nothing of this save" in str(e), e
     own = ds_config(checkpoint={"use_node_local_storage": True})
     engine, other = start(Net(), own), start(Net(), own)

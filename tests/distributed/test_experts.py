@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.cost import memory_bytes
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.cost import memory_bytes
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.harness import DistributedTest
 from tests.reference import Recipe, Reference, trainable, whole_number_gradients
@@ -312,7 +312,7 @@ class TestInsideAStep(DistributedTest):
             assert_equal_states(all_weights(engine, 2), expected, stage)
             engine.destroy()
         engine = start_experts(4, gas=2)
-        with pytest.raises(LayerwiseError, match="was saved within a step on 4 ranks"):
+        with pytest.raises(LayerWiseError, match="was saved within a step on 4 ranks"):
             engine.load_checkpoint(class_tmpdir / "1", tag="inside")
         engine.destroy()
         engine = start_experts(4, gas=2, stage=2)

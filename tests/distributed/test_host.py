@@ -11,9 +11,9 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param,
                              safe_set_full_optimizer_state)
 
-from ds_layerwise import offload
-from ds_layerwise.cost import memory_bytes, pieces_on_host
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import LayerWiseError, StepError
+from ds_layerwise.plan.cost import memory_bytes, pieces_on_host
+from ds_layerwise.ranks import host_memory
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.reference import train
@@ -62,7 +62,7 @@ def assert_weights_are_masters(engine):
 def copies(monkeypatch):
     """What goes each way: {"in": bytes of every copy, "out": the same}. Stale device memory is NaN."""
     counted = {"in": [], "out": []}
-    transfer = offload.transfer
+    transfer = host_memory.transfer
 
     def counting(into, out_of):
         transfer(into, out_of)
@@ -73,10 +73,10 @@ def copies(monkeypatch):
         counted["out" if into.data_ptr() in homes else "in"].append(into.nbytes)
 
     MEMORIES = []
-    init = offload.HostMemory.__init__
-    monkeypatch.setattr(offload.HostMemory, "__init__",
+    init = host_memory.HostMemory.__init__
+    monkeypatch.setattr(host_memory.HostMemory, "__init__",
                         lambda self, *args, **kwargs: (init(self, *args, **kwargs), MEMORIES.append(self))[0])
-    monkeypatch.setattr(offload, "transfer", counting)
+    monkeypatch.setattr(host_memory, "transfer", counting)
     return counted
 
 
@@ -181,7 +181,7 @@ class TestMemory(DistributedTest):
 
     def test_page_locked_only_if_asked(self, monkeypatch):
         pinned = []
-        accelerator = offload.get_accelerator()
+        accelerator = host_memory.get_accelerator()
 
         def pin(self, *size, **options):
             pinned.append(size[0] if torch.is_tensor(size[0]) else torch.empty(*size, **options))
@@ -198,7 +198,7 @@ class TestMemory(DistributedTest):
     @pytest.mark.parametrize("known_as", ["pin_empty", "pin_memory"])
     @pytest.mark.world_size(2)
     def test_page_locked_memory_that_one_rank_cannot_have(self, known_as, monkeypatch):
-        accelerator, rank = type(offload.get_accelerator()), dist.get_rank()
+        accelerator, rank = type(host_memory.get_accelerator()), dist.get_rank()
 
         def refuse(self, *args, **kwargs):
             raise RuntimeError("CUDA error: out of memory")
@@ -212,7 +212,7 @@ class TestMemory(DistributedTest):
                 patch.setattr(accelerator, known_as, refuse, raising=False)
             message = (r"[\d,]+ bytes of page-locked host memory cannot be had: CUDA error: out of memory; set "
                        "pin_memory: false .* or raise the limit")
-            with pytest.raises(LayerwiseError, match=message if rank == 1 else f"rank 1 failed: .*{message}"):
+            with pytest.raises(LayerWiseError, match=message if rank == 1 else f"rank 1 failed: .*{message}"):
                 start(Net(), config(1, pin_memory=True))
             engine = start(Net(), config(1, pin_memory=False))
         plain = start(Net(), config())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, masters, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
@@ -106,7 +106,7 @@ class TestStockIntoOurs(DistributedTest):
         weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
         names = "|".join(sorted(MATRICES))
         for stage in (1, 2, 3):
-            with pytest.raises(LayerwiseError, match=rf"({names}) was updated by adam .*layerwise.on_optimizer_change"):
+            with pytest.raises(LayerWiseError, match=rf"({names}) was updated by adam .*layerwise.on_optimizer_change"):
                 engine.load_checkpoint(class_tmpdir / str(stage), tag="converted")
         assert_equal_states(whole_states(engine), before)
         assert_equal_states(engine.module.state_dict(), weights)
@@ -212,7 +212,7 @@ class TestDenseIntoOurs(DistributedTest):
         engine = start(Net(tied=True), ds_config(layerwise={"on_missing_state": "error"}))
         train_engine(engine, 2)
         before = whole_states(engine)
-        with pytest.raises(LayerwiseError, match=r"no state of \S+; set layerwise\.on_missing_state to 'fresh'"):
+        with pytest.raises(LayerWiseError, match=r"no state of \S+; set layerwise\.on_missing_state to 'fresh'"):
             engine.load_checkpoint(tmp_path, tag="dense")
         assert_equal_states(whole_states(engine), before)
         assert engine.global_steps == engine.optimizer.step_count == 2
@@ -223,6 +223,6 @@ class TestDenseIntoOurs(DistributedTest):
             (tmp_path / "dense" / "mp_rank_00_model_states.pt").unlink()
         dist.barrier()
         engine = start(Net(tied=True), ds_config())
-        with pytest.raises(LayerwiseError, match="dense holds no mp_rank_00_model_states.pt"):
+        with pytest.raises(LayerWiseError, match="dense holds no mp_rank_00_model_states.pt"):
             engine.load_checkpoint(tmp_path, tag="dense")
         train_engine(engine, 1)

@@ -11,7 +11,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.optimizers import muon
 from tests.checkpoints import assert_equal_states, states
 from tests.harness import DistributedTest
@@ -78,10 +78,10 @@ class TestInterrupted(DistributedTest):
             engine.step()
         engine.backward(engine((3, 0, dist.get_rank())))
         for _ in range(2):
-            with pytest.raises(LayerwiseError, match=r"the update of step 3 was ended by OutOfMemoryError: tried to "
+            with pytest.raises(LayerWiseError, match=r"the update of step 3 was ended by OutOfMemoryError: tried to "
                                r"allocate 2 GiB; some parameters have it and others not; load a checkpoint"):
                 engine.step()
-            with pytest.raises(LayerwiseError, match="the update of step 3 was ended"):
+            with pytest.raises(LayerWiseError, match="the update of step 3 was ended"):
                 engine.save_checkpoint(str(tmp_path), tag="half")
             assert Path(tmp_path, "latest").read_text() == "global_step2"
             assert not [name for name in os.listdir(tmp_path) if name.startswith("half")]
@@ -108,12 +108,12 @@ class TestInterrupted(DistributedTest):
             engine.load_checkpoint(str(tmp_path), **options)
             engine.zero_grad()
             engine.backward(engine((0, 0, dist.get_rank())))
-            with pytest.raises(LayerwiseError, match="the update of step 1 was ended"):
+            with pytest.raises(LayerWiseError, match="the update of step 1 was ended"):
                 engine.step()
 
     def test_an_error_that_the_user_can_mend_leaves_no_timer_running(self):
         """The same for what is found before anything was updated."""
         engine = start(Net(), ds_config(wall_clock_breakdown=True))
-        with pytest.raises(LayerwiseError, match="no backward pass"):
+        with pytest.raises(LayerWiseError, match="no backward pass"):
             engine.step()
         train_engine(engine, 1)

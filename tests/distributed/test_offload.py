@@ -6,8 +6,8 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_fp32_param
 
-from ds_layerwise import offload
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import LayerWiseError, StepError
+from ds_layerwise.ranks import host_memory
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
@@ -92,15 +92,15 @@ class TestOffload(DistributedTest):
 
         def last_one_is_refused(numel, dtype, *, pin_memory):
             if len(had) == 2:
-                raise LayerwiseError("no host memory")
+                raise LayerWiseError("no host memory")
             had.append(numel)
             return torch.empty(numel, dtype=dtype)
 
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(offload, "host_memory", last_one_is_refused)
-            with pytest.raises(LayerwiseError, match="^no host memory" if dist.get_rank() else
-                               "rank 1 failed: LayerwiseError: no host memory"):
+                patch.setattr(host_memory, "host_memory", last_one_is_refused)
+            with pytest.raises(LayerWiseError, match="^no host memory" if dist.get_rank() else
+                               "rank 1 failed: LayerWiseError: no host memory"):
                 engine.offload_states()
         assert memory(engine) == before and not engine.optimizer._parking.kinds
         for each in (engine, plain):
@@ -113,7 +113,7 @@ class TestOffload(DistributedTest):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
         for each in (engine, plain):
             train_engine(each, 1)
-        before, filled, fill = memory(engine), [], offload._bytes
+        before, filled, fill = memory(engine), [], host_memory._bytes
         engine.offload_states()
 
         def second_one_is_refused(storage, device):
@@ -124,8 +124,8 @@ class TestOffload(DistributedTest):
 
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(offload, "_bytes", second_one_is_refused)
-            with pytest.raises(torch.OutOfMemoryError if dist.get_rank() else LayerwiseError, match="device full"):
+                patch.setattr(host_memory, "_bytes", second_one_is_refused)
+            with pytest.raises(torch.OutOfMemoryError if dist.get_rank() else LayerWiseError, match="device full"):
                 engine.reload_states()
         engine.reload_states()
         assert memory(engine) == before

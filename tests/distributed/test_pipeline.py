@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ds_layerwise
-from ds_layerwise.errors import ConfigError, LayerwiseError, LayoutError, RoutingError
+from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, RoutingError
 from tests.checkpoints import assert_equal_states, on_rank_0
 from tests.cli import assert_refused, run
 from tests.harness import DistributedTest
@@ -310,7 +310,7 @@ class TestRouting(DistributedTest):
 
         specs = layers(True)[:-1] + [TiedLayerSpec("embed", Embedding, forward_fn=with_positions)]
         engine = start(PipelineModule(specs, num_stages=2, loss_fn=token_loss), config())
-        with pytest.raises(LayerwiseError, match="tied_modules.embed.positions.weight got a gradient on a later stage"):
+        with pytest.raises(LayerWiseError, match="tied_modules.embed.positions.weight got a gradient on a later stage"):
             train_pipeline(engine, 1)
 
 
@@ -329,7 +329,7 @@ class TestRefused(DistributedTest):
             with pytest.raises(ConfigError, match=message):
                 start(pipeline(2), config(**changes))
         functions = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8), torch.relu, torch.relu]
-        with pytest.raises(LayerwiseError, match="stage 1 of the pipeline has nothing to train"):
+        with pytest.raises(LayerWiseError, match="stage 1 of the pipeline has nothing to train"):
             start(PipelineModule(functions, num_stages=2, partition_method="uniform", loss_fn=token_loss), config())
         slices = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
         with pytest.raises(ConfigError, match=r"a pipeline with tensor slices \(2 ranks a layer\) is not supported"):
@@ -394,7 +394,7 @@ class TestCheckpoints(DistributedTest):
     def test_3_deepspeeds_converter(self, class_tmpdir):
         convert(class_tmpdir / "global_step3", class_tmpdir / "converted")
         engine = start(with_frozen(2), config(bf16={"enabled": True}))
-        with pytest.raises(LayerwiseError, match="3.bias, which is not trained, cannot be restored"):
+        with pytest.raises(LayerWiseError, match="3.bias, which is not trained, cannot be restored"):
             engine.load_checkpoint(class_tmpdir, tag="converted")
         self.load(engine, class_tmpdir, "converted", load_module_strict=False, others=False)
 
@@ -423,14 +423,14 @@ class TestCheckpoints(DistributedTest):
                 (pipeline(2), "has seen of layer 3, which the model lacks; load what fits with load_module_strict=Fa")):
             other = start(module, config())
             for states in (True, False):
-                with pytest.raises(LayerwiseError, match=message):
+                with pytest.raises(LayerWiseError, match=message):
                     other.load_checkpoint(class_tmpdir, tag="global_step3", load_optimizer_states=states)
             other.destroy()
         layer = class_tmpdir / "global_step3" / "layer_03-model_states.pt"
         whole = layer.read_bytes()
         on_rank_0(lambda: layer.write_bytes(whole[:-1]))
         for states in (True, False):
-            with pytest.raises(LayerwiseError, match="layer_03-model_states.pt"):
+            with pytest.raises(LayerWiseError, match="layer_03-model_states.pt"):
                 engine.load_checkpoint(class_tmpdir, tag="global_step3", load_optimizer_states=states)
         assert_equal_states(whole_states(engine), before)
         on_rank_0(lambda: layer.write_bytes(whole))

@@ -6,7 +6,7 @@ import deepspeed.comm as dist
 import pytest
 import yaml
 
-from ds_layerwise.table import as_json
+from ds_layerwise.plan.report import as_json
 from tests.cli import run
 from tests.harness import DistributedTest
 from tests.models import TINY_GPT_MATRICES, tiny_gpt

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ds_layerwise
-from ds_layerwise.errors import ConfigError, LayerwiseError, LayoutError, RoutingError
+from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, RoutingError
 from tests.harness import DistributedTest, free_port
 from tests.tensor_parallel import Mpu
 
@@ -208,7 +208,7 @@ class TestBadModels(DistributedTest):
                     groups = [{"params": list(module.parameters()), "weight_decay": -1}]
                 if case == "twice":
                     groups = [{"params": list(module.parameters())}, {"params": [module[1].weight]}]
-            with pytest.raises(ValueError if dist.get_rank() == 1 else LayerwiseError,
+            with pytest.raises(ValueError if dist.get_rank() == 1 else LayerWiseError,
                                match=own if dist.get_rank() == 1 else f"rank 1 failed: {kind}"):
                 ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config)
                 pytest.fail(case)
@@ -274,7 +274,7 @@ class TestRefusedParallelism(DistributedTest):
         experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2))
         own = experts[0].weight
         own.allreduce, own.group_name = False, "ep_size_2"
-        with pytest.raises(LayerwiseError, match="0.weight is another parameter on every one of 2 ranks"):
+        with pytest.raises(LayerWiseError, match="0.weight is another parameter on every one of 2 ranks"):
             initialize(experts)
 
     def test_an_mpu_that_says_too_little_or_too_much(self):

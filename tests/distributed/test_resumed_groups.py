@@ -13,9 +13,10 @@ import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 import ds_layerwise
-from ds_layerwise import resumed_groups, saving
 from ds_layerwise.checkpoint.regular import load_safely
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.engine import saving
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.zero import resumed_groups
 from tests.checkpoints import assert_equal_states, states
 from tests.harness import DistributedTest
 from tests.training import MUON, Net, ds_config, start, train_engine, weights
@@ -93,7 +94,7 @@ class TestWhatIsWritten(DistributedTest):
         train_engine(engine, 1)
         if dist.get_rank() == 1:
             engine.optimizer.param_groups[0]["thing"] = value
-        with pytest.raises(LayerwiseError, match=r"param_groups\[0\]\.thing.* which a checkpoint cannot hold"):
+        with pytest.raises(LayerWiseError, match=r"param_groups\[0\]\.thing.* which a checkpoint cannot hold"):
             engine.save_checkpoint(tmp_path, tag="after")
         dist.barrier()
         assert sorted(path.name for path in tmp_path.iterdir()) == there
@@ -116,7 +117,7 @@ class TestWhatIsWritten(DistributedTest):
         scaler = engine.optimizer.loss_scaler
         if dist.get_rank() == 1:
             engine.optimizer.loss_scaler = Thing()
-        with pytest.raises(LayerwiseError, match="optim_states.pt cannot be read back: loss_scaler is an object"):
+        with pytest.raises(LayerWiseError, match="optim_states.pt cannot be read back: loss_scaler is an object"):
             engine.save_checkpoint(tmp_path, tag="after")
         dist.barrier()
         assert (tmp_path / "latest").read_text() == "before" and not list(tmp_path.glob("after*"))
@@ -136,7 +137,7 @@ class TestWhatIsWritten(DistributedTest):
             engine.optimizer.param_groups[0].update(written, thing=Thing())
             engine.optimizer.configured = []
             engine.save_checkpoint(tmp_path, tag="tag")
-        with pytest.raises(LayerwiseError, match="cannot be read: UnpicklingError"):
+        with pytest.raises(LayerWiseError, match="cannot be read: UnpicklingError"):
             load_safely(tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
         for tag in ("tag", "tag_universal"):
             resumed = start(Net(), config)

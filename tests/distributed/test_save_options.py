@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, start_adamw, train_engine, weights
@@ -55,7 +55,7 @@ class TestSaving(DistributedTest):
         engine = start(Net(), ds_config())
         for folder, tag in (("", "tag"), (tmp_path, ""), (tmp_path, "a/"), (tmp_path, "a\nb")):
             told = (folder, tag) if dist.get_rank() else (tmp_path, "tag")
-            with pytest.raises((LayerwiseError, ValueError), match="must be a non-empty string|the checkpoint's tag"):
+            with pytest.raises((LayerWiseError, ValueError), match="must be a non-empty string|the checkpoint's tag"):
                 engine.save_checkpoint(told[0], tag=told[1])
         assert not list(tmp_path.iterdir())
 
@@ -63,27 +63,27 @@ class TestSaving(DistributedTest):
         engine = start(Net(), ds_config(layerwise={"save_universal": True}))
         train_engine(engine, 1)
         engine.save_checkpoint(tmp_path, tag="a")
-        with pytest.raises(LayerwiseError, match="a_universal holds a universal checkpoint, and this save would put a"):
+        with pytest.raises(LayerWiseError, match="a_universal holds a universal checkpoint, and this save would put a"):
             engine.save_checkpoint(tmp_path, tag="a_universal")
         plain = start(Net(), ds_config())
         plain.save_checkpoint(tmp_path, tag="b_universal")
-        with pytest.raises(LayerwiseError, match="b_universal holds no universal checkpoint, and this save would put"):
+        with pytest.raises(LayerWiseError, match="b_universal holds no universal checkpoint, and this save would put"):
             engine.save_checkpoint(tmp_path, tag="b")
         assert folders(tmp_path) == ["a", "a_universal", "b_universal"]
 
     def test_another_tag_on_another_rank_is_refused(self, tmp_path):
         engine = start(Net(), ds_config())
-        with pytest.raises(LayerwiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
+        with pytest.raises(LayerWiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
             engine.save_checkpoint(tmp_path, tag=dist.get_rank())
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("fsync", [True, False])
     def test_every_file_on_the_disk_before_it_counts(self, fsync, tmp_path, monkeypatch):
         engine = start(Net(), ds_config(layerwise={"fsync": fsync, "save_universal": True}))
-        flushed, flush, publish = set(), staging.flush, staging.publish
+        flushed, flush, publish = set(), aside.flush, aside.publish
         committed = []
-        monkeypatch.setattr(staging, "flush", lambda path: flushed.add(path.name) or flush(path))
-        monkeypatch.setattr(staging, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
+        monkeypatch.setattr(aside, "flush", lambda path: flushed.add(path.name) or flush(path))
+        monkeypatch.setattr(aside, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
             *args, **options))
         engine.save_checkpoint(tmp_path, tag="tag")
         everyone = [None] * 2
@@ -110,7 +110,7 @@ class TestSaving(DistributedTest):
         assert trained["frozen_param_shapes"] is None and trained["frozen_param_fragments"] is None
         other = start(Net(frozen=True), ds_config())
         before = weights(other.module).clone()
-        with pytest.raises(LayerwiseError, match="the checkpoint lacks norm.bias, tall.weight.*load_module_strict"):
+        with pytest.raises(LayerWiseError, match="the checkpoint lacks norm.bias, tall.weight.*load_module_strict"):
             other.load_checkpoint(tmp_path, tag="trained")
         assert torch.equal(weights(other.module), before)
         train_engine(engine, 1)
@@ -135,7 +135,7 @@ class TestSaving(DistributedTest):
     def test_a_folder_that_may_not_be_written(self, tmp_path):
         engine = start(Net(), ds_config())
         on_rank_0(lambda: (tmp_path / "file").write_text(""))
-        with pytest.raises((OSError, LayerwiseError), match="Not a directory|rank 0 failed: NotADirectory"):
+        with pytest.raises((OSError, LayerWiseError), match="Not a directory|rank 0 failed: NotADirectory"):
             engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
         train_engine(engine, 1)
 
@@ -174,7 +174,7 @@ class TestLoading(DistributedTest):
         engine.save_checkpoint(tmp_path)
         other = start(Net(), ds_config(scheduler=WARMUP))
         before = weights(other.module).clone()
-        with pytest.raises(LayerwiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
+        with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
             other.load_checkpoint(tmp_path)
         assert torch.equal(weights(other.module), before) and other.global_steps == 0
         other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
@@ -205,21 +205,21 @@ class TestLoading(DistributedTest):
         self.saved(tmp_path)
         other = start(Net(odd=True), ds_config(scheduler=WARMUP))
         before = weights(other.module).clone()
-        with pytest.raises(LayerwiseError, match="the checkpoint lacks empty, transposed, unused.bias, unused.weight"):
+        with pytest.raises(LayerWiseError, match="the checkpoint lacks empty, transposed, unused.bias, unused.weight"):
             other.load_checkpoint(tmp_path)
         assert torch.equal(weights(other.module), before)
         smaller = start(nn.Sequential(nn.Linear(4, 4)), ds_config(scheduler=WARMUP))
-        with pytest.raises(LayerwiseError, match="the checkpoint lacks 0.bias, 0.weight, which the model has"):
+        with pytest.raises(LayerWiseError, match="the checkpoint lacks 0.bias, 0.weight, which the model has"):
             smaller.load_checkpoint(tmp_path)
 
     def test_a_folder_that_is_not_there(self, tmp_path):
         self.saved(tmp_path)
         other = start(Net(), ds_config(scheduler=WARMUP))
-        with pytest.raises(LayerwiseError, match="global_step9 does not exist; .* holds global_step3"):
+        with pytest.raises(LayerWiseError, match="global_step9 does not exist; .* holds global_step3"):
             other.load_checkpoint(tmp_path, tag="global_step9")
         dist.barrier()
         on_rank_0(lambda: (tmp_path / "latest").write_text(""))
-        with pytest.raises(LayerwiseError, match="latest is empty"):
+        with pytest.raises(LayerWiseError, match="latest is empty"):
             other.load_checkpoint(tmp_path)
 
     def test_files_in_the_older_form_of_torch(self, tmp_path):
@@ -234,7 +234,7 @@ class TestLoading(DistributedTest):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4
         on_rank_0(lambda: path.write_bytes(content))
-        with pytest.raises(LayerwiseError, match=f"{path.name} is damaged"):
+        with pytest.raises(LayerWiseError, match=f"{path.name} is damaged"):
             other.load_checkpoint(tmp_path)
 
 

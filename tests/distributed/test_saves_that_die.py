@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import ds_layerwise
-from ds_layerwise import saving
-from ds_layerwise.checkpoint import staging, universal
+from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.engine import saving
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.forks import fork_ranks
 from tests.harness import DistributedTest, OwnDistributedTest
@@ -80,9 +80,9 @@ class Scenario:
 
     def engine(self):
         if not self.can_exchange:
-            staging._exchange = lambda one, other: False
+            aside._exchange = lambda one, other: False
         if not self.can_rename:
-            staging._renames_folders = lambda path: False
+            aside._renames_folders = lambda path: False
         return start(Net(), ds_config(layerwise={"save_universal": self.universal}))
 
 
@@ -136,7 +136,7 @@ def load_what_is_left(scenario, folders, may_be_new=(1, 2)):
             assert torch.equal(weights(engine.module), expected["weights"]), (folder, pointer)
             assert engine.optimizer.step_count == step
         for path in folder.iterdir():
-            if path.is_dir() and path.suffix not in (staging.INCOMPLETE, staging.REPLACED):
+            if path.is_dir() and path.suffix not in (aside.INCOMPLETE, aside.REPLACED):
                 Manifest.read(path).check(path)  # also what nothing points to yet
         train_engine(engine, 1, first=step + 1)
         states = whole_states(engine)
@@ -209,10 +209,10 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
     for name in ("tag.replaced", "tag.incomplete"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mp_rank_00_model_states.pt").write_text(name)
-    staging.begin(folder)
+    aside.begin(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"tag", "tag.incomplete"}
     assert (folder / "mp_rank_00_model_states.pt").read_text() == "tag.replaced"
-    assert [path.name for path in staging.staged(folder).iterdir()] == [SIGNATURE]
+    assert [path.name for path in aside.staged(folder).iterdir()] == [SIGNATURE]
 
 
 @contextmanager
@@ -255,7 +255,7 @@ class TestFullDisk(DistributedTest):
         for tag in ("second", "second_universal"):
             engine.load_checkpoint(folder, tag=tag)
             assert_equal_states(whole_states(engine), states, tag)
-        assert {path.name for path in folder.iterdir() if staging.INCOMPLETE in path.name} == set()
+        assert {path.name for path in folder.iterdir() if aside.INCOMPLETE in path.name} == set()
 
     @pytest.mark.parametrize("rank, module, function, limit", [
         (0, saving, "_commit_decoupled", 4000),  # not even the model's file
@@ -264,7 +264,7 @@ class TestFullDisk(DistributedTest):
         (0, universal, "write_parameters", 2000),
         (1, universal, "write_parameters", 1000),
         (0, universal, "write_common", 1000),
-        (0, staging, "commit", 10),
+        (0, aside, "commit", 10),
     ], ids=lambda value: getattr(value, "__name__", str(value)).split(".")[-1])
     def test_one_rank_cannot_write_all_of_a_file(self, rank, module, function, limit, tmp_path, monkeypatch):
         engine = self.started(tmp_path)
@@ -279,7 +279,7 @@ class TestFullDisk(DistributedTest):
 
             monkeypatch.setattr(module, function, then_the_disk_is_full)
         with no_larger_files(resource.getrlimit(resource.RLIMIT_FSIZE)[0]):
-            with pytest.raises((LayerwiseError, OSError)):
+            with pytest.raises((LayerWiseError, OSError)):
                 engine.save_checkpoint(tmp_path, tag="second")
         monkeypatch.undo()
         self.assert_only_the_first_is_there(engine, tmp_path, states)
@@ -290,17 +290,17 @@ class TestFullDisk(DistributedTest):
         states = whole_states(engine)
         train_engine(engine, 1, first=1)
         if dist.get_rank() == 0:
-            original = staging.point
+            original = aside.point
 
             def then_the_disk_is_full(*args):
                 with no_larger_files(0):
                     return original(*args)
 
-            staging.point = then_the_disk_is_full
-        with pytest.raises((LayerwiseError, OSError)):
+            aside.point = then_the_disk_is_full
+        with pytest.raises((LayerWiseError, OSError)):
             engine.save_checkpoint(tmp_path, tag="second")
         if dist.get_rank() == 0:
-            staging.point = original
+            aside.point = original
         # What is whole already is not thrown away.
         self.assert_only_the_first_is_there(engine, tmp_path, states, clean=False)
         self.assert_the_next_save_works(engine, tmp_path)
@@ -325,7 +325,7 @@ class TestFullDisk(DistributedTest):
 
             on_rank_0(fill)
             train_engine(engine, 1, first=5)
-            with pytest.raises((LayerwiseError, OSError)):
+            with pytest.raises((LayerWiseError, OSError)):
                 engine.save_checkpoint(small_disk, tag="second")
             self.assert_only_the_first_is_there(engine, small_disk, states)
         on_rank_0(filler.unlink)

@@ -11,7 +11,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import LayerWiseError, StepError
 from tests.checkpoints import assert_equal_states, masters, whole_states
 from tests.harness import DistributedTest
 from tests.reference import Reference, trainable, whole_number_gradients
@@ -176,7 +176,7 @@ class TestWeights(DistributedTest):
         if dist.get_rank() == 1:
             WAYS_TO_WRITE[way](engine.module, values)
         for _ in range(2):
-            with pytest.raises(LayerwiseError, match="square.weight was written since the last step, and is not the "
+            with pytest.raises(LayerWiseError, match="square.weight was written since the last step, and is not the "
                                                      "same on ranks 0 and 1; write the same values on every rank"):
                 train_engine(engine, 1, first=1)
             engine.zero_grad()

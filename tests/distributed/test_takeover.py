@@ -10,7 +10,7 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import ds_layerwise
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, masters, whole_states
 from tests.harness import DistributedTest
 from tests.reference import Reference, trainable, whole_number_gradients
@@ -45,7 +45,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
                     lambda: old.save_checkpoint(tmp_path), old.zero_grad, old.offload_states,
                     lambda: old.load_checkpoint(tmp_path)):
             new.save_checkpoint(tmp_path)
-            with pytest.raises(LayerwiseError, match="another engine was made for parameters of this one.*use that"):
+            with pytest.raises(LayerWiseError, match="another engine was made for parameters of this one.*use that"):
                 use()
         train_engine(new, 2, gas=gas)
         assert_trained_as(new, oracle, 0, 1, gas=gas)
@@ -60,7 +60,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
     def test_on_all_ranks_or_on_none(self):
         taken, free = Net(), Net()
         kept, oracle = start(taken, ds_config()), Reference(trainable(taken), recipe_for(taken))
-        with pytest.raises(LayerwiseError, match="the model differs between ranks.*trained by another engine before"):
+        with pytest.raises(LayerWiseError, match="the model differs between ranks.*trained by another engine before"):
             start(taken if dist.get_rank() else free, ds_config())
         train_engine(kept, 1)
         assert_trained_as(kept, oracle, 0)
@@ -75,7 +75,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
                           for name, p in module.named_parameters()])
         moved = (weights(module) - before).abs()
         torch.testing.assert_close(moved[grad != 0], torch.full_like(moved[grad != 0], 0.1), rtol=0, atol=0.02)
-        with pytest.raises(LayerwiseError, match="another engine was made for parameters of this one"):
+        with pytest.raises(LayerWiseError, match="another engine was made for parameters of this one"):
             old((0, 0, 0))
 
     def test_two_engines_train_two_parts_of_a_model(self):

@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.harness import DistributedTest
 from tests.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, part
@@ -182,7 +182,7 @@ class TestCheckpoints(DistributedTest):
         engine = start(Net(), ds_config())
         before = {name: p.clone() for name, p in engine.module.named_parameters()}
         for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
-            with pytest.raises(LayerwiseError, match="first holds a model in 2 parts, and this run has it in 1; resume "
+            with pytest.raises(LayerWiseError, match="first holds a model in 2 parts, and this run has it in 1; resume "
                                                      "with as many, or put them together with DeepSpeed's"):
                 engine.load_checkpoint(class_tmpdir, tag="first", **options)
         assert all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
@@ -190,7 +190,7 @@ class TestCheckpoints(DistributedTest):
         engine.destroy()
         mpu = Mpu(2)
         engine = start(Net(mpu), ds_config(), mpu=mpu)
-        with pytest.raises(LayerwiseError, match="whole holds a model in 1 part, and this run has it in 2; resume "
+        with pytest.raises(LayerWiseError, match="whole holds a model in 1 part, and this run has it in 2; resume "
                                                  "with as many$"):
             engine.load_checkpoint(class_tmpdir, tag="whole")
         with torch.no_grad():

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_layerwise import cost
+from ds_layerwise.plan import cost
 from tests.harness import DistributedTest
 from tests.models import (CONV_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch, square_loss, tiny_gpt,
                           token_batch, token_loss)

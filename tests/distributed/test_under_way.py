@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_layerwise import comm, param_sync
+from ds_layerwise.ranks import comm, param_sync
 from tests.harness import DistributedTest
 from tests.training import assert_same_on_all_ranks, ds_config, start, weights
 

@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.errors import LayerwiseError, StepError
+from ds_layerwise.errors import LayerWiseError, StepError
 from tests.checkpoints import assert_equal_states, states
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, train_engine, weights
@@ -161,7 +161,7 @@ class TestEveryPoint(DistributedTest):
     def test_ranks_at_different_steps_are_refused(self, tmp_path):
         engine = start(Net(), ds_config())
         engine.global_steps += dist.get_rank()
-        with pytest.raises(LayerwiseError, match="rank 1 saves after 1 steps, rank 0 after 0"):
+        with pytest.raises(LayerWiseError, match="rank 1 saves after 1 steps, rank 0 after 0"):
             engine.save_checkpoint(tmp_path, tag="tag")
         assert not list(tmp_path.iterdir())
 

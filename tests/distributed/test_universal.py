@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
@@ -205,7 +205,7 @@ class TestPartsOfIt(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="saved")
         other = everything()
         before = {name: value.clone() for name, value in other.module.state_dict().items()}
-        with pytest.raises(LayerwiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
+        with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
             other.load_checkpoint(tmp_path, tag="saved_universal")
         for name, value in other.module.state_dict().items():
             assert torch.equal(value, before[name]), name

@@ -6,7 +6,7 @@ import deepspeed.comm as dist
 import pytest
 
 from ds_layerwise.checkpoint.manifest import Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.checkpoints import assert_equal_states, on_rank_0, states
 from tests.cli import run
 from tests.harness import DistributedTest
@@ -67,7 +67,7 @@ class TestUsersFiles(DistributedTest):
         engine = start(Net(), ds_config(layerwise={"save_universal": True}))
         own = tmp_path / name
         on_rank_0(lambda: (own.mkdir(), (own / "thesis.tex").write_text("mine")))
-        with pytest.raises(LayerwiseError, match=f"{name} holds thesis.tex, which no save wrote"):
+        with pytest.raises(LayerWiseError, match=f"{name} holds thesis.tex, which no save wrote"):
             engine.save_checkpoint(tmp_path, tag="tag")
         dist.barrier()
         assert (own / "thesis.tex").read_text() == "mine" and not (tmp_path / "tag").exists()

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise import comm, cost
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan import cost
+from ds_layerwise.ranks import comm
 from tests.harness import DistributedTest
 from tests.training import assert_same_on_all_ranks, ds_config, reduced_gradients, start, weights
 
@@ -167,7 +168,7 @@ class TestALateGradient(DistributedTest):
         engine.backward(engine(torch.ones(1, 8)).sum())
         if dist.get_rank() == 0:
             (engine.module[2].weight.sum() * 2).backward()
-        with pytest.raises(LayerwiseError, match="2.weight got a gradient after its bucket"):
+        with pytest.raises(LayerWiseError, match="2.weight got a gradient after its bucket"):
             engine.step()
         engine.zero_grad()
         engine.backward(engine(torch.ones(1, 8)).sum())

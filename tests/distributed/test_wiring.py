@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
-from ds_layerwise.cost import DTYPE_BYTES
+from ds_layerwise.plan.cost import DTYPE_BYTES
 from tests.harness import DistributedTest
 from tests.reference import train, trainable
 from tests.training import (Net, allow_fp16, ds_config, recipe_for, relative_error, start, train_engine, weights,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_layerwise.ambient import set_aside
+from ds_layerwise.zero.ambient import set_aside
 
 CPU = torch.device("cpu")
 HAS_PRECISION_BY_BACKEND = hasattr(torch._C, "_get_fp32_precision_getter")

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.model_shapes import find_model, load_model, route_model
-from ds_layerwise.routing import route_parameters
+from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.routing.rules import route_parameters
 
 
 def route(model, *overrides, **kwargs):

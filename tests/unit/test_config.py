@@ -2,9 +2,9 @@
 
 import pytest
 
-from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, Override, is_ours
-from ds_layerwise.ds_config import refuse_unsupported
+from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.ds_config import refuse_unsupported
 
 
 def optimizer(params=None, kind="LayerWiseMuon"):
@@ -95,16 +95,16 @@ def test_only_our_types_are_ours():
 
 
 def test_layerwise_section():
-    c = LayerwiseConfig.from_section({"layout": "lpt", "overrides": [{"name": "*.bias", "weight_decay": 0.0}]})
+    c = LayerWiseConfig.from_section({"layout": "lpt", "overrides": [{"name": "*.bias", "weight_decay": 0.0}]})
     assert c.layout == "lpt" and c.overrides == (Override(name="*.bias", weight_decay=0.0), )
 
 
 def test_what_to_do_at_a_load():
-    c = LayerwiseConfig.from_section({"on_missing_state": "error", "on_optimizer_change": "keep_shared",
+    c = LayerWiseConfig.from_section({"on_missing_state": "error", "on_optimizer_change": "keep_shared",
                                       "save_universal": True, "rename": {"h.*": "layers.*"}})
     assert (c.on_missing_state, c.on_optimizer_change, c.save_universal) == ("error", "keep_shared", True)
     assert c.rename == {"h.*": "layers.*"}
-    default = LayerwiseConfig()
+    default = LayerWiseConfig()
     assert (default.on_missing_state, default.on_optimizer_change, default.save_universal, default.rename) == (
         "fresh", "error", False, {})
 
@@ -133,7 +133,7 @@ def test_what_to_do_at_a_load():
 ])
 def test_a_bad_layerwise_section_names_the_key(section, message):
     with pytest.raises(ConfigError, match=message):
-        LayerwiseConfig.from_section(section)
+        LayerWiseConfig.from_section(section)
 
 
 @pytest.mark.parametrize("change, message", [

@@ -15,13 +15,13 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ds_layerwise.autocast import check_section
 from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.ds_config import refuse_unsupported, type_meant, without_effect
-from ds_layerwise.engine import register, unregister
+from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.forecast import RunConfig
-from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.plan.ds_config import refuse_unsupported, type_meant, without_effect
+from ds_layerwise.plan.forecast import RunConfig
+from ds_layerwise.zero.autocast import check_section
 from tests.config_table import DOCUMENT, config_with, read_table
 
 TESTS = Path(__file__).parents[1]
@@ -284,7 +284,7 @@ def test_what_does_not_go_with_autocast(changes, message):
 
 def test_hyper_parameters_reach_the_groups():
     given = {"lr": 0.5, "muon_lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.99], "eps": 1e-6}
-    optimizer = LayerwiseOptimizer([torch.nn.Parameter(torch.zeros(2, 2))], OptimizerConfig.from_section(
+    optimizer = LayerWiseOptimizer([torch.nn.Parameter(torch.zeros(2, 2))], OptimizerConfig.from_section(
         {"type": "LayerWise", "params": given}))
     group = optimizer.param_groups[0]
     assert group["lr"] * group["matrix_lr_ratio"] == given.pop("muon_lr")

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ds_layerwise.config import LayerwiseConfig, OptimizerConfig, is_ours
+from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -181,7 +181,7 @@ def test_every_configuration_parses(path):
     assert config["optimizer"]["type"] in ("AdamW", "Muon") or is_ours(config["optimizer"]["type"])
     if is_ours(config["optimizer"]["type"]):
         OptimizerConfig.from_section(config["optimizer"])
-        LayerwiseConfig.from_section(config.get("layerwise", {}))
+        LayerWiseConfig.from_section(config.get("layerwise", {}))
 
 
 def test_every_override_matches_a_parameter_of_the_model():

@@ -7,9 +7,9 @@ import pytest
 from transformers import (AutoConfig, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel,
                           LlamaConfig, LlamaForCausalLM)
 
-from ds_layerwise.forecast import RunConfig, forecast, specs_of
-from ds_layerwise.routing import route_parameters
-from ds_layerwise.table import as_json, plan_table
+from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.plan.report import as_json, plan_table
+from ds_layerwise.routing.rules import route_parameters
 from tests.cli import assert_refused, run
 
 CONFIG = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}, "bf16": {"enabled": True},

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 from tests.unit.test_staging import Killed, commit, dying_at, holds, mount, write
 
 WAYS = ["exchange", "two renames", "is in user space", "renames no folder"]
@@ -15,7 +15,7 @@ WAYS = ["exchange", "two renames", "is in user space", "renames no folder"]
 
 def choose(way, monkeypatch):
     if way == "two renames":
-        monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
     elif way != "exchange":
         mount(way, monkeypatch)
 
@@ -79,14 +79,14 @@ class TestUsersFiles:
             commit(folder, "old")
             put(folder)
             write(folder, "new")
-            manifest = Manifest.of(staging.staged(folder))
+            manifest = Manifest.of(aside.staged(folder))
             try:
                 with dying_at(moment), dying_at_links(moment):
-                    staging.commit(folder, manifest)
+                    aside.commit(folder, manifest)
                 break
             except Killed:
                 pass
-            staging.recover(folder)
+            aside.recover(folder)
             ended.add(holds(folder))
             assert_kept(folder)
             commit(folder, "new")
@@ -124,29 +124,29 @@ def dying_at_links(moment):
         yield
 
 
-@pytest.mark.parametrize("ending", [staging.INCOMPLETE, staging.REPLACED])
+@pytest.mark.parametrize("ending", [aside.INCOMPLETE, aside.REPLACED])
 class TestFoldersThatSavesNeed:
     def test_a_users_own_is_not_touched(self, ending, tmp_path):
         folder = tmp_path / "tag"
         own = tmp_path / f"tag{ending}"
         own.mkdir()
         (own / "thesis.tex").write_text("mine")
-        for do in (staging.begin, staging.abandon, staging.recover):
+        for do in (aside.begin, aside.abandon, aside.recover):
             try:
                 do(folder)
-            except LayerwiseError as e:
-                assert do is staging.begin and f"{own} holds thesis.tex, which no save wrote" in str(e)
+            except LayerWiseError as e:
+                assert do is aside.begin and f"{own} holds thesis.tex, which no save wrote" in str(e)
             else:
-                assert do is not staging.begin
+                assert do is not aside.begin
             assert (own / "thesis.tex").read_text() == "mine" and not folder.exists()
 
     def test_a_link_of_the_users_is_not_followed(self, ending, tmp_path):
         (tmp_path / "precious").mkdir()
         (tmp_path / "precious" / "mp_rank_00_model_states.pt").write_text("mine")
         (tmp_path / f"tag{ending}").symlink_to(tmp_path / "precious")
-        with pytest.raises(LayerwiseError, match="is a link"):
-            staging.begin(tmp_path / "tag")
-        staging.abandon(tmp_path / "tag")
+        with pytest.raises(LayerWiseError, match="is a link"):
+            aside.begin(tmp_path / "tag")
+        aside.abandon(tmp_path / "tag")
         assert (tmp_path / "precious" / "mp_rank_00_model_states.pt").read_text() == "mine"
 
     def test_what_a_dead_save_of_any_version_left_makes_room(self, ending, tmp_path):

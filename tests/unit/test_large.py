@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.buffers import FlatBuffer, ShardBuffer, dtype_name
-from ds_layerwise.cost import memory_bytes, newton_schulz_flops, wire_elements
-from ds_layerwise.layout import Layout, ParamSpec
-from ds_layerwise.planner import plan_layout
-from ds_layerwise.routing import route_parameters
+from ds_layerwise.plan.cost import memory_bytes, newton_schulz_flops, wire_elements
+from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.routing.rules import route_parameters
 
 LIMIT = 2**31
 

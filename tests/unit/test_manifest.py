@@ -7,9 +7,9 @@ import zlib
 import pytest
 import torch
 
-from ds_layerwise.checkpoint import staging
+from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_one_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
     for rank in range(3):
         try:
             Manifest.read(folder).check(folder, rank=rank, world_size=3)
-        except LayerwiseError as e:
+        except LayerWiseError as e:
             assert name in str(e) and "damaged or of another save" in str(e)
             found += 1
     assert found == 1
@@ -96,7 +96,7 @@ def test_one_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
 ])
 def test_what_is_wrong_is_named(folder, change, message):
     change(folder / "zip.pt")
-    with pytest.raises(LayerwiseError, match=message):
+    with pytest.raises(LayerWiseError, match=message):
         Manifest.read(folder).check(folder)
 
 
@@ -117,7 +117,7 @@ def edited(folder, edit):
 ])
 def test_a_list_that_cannot_be_trusted(folder, damage, message):
     damage(folder)
-    with pytest.raises(LayerwiseError, match=f"{FILE_NAME} {message}"):
+    with pytest.raises(LayerWiseError, match=f"{FILE_NAME} {message}"):
         Manifest.read(folder)
 
 
@@ -132,20 +132,20 @@ def test_some_files_and_the_union(folder):
 
 class TestStaging:
     def write(self, folder, text):
-        staging.begin(folder)
-        (staging.staged(folder) / "file").write_text(text)
+        aside.begin(folder)
+        (aside.staged(folder) / "file").write_text(text)
 
     def commit(self, folder):
-        staging.commit(folder, Manifest.of(staging.staged(folder)))
+        aside.commit(folder, Manifest.of(aside.staged(folder)))
 
     @pytest.mark.parametrize("exchange", [True, False])
     def test_the_new_takes_the_place_of_the_old(self, exchange, tmp_path, monkeypatch):
         if not exchange:
-            monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+            monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
         folder = tmp_path / "tag"
         for text in ("first", "second", "third"):
             self.write(folder, text)
-            (staging.staged(folder) / text).write_text("")
+            (aside.staged(folder) / text).write_text("")
             self.commit(folder)
             assert (folder / "file").read_text() == text
             assert sorted(p.name for p in folder.iterdir()) == sorted(["file", text, FILE_NAME])
@@ -156,14 +156,14 @@ class TestStaging:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
             (tmp_path / name / name).write_text("")
-        assert staging._exchange(tmp_path / "a", tmp_path / "b")
+        assert aside._exchange(tmp_path / "a", tmp_path / "b")
         assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
-        assert not staging._exchange(tmp_path / "a", tmp_path / "missing")
+        assert not aside._exchange(tmp_path / "a", tmp_path / "missing")
 
     def test_what_an_earlier_save_left_is_cleared_away(self, tmp_path):
         folder = tmp_path / "tag"
         self.write(folder, "died")
-        (staging.staged(folder) / "more").write_text("")
+        (aside.staged(folder) / "more").write_text("")
         self.write(folder, "new")
         self.commit(folder)
         assert sorted(p.name for p in folder.iterdir()) == sorted(["file", FILE_NAME])
@@ -173,7 +173,7 @@ class TestStaging:
         self.write(folder, "old")
         self.commit(folder)
         self.write(folder, "new")
-        staging.abandon(folder)
+        aside.abandon(folder)
         assert (folder / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["tag"]
 
     def test_a_death_between_two_renames(self, tmp_path):
@@ -181,9 +181,9 @@ class TestStaging:
         self.write(folder, "old")
         self.commit(folder)
         folder.rename(tmp_path / "tag.replaced")
-        staging.recover(folder)
+        aside.recover(folder)
         assert (folder / "file").read_text() == "old"
-        staging.recover(folder)
+        aside.recover(folder)
         assert [p.name for p in tmp_path.iterdir()] == ["tag"]
 
     def test_a_death_after_both_renames(self, tmp_path):
@@ -191,11 +191,11 @@ class TestStaging:
         for name, text in (("tag.replaced", "old"), ("tag", "new")):
             self.write(tmp_path / name, text)
             self.commit(tmp_path / name)
-        staging.recover(folder)
+        aside.recover(folder)
         assert (folder / "file").read_text() == "new"
 
     def test_a_pointer(self, tmp_path):
         for tag in ("a", "b" * 300):
-            staging.point(tmp_path / "latest", tag)
+            aside.point(tmp_path / "latest", tag)
             assert (tmp_path / "latest").read_text() == tag
         assert [p.name for p in tmp_path.iterdir()] == ["latest"]

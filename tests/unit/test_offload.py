@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ds_layerwise import offload
-from ds_layerwise.offload import HostMemory
+from ds_layerwise.ranks import host_memory
+from ds_layerwise.ranks.host_memory import HostMemory
 
 
 class Stream:
@@ -72,8 +72,8 @@ class Accelerator:
 @pytest.fixture
 def accelerator(monkeypatch):
     fake = Accelerator()
-    monkeypatch.setattr(offload, "get_accelerator", lambda: fake)
-    monkeypatch.setattr(offload, "transfer", fake.transfer)
+    monkeypatch.setattr(host_memory, "get_accelerator", lambda: fake)
+    monkeypatch.setattr(host_memory, "transfer", fake.transfer)
     return fake
 
 

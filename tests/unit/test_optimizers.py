@@ -10,11 +10,11 @@ from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
 from ds_layerwise.optimizers.muon import Muon, scale_factor
-from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.placement import Route
+from ds_layerwise.plan.routes import Route
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 SIMPLE5 = coefficients("simple", 5)
@@ -176,12 +176,12 @@ class TestParamGroups:
     config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {"lr": 0.01, "muon_lr": 0.04}})
 
     def test_loose_parameters_are_one_group(self):
-        group, = LayerwiseOptimizer(params(2), self.config).param_groups
+        group, = LayerWiseOptimizer(params(2), self.config).param_groups
         assert (group["lr"], group["matrix_lr_ratio"], group["scalar_lr_ratio"]) == (0.01, 4.0, 1.0)
 
     def test_a_groups_own_rates(self):
         p = params(3)
-        groups = LayerwiseOptimizer([{"params": [p[0]], "weight_decay": 0.3}, {"params": [p[1]], "lr": 0.2},
+        groups = LayerWiseOptimizer([{"params": [p[0]], "weight_decay": 0.3}, {"params": [p[1]], "lr": 0.2},
                                      {"params": [p[2]], "lr": 0.2, "muon_lr": 0.1}], self.config).param_groups
         assert [g["lr"] for g in groups] == [0.01, 0.2, 0.2]
         assert [g["matrix_lr_ratio"] for g in groups] == [4.0, 1.0, 0.5]
@@ -192,24 +192,24 @@ class TestParamGroups:
         groups = [{"params": [p[0]]}, {"params": [p[1]], "lr": 3e-5}, {"params": [p[2]], "lr": 3e-5, "muon_lr": 0.01}]
         routes = {name: Route(name=name, optimizer=kind, reason="", group=group) for name, kind, group in (
             ("first", "matrix", 0), ("table", "scalar", 1), ("last", "matrix", 2))}
-        LayerwiseOptimizer(groups, self.config).require_chosen_rates(routes)
+        LayerWiseOptimizer(groups, self.config).require_chosen_rates(routes)
         routes["w"] = Route(name="w", optimizer="matrix", reason="", group=1)
         with pytest.raises(ConfigError, match=r"param_groups\[1\].lr is 3e-05 without muon_lr, the group has matrices "
                            r"\(w\).* give the group muon_lr, such as 0.02, or .*'match_rms_adamw'"):
-            LayerwiseOptimizer(groups, self.config).require_chosen_rates(routes)
+            LayerWiseOptimizer(groups, self.config).require_chosen_rates(routes)
         as_adamw = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
             "lr": 0.01, "scale_mode": "match_rms_adamw"}})
-        optimizer = LayerwiseOptimizer(groups, as_adamw)
+        optimizer = LayerWiseOptimizer(groups, as_adamw)
         optimizer.require_chosen_rates(routes)
         assert [g["matrix_lr_ratio"] * g["lr"] for g in optimizer.param_groups] == pytest.approx([0.01, 3e-5, 0.01])
 
     def test_mistakes_in_a_group(self):
         with pytest.raises(ConfigError, match=r"param_groups\[0\].weight_decy is not an option; did you mean"):
-            LayerwiseOptimizer([{"params": params(1), "weight_decy": 0.1}], self.config)
+            LayerWiseOptimizer([{"params": params(1), "weight_decy": 0.1}], self.config)
         with pytest.raises(ConfigError, match=r"param_groups\[0\].momentum must be in \[0, 1\), got 2"):
-            LayerwiseOptimizer([{"params": params(1), "momentum": 2}], self.config)
+            LayerWiseOptimizer([{"params": params(1), "momentum": 2}], self.config)
         with pytest.raises(ConfigError, match="lr must be greater than 0"):
-            LayerwiseOptimizer([{"params": params(1), "lr": 0}], self.config)
+            LayerWiseOptimizer([{"params": params(1), "lr": 0}], self.config)
 
     @pytest.mark.parametrize("key, value", [
         ("nesterov", False), ("ns_steps", 6), ("ns_method", "standard"), ("ns_coefficients", "quintic"),
@@ -218,19 +218,19 @@ class TestParamGroups:
     def test_what_holds_for_the_whole_run_is_not_ignored_in_a_group(self, key, value):
         with pytest.raises(ConfigError, match=rf"param_groups\[1\].{key} is {value!r}, and the whole run has "
                            rf"{getattr(self.config, key)!r}, which a group cannot change; set optimizer.params.{key}"):
-            LayerwiseOptimizer([{"params": params(1)}, {"params": params(1), key: value}], self.config)
-        LayerwiseOptimizer([{"params": params(1), key: getattr(self.config, key)}], self.config)
+            LayerWiseOptimizer([{"params": params(1)}, {"params": params(1), key: value}], self.config)
+        LayerWiseOptimizer([{"params": params(1), key: getattr(self.config, key)}], self.config)
 
     @pytest.mark.parametrize("key", ["amsgrad", "maximize"])
     def test_switches_of_other_optimizers(self, key):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is True.*no such switch; remove it"):
-            LayerwiseOptimizer([{"params": params(1), key: True}], self.config)
+            LayerWiseOptimizer([{"params": params(1), key: True}], self.config)
 
     def test_groups_of_an_optimizer_of_torch_are_taken_if_nothing_in_them_is_ignored(self):
         with pytest.raises(ConfigError, match=r"param_groups\[0\].decoupled_weight_decay is False"):
-            LayerwiseOptimizer(torch.optim.Adam(params(2), lr=0.01, weight_decay=0.1).param_groups, self.config)
+            LayerWiseOptimizer(torch.optim.Adam(params(2), lr=0.01, weight_decay=0.1).param_groups, self.config)
         groups = torch.optim.AdamW(params(2), lr=0.01).param_groups
-        group, = LayerwiseOptimizer([{**group, "muon_lr": 0.02} for group in groups], self.config).param_groups
+        group, = LayerWiseOptimizer([{**group, "muon_lr": 0.02} for group in groups], self.config).param_groups
         assert group["weight_decay"] == groups[0]["weight_decay"] and group["matrix_lr_ratio"] == pytest.approx(2)
 
     def test_a_group_says_which_optimizer_it_is_for(self):
@@ -238,25 +238,25 @@ class TestParamGroups:
         groups = [{"params": params(1), "use_muon": True, "lr": 0.03},
                   {"params": params(1), "use_muon": False, "lr": 3e-4},
                   {"params": params(1), "use_muon": np.bool_(True)}]
-        optimizer = LayerwiseOptimizer(groups, config)
+        optimizer = LayerWiseOptimizer(groups, config)
         optimizer.require_chosen_rates({"w": Route(name="w", optimizer="matrix", reason="", group=0)})
         muon, adam, default = optimizer.param_groups
         assert (muon["lr"] * muon["matrix_lr_ratio"], adam["lr"] * adam["scalar_lr_ratio"]) == (0.03, 3e-4)
         assert default["use_muon"] is True and default["lr"] * default["matrix_lr_ratio"] == pytest.approx(0.02)
         for value, message in (("yes", "use_muon must be true or false, got 'yes'"), (None, "use_muon must be")):
             with pytest.raises(ConfigError, match=message):
-                LayerwiseOptimizer([{"params": params(1), "use_muon": value}], config)
+                LayerWiseOptimizer([{"params": params(1), "use_muon": value}], config)
         with pytest.raises(ConfigError, match=r"param_groups\[0\].optimizer is 'scalar'.* set use_muon to true or"):
-            LayerwiseOptimizer([{"params": params(1), "optimizer": "scalar"}], config)
+            LayerWiseOptimizer([{"params": params(1), "optimizer": "scalar"}], config)
         with pytest.raises(ConfigError, match=r"use_moun is not an option; did you mean 'use_muon'"):
-            LayerwiseOptimizer([{"params": params(1), "use_moun": True}], config)
+            LayerWiseOptimizer([{"params": params(1), "use_moun": True}], config)
 
     @pytest.mark.parametrize("number", [np.float32, np.float64, np.float16, torch.tensor, np.array, float])
     def test_numbers_of_every_kind_become_pythons_own(self, number):
         config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
             "lr": number(0.25), "muon_lr": number(0.5), "ns_steps": np.int64(4), "nesterov": np.bool_(False),
             "betas": np.array([0.5, 0.75])}})
-        group, = LayerwiseOptimizer([{"params": params(1), "lr": number(0.125), "muon_lr": number(0.25), "betas": (
+        group, = LayerWiseOptimizer([{"params": params(1), "lr": number(0.125), "muon_lr": number(0.25), "betas": (
             number(0.5), number(0.25)), "momentum": number(0.5), "weight_decay": number(0.0)}], config).param_groups
         assert (config.lr, config.ns_steps, config.nesterov, config.betas) == (0.25, 4, False, (0.5, 0.75))
         assert (group["lr"], group["matrix_lr_ratio"], group["betas"]) == (0.125, 2.0, (0.5, 0.25))
@@ -268,10 +268,10 @@ class TestParamGroups:
     @pytest.mark.parametrize("value", [torch.ones(1), torch.ones(2), np.ones(1), 1j, np.bool_(True), "0.1"])
     def test_what_is_no_number_is_refused(self, value):
         with pytest.raises(ConfigError, match=r"param_groups\[0\].lr must be a number, got"):
-            LayerwiseOptimizer([{"params": params(1), "lr": value}], self.config)
+            LayerWiseOptimizer([{"params": params(1), "lr": value}], self.config)
 
     def test_it_steps_only_for_the_backend(self):
-        optimizer = LayerwiseOptimizer(params(1), self.config)
+        optimizer = LayerWiseOptimizer(params(1), self.config)
         optimizer.mark_step()
         with pytest.raises(StepError, match="call engine.step"):
             optimizer.step()

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing import route_parameters
+from ds_layerwise.routing.rules import route_parameters
 
 # peft 0.21 asks transformers 5 for what that one has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise import comm, side_stream
-from ds_layerwise.buffers import FlatBuffer
-from ds_layerwise.layout import ParamSpec
-from ds_layerwise.param_sync import ParamSync
-from ds_layerwise.planner import plan_layout
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.ranks import comm, side_stream
+from ds_layerwise.ranks.buffers import FlatBuffer
+from ds_layerwise.ranks.param_sync import ParamSync
 
 
 class Stream:

@@ -16,10 +16,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 
 from ds_layerwise.config import OptimizerConfig, ScalarOptimizer
-from ds_layerwise.cost import RankTraffic, traffic_bytes
-from ds_layerwise.forecast import DEFAULT_BUCKET_NUMEL, STATES_OF, RunConfig
-from ds_layerwise.layout import Bucket, Layout, Slot
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
+from ds_layerwise.plan.forecast import DEFAULT_BUCKET_NUMEL, STATES_OF, RunConfig
+from ds_layerwise.plan.layout import Bucket, Layout, Slot
 from tests.cli import assert_refused, run
 
 ROOT = Path(__file__).parents[2]

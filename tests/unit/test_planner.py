@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ds_layerwise.cost import LayoutReport, max_over_mean
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.layout import ParamSpec
-from ds_layerwise.model_shapes import load_model_specs
-from ds_layerwise.planner import plan_layout
+from ds_layerwise.plan.cost import LayoutReport, max_over_mean
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.model_file import load_model_specs
+from ds_layerwise.plan.planner import plan_layout
 
-MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "models"
+MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 POLICIES = ("balanced", "lpt", "size_matching")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024)
 

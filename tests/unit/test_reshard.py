@@ -8,9 +8,9 @@ import torch
 from ds_layerwise.checkpoint.names import Renamed, expert_names, new_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
-from ds_layerwise.errors import LayerwiseError
-from ds_layerwise.layout import ParamSpec
-from ds_layerwise.planner import plan_layout
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.planner import plan_layout
 
 SPECS = [ParamSpec("embed", (50, 7), "float32", False), ParamSpec("a", (12, 20), "float32", True, 10),
          ParamSpec("bias", (33,), "float32", False), ParamSpec("b", (9, 9), "bfloat16", True, 5),
@@ -96,27 +96,27 @@ def test_every_element_arrives(seed, masters, states):
 
 def test_what_is_missing_is_named():
     saved, (own,) = records(3, "balanced", 100), records(1, "balanced", 100, filled=False)
-    with pytest.raises(LayerwiseError, match=r"hold \d+ of the 350 elements of the weights of embed from 0 on"):
+    with pytest.raises(LayerWiseError, match=r"hold \d+ of the 350 elements of the weights of embed from 0 on"):
         plan(own, InMemory(saved, drop=lambda rank, piece: rank == 1 and piece.name == "embed"))
-    with pytest.raises(LayerwiseError, match="hold 0 of the 240 elements of the weights of a "):
+    with pytest.raises(LayerWiseError, match="hold 0 of the 240 elements of the weights of a "):
         plan(own, InMemory(saved, drop=lambda rank, piece: piece.name == "a"))
     twice = InMemory(saved + saved[:1])
-    with pytest.raises(LayerwiseError, match=r"hold \d+ of the \d+ elements"):
+    with pytest.raises(LayerWiseError, match=r"hold \d+ of the \d+ elements"):
         plan(own, twice)
     for piece in saved[0].pieces:
         piece.state.pop("exp_avg")
-    with pytest.raises(LayerwiseError, match="the checkpoint lacks exp_avg of "):
+    with pytest.raises(LayerWiseError, match="the checkpoint lacks exp_avg of "):
         plan(own, InMemory(saved))
 
 
 def test_another_shape_is_named():
     check_shapes({"a": (2, 3), "b": (4,)}, {"a": (6,), "c": (1,)})
-    with pytest.raises(LayerwiseError, match=r"a is \(3, 2\) in the checkpoint, \(2, 3\) in the model"):
+    with pytest.raises(LayerWiseError, match=r"a is \(3, 2\) in the checkpoint, \(2, 3\) in the model"):
         check_shapes({"a": (2, 3)}, {"a": (3, 2)})
     saved, (own,) = records(1, "balanced", 100), records(1, "balanced", 100, filled=False)
     for piece in saved[0].pieces:
         piece.state["left"] = torch.zeros(4, 4)
-    with pytest.raises(LayerwiseError, match=r"left of .* is \(4, 4\) in the checkpoint, \(3, 3\) in this run"):
+    with pytest.raises(LayerWiseError, match=r"left of .* is \(4, 4\) in the checkpoint, \(3, 3\) in this run"):
         plan(own, InMemory(saved))
 
 
@@ -140,7 +140,7 @@ class TestStatesThatAreNotThere:
 
     def test_or_are_refused(self):
         (own,) = records(1, "lpt", 100, filled=False)
-        with pytest.raises(LayerwiseError, match="holds no state of (a|embed).*on_missing_state to 'fresh'"):
+        with pytest.raises(LayerWiseError, match="holds no state of (a|embed).*on_missing_state to 'fresh'"):
             plan(own, self.saved("a"), missing="error")
 
     def test_an_optimizer_without_states_misses_none(self):
@@ -159,7 +159,7 @@ class TestAnotherOptimizer:
 
     @pytest.mark.parametrize("old, new", [(ADAM, MUON), (SGD, MUON), (LION, ADAM), (PLAIN, LION)])
     def test_is_refused_by_name(self, old, new):
-        with pytest.raises(LayerwiseError, match=f"was updated by {old.family} .*this run updates it by {new.family}"):
+        with pytest.raises(LayerWiseError, match=f"was updated by {old.family} .*this run updates it by {new.family}"):
             self.plan(old, new, "error")
 
     @pytest.mark.parametrize("old, new, kept", [
@@ -194,12 +194,12 @@ class TestNames:
 
     def test_a_glob_that_matches_nothing(self):
         assert new_names(["a"], {"b": "c"}) == {"a": "a"}
-        with pytest.raises(LayerwiseError, match=r"layerwise.rename\['b'\] matches no name in the checkpoint.*a"):
+        with pytest.raises(LayerWiseError, match=r"layerwise.rename\['b'\] matches no name in the checkpoint.*a"):
             new_names(["a"], {"b": "c"}, use_all=True)
 
     @pytest.mark.parametrize("rename", [{"a": "b"}, {"a": "c", "b": "c"}])
     def test_two_names_that_become_one(self, rename):
-        with pytest.raises(LayerwiseError, match="gives a and b of the checkpoint one name"):
+        with pytest.raises(LayerWiseError, match="gives a and b of the checkpoint one name"):
             new_names(["a", "b"], rename)
 
     def test_a_checkpoint_under_new_names(self):
@@ -217,5 +217,5 @@ def test_experts_are_numbered_over_all_ranks_in_a_checkpoint():
     assert names == {"head": ("head",), experts + "0.w": (experts + "0.w", experts + "2.w", experts + "4.w"),
                      experts + "1.w": (experts + "1.w", experts + "3.w", experts + "5.w"),
                      "h.1.deepspeed_experts.0.w": ("h.1.deepspeed_experts.0.w", "h.1.deepspeed_experts.1.w")}
-    with pytest.raises(LayerwiseError, match="own.weight is another parameter on every one of 4 ranks"):
+    with pytest.raises(LayerWiseError, match="own.weight is another parameter on every one of 4 ranks"):
         expert_names({"own.weight": 4})

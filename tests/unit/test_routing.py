@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing import route_parameters
+from ds_layerwise.routing.rules import route_parameters
 
 
 class Model(nn.Module):

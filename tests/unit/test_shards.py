@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from ds_layerwise.cost import gram_segments
 from ds_layerwise.optimizers.muon import Muon, scale_factor
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.orthogonalize.shards import newton_schulz_of_shards
-from ds_layerwise.placement import whole_shape
+from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
+from ds_layerwise.plan.cost import gram_segments
+from ds_layerwise.plan.routes import whole_shape
 from tests.peers import on_ranks
 
 SIMPLE5 = coefficients("simple", 5)

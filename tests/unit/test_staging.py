@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_layerwise.checkpoint import staging, universal
+from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
 from ds_layerwise.checkpoint.tags import check_tag
-from ds_layerwise.errors import LayerwiseError
+from ds_layerwise.errors import LayerWiseError
 
 FILES = {"old": ["a.pt", "old.pt", "sub/b.pt"], "new": ["a.pt", "sub/b.pt", "new/c.pt", "new/d.pt"]}
 
@@ -24,23 +24,23 @@ class Killed(BaseException):
 
 
 def write(folder, text):
-    staging.begin(folder)
+    aside.begin(folder)
     for name in FILES[text]:
-        path = staging.staged(folder) / name
+        path = aside.staged(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text} {name}")
 
 
 def commit(folder, text):
     write(folder, text)
-    staging.commit(folder, Manifest.of(staging.staged(folder)))
+    aside.commit(folder, Manifest.of(aside.staged(folder)))
 
 
 def holds(folder):
     """"old" or "new", whole; "" where nobody would believe what is there."""
     try:
         manifest = Manifest.read(folder)
-    except LayerwiseError:
+    except LayerWiseError:
         return ""
     manifest.check(folder)
     text = (folder / "a.pt").read_text().split()[0]
@@ -67,9 +67,9 @@ def refuse(*errors):
 def mount(kind, monkeypatch):
     """Let this disk behave as mounts of object stores do."""
     if kind == "is in user space":
-        monkeypatch.setattr(staging, "_renames_folders", lambda path: False)
+        monkeypatch.setattr(aside, "_renames_folders", lambda path: False)
         return
-    monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
     refused = refuse(errno.EXDEV, errno.ENOTEMPTY, errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EMFILE)
     monkeypatch.setattr(os, "rename", refused)
     if kind == "renames nothing":
@@ -113,8 +113,8 @@ class TestMountsThatRenameNoFolder:
             commit(folder, text)
             assert holds(folder) == text and [path.name for path in tmp_path.iterdir()] == ["tag"]
             assert files_in(folder) == {*FILES[text], FILE_NAME}
-        staging.point(tmp_path / "latest", "one")
-        staging.point(tmp_path / "latest", "other")
+        aside.point(tmp_path / "latest", "one")
+        aside.point(tmp_path / "latest", "other")
         assert (tmp_path / "latest").read_text() == "other" and not (tmp_path / "latest.incomplete").exists()
 
     def test_what_is_not_the_checkpoints_stays(self, kind, tmp_path, monkeypatch):
@@ -134,15 +134,15 @@ class TestMountsThatRenameNoFolder:
             if before == "old":
                 commit(folder, "old")
             write(folder, "new")
-            manifest = Manifest.of(staging.staged(folder))
+            manifest = Manifest.of(aside.staged(folder))
             try:
                 with dying_at(moment):
-                    staging.commit(folder, manifest)
+                    aside.commit(folder, manifest)
                 break
             except Killed:
                 pass
             assert holds(folder) in ("", before.replace("nothing", ""), "new"), moment
-            staging.recover(folder)
+            aside.recover(folder)
             found = holds(folder)
             ended.add(found)
             assert found == "new" or (found == before if before == "old" else not folder.exists()), moment
@@ -160,33 +160,33 @@ class TestMountsThatRenameNoFolder:
         if before == "old":
             commit(tmp_path / "tag", "old")
         write(tmp_path / "tag", "new")
-        staging.seal(tmp_path / "tag", Manifest.of(staging.staged(tmp_path / "tag")))
+        aside.seal(tmp_path / "tag", Manifest.of(aside.staged(tmp_path / "tag")))
         with monkeypatch.context() as full:
             full.setattr(os, "replace", refuse(errno.ENOSPC))
             full.setattr(shutil, "copyfile", refuse(errno.ENOSPC))
             with pytest.raises(OSError, match="No space left"):
-                staging.publish(tmp_path / "tag")
-        staging.abandon(tmp_path / "tag")
+                aside.publish(tmp_path / "tag")
+        aside.abandon(tmp_path / "tag")
         if before == "nothing":
             assert not list(tmp_path.iterdir())
             return
-        staging.recover(tmp_path / "tag")
+        aside.recover(tmp_path / "tag")
         assert holds(tmp_path / "tag") == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
 def test_the_second_of_two_renames_fails(tmp_path, monkeypatch):
     commit(tmp_path / "tag", "old")
     write(tmp_path / "tag", "new")
-    monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
     rename = os.rename
 
     def renames_what_is_there_already(one, other):
-        if str(one).endswith(staging.INCOMPLETE):
+        if str(one).endswith(aside.INCOMPLETE):
             raise OSError(errno.EPERM, "no")
         rename(one, other)
 
     monkeypatch.setattr(os, "rename", renames_what_is_there_already)
-    staging.commit(tmp_path / "tag", Manifest.of(staging.staged(tmp_path / "tag")))
+    aside.commit(tmp_path / "tag", Manifest.of(aside.staged(tmp_path / "tag")))
     assert holds(tmp_path / "tag") == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
@@ -195,22 +195,22 @@ def test_mounts_in_user_space_are_known_by_their_kind(tmp_path, monkeypatch):
     lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", f"2 1 0:5 / {tmp_path}/a\\040b rw - fuse.gcsfuse bucket rw",
              f"3 2 0:6 / {tmp_path}/a\\040b/c rw shared:1 - tmpfs tmpfs rw"]
     monkeypatch.setattr(Path, "read_text", lambda path: "\n".join(lines))
-    assert staging._renames_folders(tmp_path)
-    assert not staging._renames_folders(tmp_path / "a b")
-    assert staging._renames_folders(tmp_path / "a b" / "c")
+    assert aside._renames_folders(tmp_path)
+    assert not aside._renames_folders(tmp_path / "a b")
+    assert aside._renames_folders(tmp_path / "a b" / "c")
 
 
 def test_a_disk_that_knows_no_fsync_is_named_once_and_one_that_is_broken_is_an_error(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(staging.logger, "warning", said.append)
-    monkeypatch.setattr(staging, "_told", set())
+    monkeypatch.setattr(aside.logger, "warning", said.append)
+    monkeypatch.setattr(aside, "_told", set())
     monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL, errno.ENOTSUP))
     for _ in range(3):
-        staging.flush(tmp_path)
+        aside.flush(tmp_path)
     assert len(said) == 1 and "knows no fsync" in said[0]
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
-        staging.flush(tmp_path)
+        aside.flush(tmp_path)
 
 
 @pytest.mark.parametrize("tag, reason", [
@@ -222,7 +222,7 @@ def test_a_disk_that_knows_no_fsync_is_named_once_and_one_that_is_broken_is_an_e
     ("a.replaced/b", "ends as what is not whole"), ("\N{LATIN SMALL LETTER E WITH ACUTE}" * 120, "has a part of 240 b"),
     (Path("../a"), "names no folder")])
 def test_tags_that_no_checkpoint_can_have(tag, reason):
-    with pytest.raises(LayerwiseError, match=f"the checkpoint's tag .*{reason}.*; choose another"):
+    with pytest.raises(LayerWiseError, match=f"the checkpoint's tag .*{reason}.*; choose another"):
         check_tag(tag)
 
 
@@ -251,16 +251,16 @@ def test_a_name_that_leads_out_of_the_folder_is_not_written(name, tmp_path):
     folder = tmp_path / "out" / "checkpoint"
     folder.mkdir(parents=True)
     (tmp_path / "model.pt").write_text("")
-    with pytest.raises(LayerwiseError, match="leads out of the folder zero"):
+    with pytest.raises(LayerWiseError, match="leads out of the folder zero"):
         universal.write_parameters(OneParameter(name), folder, [name])
-    with pytest.raises(LayerwiseError, match="leads out of the folder zero"):
+    with pytest.raises(LayerWiseError, match="leads out of the folder zero"):
         universal.write_model(tmp_path / "model.pt", {name: torch.ones(2)}, folder)
     assert not list(tmp_path.rglob("fp32.pt"))
 
 
 @pytest.mark.parametrize("key", ["../a", "/tmp/a", "a/b", ".."])
 def test_a_state_that_is_no_file_name_is_not_written(key, tmp_path):
-    with pytest.raises(LayerwiseError, match="the state .* of w is no file name"):
+    with pytest.raises(LayerWiseError, match="the state .* of w is no file name"):
         universal.write_parameters(OneParameter("w", type(ADAM)("mine", (key,), None)), tmp_path, ["w"])
     assert not list(tmp_path.rglob("*.pt"))
 
@@ -269,11 +269,11 @@ def test_a_list_that_names_what_is_outside_is_not_believed(tmp_path):
     (tmp_path / "outside").write_text("text")
     (tmp_path / "tag").mkdir()
     Manifest.of(tmp_path / "tag", ["../outside"]).write(tmp_path / "tag")
-    with pytest.raises(LayerwiseError, match="it lists '../outside', which is outside of the folder"):
+    with pytest.raises(LayerWiseError, match="it lists '../outside', which is outside of the folder"):
         Manifest.read(tmp_path / "tag")
 
 
 @pytest.mark.parametrize("written", [b"run/a", b"run/a\n", b"run/a\r\n", b" run/a ", b"\xef\xbb\xbfrun/a\r\n"])
 def test_a_pointer_that_an_editor_wrote(written, tmp_path):
     (tmp_path / "latest").write_bytes(written)
-    assert staging.pointed(tmp_path / "latest") == "run/a"
+    assert aside.pointed(tmp_path / "latest") == "run/a"

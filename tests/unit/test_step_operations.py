@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_layerwise.buffers import FlatBuffer, dtype_name
 from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.forecast import specs_of
-from ds_layerwise.optimizers.param_groups import LayerwiseOptimizer
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
-from ds_layerwise.owned import Owned
-from ds_layerwise.planner import plan_layout
-from ds_layerwise.routing import route_parameters
+from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
+from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.routing.rules import route_parameters
 from tests.training import Net
 
 META = torch.device("meta")
@@ -52,7 +52,7 @@ def owned(dtype, accumulation, **params):
     model = Net().to(device=META, dtype=dtype)
     config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
         "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, **params}})
-    optimizer = LayerwiseOptimizer(model.parameters(), config)
+    optimizer = LayerWiseOptimizer(model.parameters(), config)
     routes = route_parameters(model, optimizer.param_groups)
     specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes,
                      config)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise import comm, cost, side_stream
-from ds_layerwise.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.layout import ParamSpec
-from ds_layerwise.planner import plan_layout
-from ds_layerwise.sync import EagerGradSync, GradSync
+from ds_layerwise.plan import cost
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.ranks import comm, side_stream
+from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2)}
 

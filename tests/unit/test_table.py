@@ -5,9 +5,9 @@ import re
 import pytest
 
 from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.forecast import RunConfig, forecast, specs_of
-from ds_layerwise.placement import Route
-from ds_layerwise.table import plan_table, start_up_table
+from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.plan.report import plan_table, start_up_table
+from ds_layerwise.plan.routes import Route
 
 ROUTES = {
     "up": Route(name="up", optimizer="matrix", reason="matrix", group=0, matrix_shape=(16, 8)),

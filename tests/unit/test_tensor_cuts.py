@@ -7,8 +7,8 @@ from torch import nn
 
 from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing import route_parameters
-from ds_layerwise.tensor_cuts import AUTOTP_META
+from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.routing.tensor_marks import AUTOTP_META
 
 
 def cut(*shape, dim=None, **marks):

@@ -38,7 +38,8 @@ def test_everything_that_is_no_code_is_in_it(installed):
         return {str(path.relative_to(package)) for path in package.rglob("*")
                 if path.is_file() and path.suffix not in (".py", ".pyc")}
 
-    assert others(installed / "ds_layerwise") == others(ROOT / "ds_layerwise") >= {"py.typed", "models/gpt2-124m.yaml"}
+    carried = others(installed / "ds_layerwise")
+    assert carried == others(ROOT / "ds_layerwise") >= {"py.typed", "plan/models/gpt2-124m.yaml"}
 
 
 def test_the_installed_command_finds_its_models(installed, tmp_path):

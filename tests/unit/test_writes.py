@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ds_layerwise import same_weights, writes
-from ds_layerwise.writes import follow_
+from ds_layerwise.ranks import same_weights, writes
+from ds_layerwise.ranks.writes import follow_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,57 @@
+"""Frozen parameters and buffers in a universal checkpoint, of which DeepSpeed's engine loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ds_layerwise.checkpoint.folder import ModelFile
+from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.errors import LayerWiseError
+
+
+def find_others(saved: Renamed, folder: Path, model: nn.Module, *, trained: Collection[str], rename: Mapping[str, str],
+                strict: bool) -> dict[str, Tensor]:
+    """Everything in the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
+
+    Args:
+        saved: the checkpoint in ``folder``, by new names.
+        strict: whether all of it must be there.
+
+    Raises:
+        LayerWiseError: it is not, or has another size.
+    """
+    restored = {id(param) for name, param in model.named_parameters() if name in trained}
+    exact = _in_model_file(folder, rename)
+    others: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in restored or not isinstance(value, Tensor):
+            continue
+        if name in exact and exact[name].shape == value.shape:
+            others[name] = exact[name]
+        elif name in saved.header.shapes:
+            found = saved.pieces(name, 0, value.numel())[0].master
+            if found.numel() != value.numel():
+                raise LayerWiseError(f"{name} has {found.numel()} elements in the checkpoint, {value.numel()} in the "
+                                     "model")
+            others[name] = found
+        elif strict:
+            raise LayerWiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not trained, "
+                                 "cannot be restored; with load_module_strict=False it keeps its value")
+        # Its other names, if it is tied, stand for it.
+        restored.add(id(value))
+    return others
+
+
+def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
+    """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to float32, and leaves
+    out those of ZeRO-3."""
+    try:
+        model = ModelFile.read(folder, trust=False)
+    except LayerWiseError:
+        # A client may have put anything into it. The engine loads it next, and that is the user's decision.
+        return {}
+    renamed = new_names(model.module, rename) if model else {}
+    return {renamed[name]: value for name, value in model.module.items()} if model else {}

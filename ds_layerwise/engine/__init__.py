@@ -1,0 +1,1 @@
+"""What is hooked into DeepSpeed."""

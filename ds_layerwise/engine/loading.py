@@ -1,0 +1,300 @@
+"""The hook into the engine's loading.
+
+Note: what is wrapped, and why there
+    ``load_checkpoint`` decides by what a folder holds how to load it, and refuses what must be refused while nothing
+    has been touched; the engine's own ``_load_zero_checkpoint`` refuses every other world size.
+    ``load_module_state_dict`` is where the model's file has been read and nothing of it has been taken over yet.
+    ``_get_all_ckpt_names`` does not know how files of ZeRO-3 are called, and takes a folder's name for a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from ds_layerwise.checkpoint import aside, universal
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.names import new_names
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely, num_parts
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.parallel import pipeline
+from ds_layerwise.ranks import comm, disks
+from ds_layerwise.zero.optimizer import uses_us
+
+
+def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: object = None,
+                  load_module_strict: bool = True, load_optimizer_states: bool = True,
+                  load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+                  custom_load_fn: Any = None) -> Any:
+    def load(tag: object) -> Any:
+        return original(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                        load_module_only, custom_load_fn)
+
+    if not uses_us(engine):
+        return load(tag)
+    tag = _agreed_tag(engine, Path(load_dir), tag)
+    if tag is None:
+        return load(tag)
+    folder = Path(load_dir, tag)
+    states = load_optimizer_states and not load_module_only
+    own_disks = engine.use_node_local_storage()
+    with comm.Alike(None):
+        if (engine.local_rank if own_disks else engine.global_rank) == 0:
+            aside.recover(folder)
+    if own_disks:
+        disks.finish_save(folder, may_move=engine.local_rank == 0)
+    with comm.Alike(None):
+        is_universal = _check_files(engine, folder, states=states)
+    disks.check_one_save(folder, own_disks=own_disks)
+    if is_universal or states:
+        engine.optimizer.prepare_load(
+            folder, universal=is_universal, states=states, strict=load_module_strict,
+            masters=is_universal or engine.zero_load_from_fp32_weights())
+    config, asked = engine._config, engine._config.load_universal_checkpoint
+    config.load_universal_checkpoint = is_universal
+    engine._layerwise_wants_scheduler = load_lr_scheduler_states and not load_module_only
+    try:
+        if is_universal or pipeline.is_pipeline(engine.module):
+            with comm.Alike(None):
+                if not is_universal:
+                    _check_layers(engine, folder, strict=load_module_strict)
+                _check_model_file(engine, load_dir, str(tag))
+        with _mapped(engine.checkpoint_engine), _literal(engine.module):
+            return load(str(tag))
+    finally:
+        engine.optimizer.forget_prepared()
+        config.load_universal_checkpoint = asked
+        del engine._layerwise_wants_scheduler
+
+
+@contextmanager
+def _literal(module: Any) -> Iterator[None]:
+    """Let a pipeline look for its layers in the folder of that name, also where DeepSpeed takes it for a pattern."""
+    if pipeline.is_pipeline(module):
+        original = module.ckpt_layer_path_list
+        module.ckpt_layer_path_list = lambda folder, index: original(escape(str(folder)), index)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("ckpt_layer_path_list", None)
+
+
+@contextmanager
+def _mapped(checkpoint_engine: Any) -> Iterator[None]:
+    """Let DeepSpeed's default engine map the model's file, which it else reads into memory, twice."""
+    if type(checkpoint_engine) is TorchCheckpointEngine:
+        checkpoint_engine.load = lambda path, map_location=None: torch.load(
+            path, map_location=map_location, mmap=is_zipfile(path), weights_only=False)
+    try:
+        yield
+    finally:
+        checkpoint_engine.__dict__.pop("load", None)
+
+
+def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | None:
+    """What all ranks are to load: ``tag``, or where it is None what a pointer in ``load_dir`` names; None if neither.
+
+    Raises:
+        LayerWiseError: on all ranks: they would load different checkpoints, or a pointer names no folder.
+    """
+    with comm.Alike(None):
+        found = _latest_tag(load_dir, universal_first=engine.load_universal_checkpoint()) if tag is None else str(tag)
+        asked = f"{load_dir.absolute()}, where no file latest names a tag"
+        if found is not None:
+            asked = f"{found!r}, which {'latest names' if tag is None else 'was passed'}, in {load_dir.absolute()}"
+    everyone = comm.gather_objects((found, asked), group=None)
+    for rank, (other, described) in enumerate(everyone):
+        if other != everyone[0][0]:
+            raise LayerWiseError(f"ranks would load different checkpoints: rank 0 {everyone[0][1]}, and rank {rank} "
+                                 f"{described}; pass one tag to load_checkpoint on all ranks")
+    return found
+
+
+def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
+    """The tag that a pointer in ``load_dir`` names; None if there is no pointer.
+
+    Raises:
+        LayerWiseError: the pointer names no folder.
+    """
+    for name in ((universal.LATEST, "latest") if universal_first else ("latest",)):
+        pointer = load_dir / name
+        if pointer.exists():
+            tag = aside.pointed(pointer) if pointer.is_file() else ""
+            # A tag may be a path; the longest part that a file system takes has 255 bytes.
+            if not tag or not tag.isprintable() or max(len(part.encode()) for part in tag.split("/")) > 255:
+                raise LayerWiseError(f"{pointer} {'is empty' if not tag else f'holds {tag[:40]!r}'}; write the tag of "
+                                     "a checkpoint into it, or pass the tag")
+            return tag
+    return None
+
+
+def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool:
+    """Check this rank's part of the files in ``folder`` by their checksums; returns whether it is universal.
+
+    Raises:
+        LayerWiseError: the folder or a file is missing, or differs from what was saved.
+    """
+    if not folder.is_dir():
+        there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
+        raise LayerWiseError(f"{folder} does not exist; {folder.parent} holds {', '.join(there) or 'no checkpoint'}")
+    is_universal = universal.is_universal(folder)
+    _check_parts(engine, folder, is_universal=is_universal)
+    if not (folder / FILE_NAME).exists():
+        if is_universal or not states:
+            # DeepSpeed's converter and its other optimizers keep no list.
+            return is_universal
+        # Says so if somebody else wrote it.
+        RegularCheckpoint(folder)
+    manifest = Manifest.read(folder)
+    if not states and not is_universal:
+        manifest = manifest.only(name for name in manifest.files if name.endswith("model_states.pt"))
+    own_disk = engine.use_node_local_storage()
+    manifest.check(folder, rank=0 if own_disk else engine.global_rank,
+                   world_size=1 if own_disk else dist.get_world_size())
+    return is_universal
+
+
+_TOGETHER = ", or put them together with DeepSpeed's ds_to_universal.py and load what that writes"
+
+
+def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> None:
+    """Refuse a model that is cut in another way than this one.
+
+    Raises:
+        LayerWiseError: it has another number of parts, or a universal checkpoint would have to be cut.
+    """
+    if pipeline.is_pipeline(engine.module):
+        # Its stages are found by name.
+        return
+    here = engine.mp_world_size
+    if is_universal and here > 1:
+        raise LayerWiseError(f"{folder} is a universal checkpoint, which cannot be cut for a model on {here} "
+                             "tensor-parallel ranks; resume from a regular one")
+    # On a disk of this node alone there are only the parts of its own ranks.
+    if not is_universal and not engine.use_node_local_storage() and (parts := num_parts(folder)) != here:
+        raise LayerWiseError(f"{folder} holds a model in {parts} part{'s' * (parts > 1)}, and this run has it in "
+                             f"{here}; resume with as many{_TOGETHER if here == 1 else ''}")
+
+
+def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine, load_dir: str, tag: str,
+                          **options: Any) -> Any:
+    if not uses_us(engine):
+        return original(load_dir, tag, **options)
+    engine.optimizer.finish_load()
+    return True
+
+
+def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoint: dict[str, Any],
+                            strict: bool = True, custom_load_fn: Any = None, **options: Any) -> Any:
+    if uses_us(engine) and custom_load_fn is None:
+        with comm.Alike(None):
+            held = checkpoint["module"]
+            renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
+            # Frozen parameters are the same once more, by their names in the checkpoint.
+            checkpoint = {**checkpoint, "module": {renamed[name]: value for name, value in held.items()},
+                          FROZEN_PARAM_FRAGMENTS: None}
+            _check_model(engine, checkpoint, strict=strict)
+    return original(checkpoint, strict, custom_load_fn, **options)
+
+
+def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+    """Find what loading the module and the scheduler would only find when half of it is done.
+
+    Raises:
+        LayerWiseError: names or shapes differ, or there is no state for the scheduler.
+    """
+    _check_names_and_shapes(checkpoint["module"], engine.module.state_dict(keep_vars=True), strict=strict,
+                            way_out="rename it with layerwise.rename, or ")
+    _check_scheduler(engine, checkpoint)
+
+
+def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, of: str = "",
+                            way_out: str = "") -> None:
+    for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
+        if strict and names:
+            raise LayerWiseError(f"the checkpoint {what} {', '.join(sorted(names)[:5])}{' and more' * (len(names) > 5)}"
+                                 f"{of}, which the model {'has' if what == 'lacks' else 'lacks'}; {way_out}load what "
+                                 "fits with load_module_strict=False")
+    for name in wanted.keys() & found.keys():
+        if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
+            raise LayerWiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "
+                                 f"{tuple(wanted[name].shape)} in the model")
+
+
+def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:
+    """Find what loading the layers of this stage would only find when some of them are loaded.
+
+    Raises:
+        LayerWiseError: a layer has no file, or the checkpoint more layers than the model, or names or shapes differ.
+    """
+    module = engine.module
+    for index, layer in enumerate(module.forward_funcs):
+        if not hasattr(layer, "load_state_dict"):
+            continue
+        number, paths = module._local_start + index, module.ckpt_layer_path_list(escape(str(folder)), index)
+        if len(paths) != 1:
+            raise LayerWiseError(f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved by a "
+                                 "model of other layers, or not by a pipeline")
+        _check_names_and_shapes(load_safely(Path(paths[0])), layer.state_dict(), strict=strict,
+                                of=f" of layer {number}")
+    saved = {int(path.name.split("-")[0].removeprefix("layer_")) for path in folder.glob("layer_*-model_states.pt")}
+    if strict and max(saved, default=0) >= module._num_layers:
+        raise LayerWiseError(f"{folder} has a layer {max(saved)}, and the model {module._num_layers} layers; load what "
+                             "fits with load_module_strict=False")
+
+
+def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
+    # Who calls load_module_state_dict loads no scheduler.
+    wants = getattr(engine, "_layerwise_wants_scheduler", False)
+    if engine.lr_scheduler is not None and wants and not checkpoint.get("lr_scheduler"):
+        raise LayerWiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
+                             "with load_lr_scheduler_states=False to start the schedule afresh")
+
+
+def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
+    """Find what is wrong with the model's file of a universal checkpoint, of which the engine loads no weights.
+
+    Raises:
+        LayerWiseError: there is none, or it has no state for the scheduler.
+    """
+    names = engine._get_all_ckpt_names(load_dir, tag)
+    if not names:
+        raise LayerWiseError(f"{Path(load_dir, tag)} holds no mp_rank_00_model_states.pt, which says how many steps "
+                             "were taken; copy it there from the checkpoint that was converted")
+    try:
+        checkpoint = load_safely(Path(names[0]))
+    except LayerWiseError:
+        # A client may have put anything into it; the engine loads it next, and that is the user's decision.
+        return
+    _check_scheduler(engine, checkpoint)
+
+
+def _get_all_ckpt_names(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoints_path: str,
+                        tag: str) -> Any:
+    if not uses_us(engine):
+        return original(checkpoints_path, tag)
+    names = original(escape(str(checkpoints_path)), escape(str(tag)))
+    if not names:
+        # A universal checkpoint of ZeRO-3 has one file a rank, all alike but for the module.
+        names = sorted(str(path) for path in Path(checkpoints_path, str(tag)).glob(
+            "zero_pp_rank_0_mp_rank_*_model_states.pt"))
+    return names
+
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "load_checkpoint": _load_checked,
+    "_load_zero_checkpoint": _load_zero_checkpoint,
+    "load_module_state_dict": _load_module_state_dict,
+    "_get_all_ckpt_names": _get_all_ckpt_names,
+}

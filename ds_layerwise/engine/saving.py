@@ -1,0 +1,317 @@
+"""The hook into the engine's saving.
+
+Note: what is wrapped, and why there
+    ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end; here it writes
+    aside and the folder is moved into place once every rank has written its part, and the rank that moves it sees all
+    of them; the paths are those that the engine gave its checkpoint engine. ``_save_checkpoint``,
+    ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on
+    all ranks, which would wait for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs
+    beside the training, and ``destroy`` ends the last one. ``_take_model_step`` is when nothing may be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+import deepspeed.comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from ds_layerwise.checkpoint import aside, regular, universal
+from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
+from ds_layerwise.checkpoint.tags import check_tag
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.ranks import comm, disks
+from ds_layerwise.ranks.disks import Disks
+from ds_layerwise.zero.optimizer import uses_us
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save under way."""
+
+    save_dir: Path
+    tag: str
+    latest: bool
+    disks: Disks
+    written: tuple[Path, ...] = ()
+    """The files of this rank."""
+
+    @property
+    def folder(self) -> Path:
+        """What it becomes; it is written beside it."""
+        return self.save_dir / self.tag
+
+    @property
+    def universal_tag(self) -> str:
+        """Under which ``layerwise.save_universal`` writes the same."""
+        return f"{self.tag}_universal"
+
+
+def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
+                client_state: Mapping[str, Any] | None = None, save_latest: bool = True, **options: Any) -> Any:
+    client_state = {} if client_state is None else client_state
+    if not uses_us(engine):
+        return original(save_dir, tag, client_state, save_latest, **options)
+    with comm.Alike(None):
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        engine.optimizer.interrupted.check()
+        # What goes on beside the training must not depend on where the process is by then.
+        place, tag = Path(save_dir).absolute(), check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+        _check_kind(place / tag, is_universal=False)
+        if engine.optimizer.config.save_universal:
+            _check_kind(place / f"{tag}_universal", is_universal=True)
+    comm.check_alike("the checkpoint's tag", tag, [tag], group=None)
+    _commit_decoupled(engine)
+    engine.optimizer.agree_on_point()
+    with ExitStack() as undo:
+        undo.callback(engine.optimizer.forget_point)
+        save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=engine.use_node_local_storage()))
+        undo.callback(_abandon, save)
+        with _recorded(engine.checkpoint_engine) as written:
+            _choose_writer(engine, save)
+            done = original(str(place), tag + aside.INCOMPLETE, client_state, False, **options)
+        save = replace(save, written=tuple(written))
+        if engine.checkpoint_engine.is_decoupled():
+            # It goes on beside the training; the engine commits it before the next step.
+            engine._layerwise_save = save
+        else:
+            _commit(engine, save)
+        undo.pop_all()
+        engine.optimizer.forget_point()
+    return done
+
+
+def _take_model_step(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    optimizer, done = engine.optimizer, False
+    updates = optimizer.step_count
+    optimizer.progress.updating = True
+    try:
+        result = original(*args, **options)
+        done = True
+        return result
+    finally:
+        # What raised before the update has changed nothing that a checkpoint holds.
+        optimizer.progress.updating = not done and optimizer.step_count != updates
+
+
+def _check_kind(folder: Path, *, is_universal: bool) -> None:
+    """Refuse to replace a checkpoint by one of the other kind, whose tag happens to be the same.
+
+    Raises:
+        LayerWiseError: ``folder`` holds one.
+    """
+    if not folder.is_dir() or universal.is_universal(folder) is is_universal:
+        return
+    if any(folder.glob("zero/*")) or any(folder.glob("*_states.pt")):
+        held, new = ("no", "one") if is_universal else ("a", "a regular one")
+        raise LayerWiseError(f"{folder} holds {held} universal checkpoint, and this save would put {new} there; choose "
+                             "another tag, or remove it")
+
+
+@contextmanager
+def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
+    """Collect the paths of what the engine writes."""
+    original, own = checkpoint_engine.save, checkpoint_engine.__dict__.get("save")
+    paths: list[Path] = []
+
+    def save(state_dict: Any, path: str) -> Any:
+        done = original(state_dict, path)
+        if Path(path) not in paths:
+            paths.append(Path(path))
+        return done
+
+    checkpoint_engine.save = save
+    try:
+        yield paths
+    finally:
+        del checkpoint_engine.save
+        if own is not None:
+            checkpoint_engine.save = own
+
+
+def _model_file(engine: DeepSpeedEngine) -> str:
+    return Path(engine._get_ckpt_name("", "")).name
+
+
+def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
+    """Let one rank on each disk write each part of the model.
+
+    The engine goes by local ranks on disks of nodes, so that of a model that is cut only a part is written, and with a
+    ``checkpoint.writer`` lets all ranks write one file at a time.
+    """
+    if engine.has_moe_layers:
+        # Then it goes by ranks within groups of experts.
+        return
+    names = comm.gather_objects(_model_file(engine), group=None)
+    engine.save_non_zero_checkpoint = min(
+        rank for rank in save.disks.here if names[rank] == names[save.disks.rank]) == save.disks.rank
+
+
+def _abandon(save: Save) -> None:
+    """Clear away what a failed save has written, which may be what fills the disk."""
+    if save.disks.is_owner:
+        if not (save.disks.are_many and aside.save_ids(save.folder)[1] == save.disks.save_id):
+            # Else it is whole here, and may be in place elsewhere.
+            aside.abandon(save.folder)
+        aside.abandon(save.save_dir / save.universal_tag)
+
+
+def _commit(engine: DeepSpeedEngine, save: Save) -> None:
+    """List what was written, move it into place and point to it. All ranks have written their part."""
+    staged, owns = aside.staged(save.folder), save.disks.is_owner
+    with comm.Alike(None):
+        written = _listed(engine, staged, [path.relative_to(staged).as_posix() for path in save.written])
+        own = [Path(engine._get_zero_ckpt_name("", "")).name] if engine.save_zero_checkpoint else []
+        needed = [*own, _model_file(engine)]
+    everyone = comm.gather_objects((written, needed), group=None)
+    parts = {rank: everyone[rank][0] for rank in save.disks.here}
+    with comm.Alike(None):
+        if owns:
+            disks.check_arrived(save.folder, save.disks.save_id, parts,
+                                {rank: everyone[rank][1] for rank in save.disks.here})
+    if engine.optimizer.config.save_universal:
+        _write_universal(engine, save)
+    with comm.Alike(None):
+        if owns:
+            listed = {SIGNATURE, *(name for part in parts.values() for name in part.files)}
+            rest = [path.name for path in staged.iterdir() if path.is_file() and path.name not in listed]
+            files = Manifest.merged([*parts.values(), _listed(engine, staged, rest)]).files
+            aside.seal(save.folder, Manifest(files, save.disks.save_id))
+    # It is whole on every disk. Where this ends before it is in place on all, loading brings it there.
+    with comm.Alike(None):
+        if owns:
+            aside.publish(save.folder)
+    with comm.Alike(None):
+        if owns and save.latest:
+            aside.point(save.save_dir / "latest", save.tag)
+
+
+def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest:
+    """The list of files that this rank has written.
+
+    Raises:
+        LayerWiseError: one of them is not there, or cannot be read back.
+    """
+    if gone := [name for name in names if not (folder / name).is_file()]:
+        raise LayerWiseError(f"{folder / gone[0]} is gone, or was never written, though this save is not over yet; "
+                             "what was saved before is still there")
+    for name in names:
+        if fnmatch(name, "*zero_pp_rank_*_optim_states.pt"):
+            regular.check_readable(regular.read(folder / name), folder / name)
+    if engine.optimizer.config.fsync:
+        for name in names:
+            aside.flush(folder / name)
+        for path in {(folder / name).parent for name in names}:
+            aside.flush(path)
+    return Manifest.of(folder, names)
+
+
+def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
+    """The same once more in the universal format, each rank a part of the parameters, out of the files just written."""
+    folder, regular = save.save_dir / save.universal_tag, aside.staged(save.folder)
+    with comm.Alike(None):
+        if engine.global_rank == 0:
+            aside.begin(folder)
+    staged, rank = aside.staged(folder), engine.global_rank
+    with comm.Alike(None), _saying_where(save.save_dir):
+        saved = engine.optimizer.open_regular(regular)
+        names = universal.write_parameters(saved, staged, universal.shares(saved, dist.get_world_size())[rank])
+        if rank == 0:
+            names += universal.write_common(saved.state_dict(0), staged)
+        if engine.optimizer.rank == 0:
+            # Every stage of a pipeline has its own.
+            model_file = Path(engine._get_ckpt_name(str(regular.parent), regular.name))
+            names += universal.write_model(model_file, _not_trained(engine), staged)
+        written = _listed(engine, staged, names)
+    parts = comm.gather_objects(written, group=None)
+    with comm.Alike(None):
+        if rank == 0:
+            disks.check_seen(staged, dict(enumerate(parts)))
+            aside.commit(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
+            if save.latest:
+                aside.point(save.save_dir / universal.LATEST, save.universal_tag)
+
+
+def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Frozen parameters and buffers, by the names that the module's ``state_dict`` has for them."""
+    seen = {id(param) for param in engine.optimizer._params.values()}
+    found: dict[str, Tensor] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            found[name] = value
+        # The other names of a tied parameter stand for it.
+        seen |= {id(value)} if isinstance(value, nn.Parameter) else set()
+    return found
+
+
+@contextmanager
+def _saying_where(save_dir: str | Path) -> Iterator[None]:
+    """Raise as our own what torch's writer raises on a full disk, which says neither where nor why."""
+    try:
+        yield
+    except LayerWiseError:
+        raise
+    except RuntimeError as e:
+        raise LayerWiseError(f"the checkpoint cannot be written to {save_dir}, which has {disk_usage(save_dir).free} "
+                             f"bytes left: {str(e).partition(chr(10))[0]}; what was saved before is still there") from e
+
+
+def _raised_alike(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    with comm.Alike(None), _saying_where(args[0]):
+        return original(*args, **options)
+
+
+def _save_model_file(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    # The engine saves what zero_to_fp32.py needs of frozen parameters only where gradients are partitioned.
+    engine.zero_optimization_partition_gradients = lambda: True
+    try:
+        return _raised_alike(original, engine, *args, **options)
+    finally:
+        del engine.zero_optimization_partition_gradients
+
+
+def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    done = original()
+    save: Save | None = engine.__dict__.pop("_layerwise_save", None)
+    if save is not None:
+        with ExitStack() as undo:
+            undo.callback(_abandon, save)
+            _commit(engine, save)
+            undo.pop_all()
+    return done
+
+
+def _commit_decoupled(engine: DeepSpeedEngine) -> None:
+    """End a save that still goes on beside the training."""
+    if "_layerwise_save" in engine.__dict__:
+        engine._commit_decoupled_checkpoint()
+
+
+def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    _commit_decoupled(engine)
+    return original()
+
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "_take_model_step": _take_model_step,
+    "save_checkpoint": _save_whole,
+    "_save_checkpoint": _save_model_file,
+    "_save_moe_checkpoint": _save_model_file,
+    "_save_zero_checkpoint": _raised_alike,
+    "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
+    "destroy": _destroy,
+}

@@ -1,0 +1,343 @@
+"""The hook: how DeepSpeed's engine comes to build this backend.
+
+Note: what is wrapped, and why there
+    ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is the first thing that
+    an engine does with its config, so a mistake is found before memory is spent; only the config's own
+    ``_configure_train_batch_size`` computes before. ``_broadcast_model`` is the first collective on the model: ranks
+    whose models differ must find out before it. ``_configure_basic_optimizer`` builds the optimizer that the config
+    names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with float32 accumulation;
+    ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states``
+    from moving what ``offload_optimizer`` left on the device. One function is no method: ``get_zero_config`` parses
+    ``zero_optimization``, and would refuse a ratio below 1. :mod:`.engine.saving` and :mod:`.engine.loading` have
+    more. Every wrap asks first whether the engine or config at hand uses this backend, and else calls the original.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import (UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY,
+                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE)
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime import config as ds_config_module
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.zero.config import get_zero_config
+from deepspeed.utils import logger
+from deepspeed.utils.timer import NoopTimer
+
+from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
+from ds_layerwise.engine import loading, patches, saving
+from ds_layerwise.engine.as_bytes import viewable_as_bytes
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.output import announce
+from ds_layerwise.parallel import pipeline, sequence
+from ds_layerwise.parallel.tensor import check_mpu, tensor_group
+from ds_layerwise.plan.ds_config import (refuse_misplaced, refuse_unsupported, type_meant, what_ranks_share,
+                                         with_plain_numbers, without_effect)
+from ds_layerwise.plan.listing import as_text, listed
+from ds_layerwise.plan.rates import check_peaks
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import DTYPES
+from ds_layerwise.zero import autocast, takeover
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
+from ds_layerwise.zero.settings import Settings
+
+
+def _uses_us(engine: DeepSpeedEngine) -> bool:
+    # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
+    return is_ours(engine._config.optimizer_name)
+
+
+def read_zero_config(given: Any) -> Any:
+    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at stage 3 alone.
+
+    Raises:
+        ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
+    """
+    zero = given.get("zero_optimization")
+    if is_ours((given.get("optimizer") or {}).get("type")):
+        refuse_misplaced(given)
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if not isinstance(offload, dict) or not is_ours((given.get("optimizer") or {}).get("type")):
+        return get_zero_config(given)
+    ratio = offload.get("ratio", "auto")
+    if ratio == "auto":
+        return get_zero_config(given)
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
+    rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
+    config = get_zero_config({**given, "zero_optimization": rest})
+    config.offload_optimizer.ratio = ratio
+    return config
+
+
+def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerWiseConfig]:
+    given = engine._config._param_dict
+    return (OptimizerConfig.from_section(given["optimizer"]), LayerWiseConfig.from_section(given.get("layerwise", {})))
+
+
+def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
+    if is_ours(config.optimizer_name):
+        config._param_dict = with_plain_numbers(config._param_dict)
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            if config._param_dict.get(key) == "auto":
+                raise ConfigError(f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
+                                  "Accelerate do; give it a whole number, or remove it")
+    return original()
+
+
+def _configure_with_arguments(original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any) -> Any:
+    """Choose the device where DeepSpeed will, but before anything can use the one that all processes start with."""
+    result = original(args, mpu)
+    device_rank = getattr(args, "device_rank", engine.local_rank)
+    if _uses_us(engine) and device_rank >= 0:
+        get_accelerator().set_device(device_rank)
+    return result
+
+
+def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    given = engine._config._param_dict
+    if not _uses_us(engine):
+        unknown = engine.client_optimizer is None and engine._config.optimizer_name not in (
+            None, *ds_config_module.DEEPSPEED_OPTIMIZERS) and not hasattr(torch.optim, engine._config.optimizer_name)
+        if unknown and (meant := type_meant(engine._config.optimizer_name)):
+            raise ConfigError(f"optimizer.type {engine._config.optimizer_name!r} is not known; did you mean {meant!r}?")
+        if "layerwise" in given:
+            raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
+                              f"{engine._config.optimizer_name!r}; change it, or remove the section")
+        return original()
+    if engine.mpu is None and engine.mesh_device is not None:
+        engine.mpu = sequence.MeshGroups(engine.mesh_device)
+    with _alike():
+        _check_config(engine, given)
+    if dist.is_initialized():
+        described = what_ranks_share(given)
+        described.append(f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}")
+        comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
+    return original()
+
+
+def _alike() -> AbstractContextManager[None]:
+    """What one rank refuses, all refuse; DeepSpeed can be told to work without a process group."""
+    return comm.Alike(None) if dist.is_initialized() else nullcontext()
+
+
+def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
+    """Refuse what one rank can see to be wrong with its config.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    matrix_rule(_sections(engine)[0])
+    refuse_unsupported(given)
+    autocast.check_section(given)
+    _refuse_what_is_not_read(engine._config, given)
+    if engine.client_optimizer is not None:
+        raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
+                          f"{given['optimizer']['type']!r} in the config; remove one")
+    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(engine.mpu):
+        check_mpu(engine.mpu, autotp_size=engine.autotp_size())
+    elif engine.mpu is not None and engine.autotp_size() > 1:
+        raise ConfigError(f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
+                          "sequence parallelism, which this optimizer does not support; remove one of the two")
+
+
+#: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
+_NOT_IN_EVERY_RELEASE = {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True,
+                         "data_types.param_dtype": None, "data_types.buffer_dtype": None,
+                         "data_types.keep_in_fp32_modules": "auto"}
+
+
+def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
+    for path, default in _NOT_IN_EVERY_RELEASE.items():
+        *sections, key = path.split(".")
+        section = given.get(sections[0]) or {} if sections else given
+        if section.get(key, default) != default and not hasattr(config, key):
+            raise ConfigError(f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
+                              "remove it, or install a newer DeepSpeed")
+
+
+def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    if _uses_us(engine):
+        with _alike():
+            _check_model(engine)
+            sequence.check(engine)
+            if pipeline.is_pipeline(engine.module):
+                pipeline.check(engine, engine.module, _sections(engine)[1])
+        if dist.is_initialized():
+            described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+                         f"{' (trained by another engine before)' * takeover.is_trained(param)}"
+                         for name, param in engine.module.named_parameters()]
+            what = "the model, of which parts have to be of equal size," if engine.mp_world_size > 1 else "the model"
+            staged = pipeline.is_pipeline(engine.module)
+            with comm.Alike(None):
+                comm.check_alike("the model" if staged else what, comm.digest_of(described), described,
+                                 group=engine.seq_data_parallel_group if staged else None)
+        with viewable_as_bytes(engine.module.parameters()):
+            return original()
+    return original()
+
+
+def _check_model(engine: DeepSpeedEngine) -> None:
+    """Refuse what one rank can see to be wrong with the model.
+
+    Raises:
+        ConfigError: it has experts, and is cut over ranks otherwise, too, or its checkpoints are on several disks.
+    """
+    model = engine.module
+    is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    if has_experts and engine.use_node_local_storage():
+        raise ConfigError("checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank reads "
+                          "what those of other nodes have saved of them; remove it")
+    if has_experts and (is_cut or engine.sequence_parallel_size > 1):
+        raise ConfigError("deepspeed.moe layers together with model or sequence parallelism are not supported by this "
+                          "optimizer: it knows no order of experts for that")
+
+
+def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:
+    if not _uses_us(engine):
+        return original(model_parameters)
+    with _alike():
+        config = _sections(engine)[0]
+        optimizer = LayerWiseOptimizer(model_parameters, config)
+        if not engine.client_lr_scheduler:
+            check_peaks(engine._config._param_dict.get("scheduler"), optimizer.param_groups, config,
+                        schedules=lr_schedules)
+        return optimizer
+
+
+def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
+    if isinstance(basic_optimizer, LayerWiseOptimizer):
+        return "zero_optimization"
+    # Ours would take the gradients before another optimizer sees them.
+    takeover.retire_owners(param for group in getattr(basic_optimizer, "param_groups", ()) for param in group["params"])
+    return original(basic_optimizer)
+
+
+def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    if not isinstance(optimizer, LayerWiseOptimizer):
+        return original(optimizer)
+    optimizer.restore_groups()
+    settings, layerwise = _settings(engine), _sections(engine)[1]
+    if settings.tensor_group is not None and layerwise.save_universal:
+        raise ConfigError("layerwise.save_universal is true, and tensor parallelism has cut the model into "
+                          f"{engine.mp_world_size} parts, which the universal format would have whole; remove it")
+    built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
+    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
+    # a model that is cut it would say that nothing is.
+    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
+        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
+                                                           UNIVERSAL_CHECKPOINT_VERSION_VALUE})
+    patches.engines.add(engine)
+    if pipeline.is_pipeline(engine.module):
+        if built.rank == 0:
+            announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")
+    elif dist.get_rank() == 0:
+        # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+        announce(built.describe())
+    if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
+        rules = {"matrix": built.optimizer.config.matrix_optimizer, "scalar": built.optimizer.config.scalar_optimizer}
+        logger.debug("ds_layerwise: %s", as_text(listed(built.routes, built.specs, built.layout, built.param_groups,
+                                                        rules)))
+    return built
+
+
+def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    # Gradients do not stay on the parameters, where the original looks for them.
+    if isinstance(engine.optimizer, LayerWiseZeroOptimizer):
+        engine.optimizer.zero_grad()
+    return original()
+
+
+def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    return False if _uses_us(engine) else original()
+
+
+#: What an engine of this backend needs after it was made.
+FOR_LIFE: dict[str, Callable[..., Any]] = {
+    "zero_grad": _zero_grad,
+    "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
+    **saving.WRAPS,
+    **loading.WRAPS,
+}
+_ENGINE_WRAPS: dict[str, Callable[..., Any]] = {
+    "_configure_with_arguments": _configure_with_arguments,
+    "_do_sanity_check": _do_sanity_check,
+    "_broadcast_model": _broadcast_model,
+    "_configure_basic_optimizer": _configure_basic_optimizer,
+    "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
+    "_configure_zero_optimizer": _configure_zero_optimizer,
+    **FOR_LIFE,
+}
+WRAPS: dict[tuple[type, str], Callable[..., Any]] = {
+    (ds_config_module.DeepSpeedConfig, "_configure_train_batch_size"): _configure_train_batch_size,
+    **{(DeepSpeedEngine, name): wrap for name, wrap in _ENGINE_WRAPS.items()},
+}
+
+
+def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
+    return engine.tensor_parallel_config().tensor_parallel.tp_group if engine.autotp_size() > 1 else None
+
+
+def _settings(engine: DeepSpeedEngine) -> Settings:
+    config = engine._config
+    model_dtype, accumulation = engine.get_data_types()
+    for key, dtype in (("communication_data_type", config.communication_data_type),
+                       ("data_types.grad_accum_dtype", accumulation)):
+        if dtype is not None and dtype not in DTYPES.values():
+            raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
+    autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
+    compute_dtype = autocast_dtype or model_dtype
+    loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
+    # 0.18.9 has no such key and always computes the norm.
+    compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
+    # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to look at.
+    check_overflow = (config.bfloat16_config.check_grad_overflow if engine.bfloat16_enabled()
+                      else compute_dtype == torch.float16 or compute_grad_norm)
+    group, mpu = engine.seq_data_parallel_group, None if sequence.is_ulysses(engine.mpu) else engine.mpu
+    model_group = None if mpu is None else mpu.get_model_parallel_group()
+    expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
+    for made_by_deepspeed in (group, model_group, *expert_groups.values()):
+        comm.take_over_timeout(made_by_deepspeed)
+    offload = config.zero_config.offload_optimizer
+    on_host = offload is not None and offload.device == "cpu"
+    return Settings(
+        stage=engine.zero_optimization_stage(),
+        group=group,
+        expert_groups=expert_groups,
+        model_group=model_group,
+        part=0 if mpu is None else mpu.get_model_parallel_rank(),
+        tensor_group=None if pipeline.is_pipeline(engine.module) else tensor_group(
+            mpu, autotp_group=_autotp_group(engine)),
+        compute_dtype=compute_dtype,
+        accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
+        # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
+        wire_dtype=config.communication_data_type,
+        autocast=autocast_dtype is not None,
+        divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
+        bucket_numel=engine.zero_reduce_bucket_size(),
+        overlap_comm=bool(engine.zero_overlap_comm()),
+        clip_grad=float(engine.gradient_clipping()),
+        may_be_unused=engine.zero_ignore_unused_parameters(),
+        check_overflow=check_overflow,
+        compute_grad_norm=compute_grad_norm,
+        dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
+        static_loss_scale=engine.loss_scale(),
+        loss_scale_args=loss_scale,
+        host_ratio=offload.ratio if on_host else 0.0,
+        pin_memory=on_host and offload.pin_memory,
+        timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
+        without_effect=without_effect(config._param_dict),
+    )

@@ -1,0 +1,1 @@
+"""Models that are spread over ranks: pipelines, sequences, tensors."""

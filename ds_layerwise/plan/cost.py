@@ -1,0 +1,371 @@
+"""What a layout costs: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
+
+The one model behind the planner, the start-up table and the command line. Elements unless a name says bytes or FLOPs.
+
+Note: what travels, and who counts it
+    A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank that rank's shard:
+    the bucket without its own shard. To gather the bucket it sends its own shard to each of the others. Summed over R
+    ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards every
+    rank is the mean rank. A rank receives in the one what it sends in the other.
+
+Note: two hops
+    An owner receives its shard from every rank, R times its own length. Of a bucket that is one matrix that is R times
+    the bucket, which neither fits nor arrives in time, so a skewed bucket takes two hops: first it is cut evenly, and
+    each rank receives and sums its cut; then the float32 sums go on to the owners. A rank then receives the bucket
+    once, and sends its cut of sums more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_layerwise.config import NsMethod
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+
+#: Bytes of one element, by the names that a Layout uses for dtypes.
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+#: A bucket whose longest shard is more than this many times the mean one takes two hops.
+MAX_SKEW = 4
+
+#: Buckets that travel at a time: it bounds the memory for what is sent and received.
+MAX_UNDER_WAY = 2
+
+
+def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
+    """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n counted as 2mnk.
+
+    ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square matrices run as
+    ``standard``, as in DeepSpeed.
+
+    Raises:
+        LayoutError: an argument is out of range or ``method`` is unknown.
+    """
+    if min(rows, cols, steps, batch) < 1:
+        raise LayoutError(f"rows, cols, steps and batch must be at least 1, got {rows}, {cols}, {steps}, {batch}")
+    if method not in get_args(NsMethod):
+        raise LayoutError(f"method must be one of {', '.join(get_args(NsMethod))}, got {method!r}")
+    m, n = sorted((rows, cols))
+    if method == "standard" or m == n:
+        return batch * steps * (4 * m * m * n + 2 * m**3)
+    segments = len(gram_segments(steps))
+    rectangular, square = 2 * segments, 4 * steps - 3 * segments
+    return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
+
+
+def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
+    """Lengths of the runs of steps after which the Gram iteration forms its Gram matrix anew.
+
+    Two steps first; then every two in bf16, and in fp16 where there are more than five, else every three. Five steps
+    in fp16 or float32 so restart once. :mod:`ds_layerwise.orthogonalize.newton_schulz` has the measurements behind it.
+    """
+    every = 2 if bf16 or (fp16 and steps > 5) else 3
+    starts = [0, *range(2, steps, every)]
+    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
+
+
+def max_over_mean(loads: Sequence[int]) -> float:
+    """How much longer the busiest rank takes than the mean one; 1 where nobody has a load."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def takes_two_hops(shard_numels: Sequence[int]) -> bool:
+    """Whether a bucket of these shards is summed in even cuts first; see the note on two hops."""
+    return len(shard_numels) * max(shard_numels) > MAX_SKEW * sum(shard_numels)
+
+
+def even_cuts(numel: int, size: int) -> list[int]:
+    """Lengths of ``size`` cuts of ``numel`` elements; the first may be longer by one."""
+    return [numel // size + (rank < numel % size) for rank in range(size)]
+
+
+def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
+    """How much of piece ``rank`` of ``lengths`` lies in each piece of ``others``, both cutting the same range."""
+    start = sum(lengths[:rank])
+    stop = start + lengths[rank]
+    ends = list(accumulate(others, initial=0))
+    return [max(0, min(stop, high) - max(start, low)) for low, high in zip(ends, ends[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Elements that each rank sends in one step, by rank; see the note on what travels."""
+
+    reduce: tuple[int, ...]
+    gather: tuple[int, ...]
+    forward: tuple[int, ...]
+    """Sums that go on to their owners in float32; see the note on two hops."""
+
+
+def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int] | None = None) -> Wire:
+    """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by index."""
+    size = layout.world_size
+    reduce, gather, forward = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for bucket in layout.buckets:
+        if dtype in (None, bucket.dtype) and (only is None or bucket.index in only):
+            own, holders = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels)
+            gather += np.repeat((holders - 1) * own, bucket.variants)
+            if not takes_two_hops(bucket.shard_numels):
+                reduce += np.repeat(bucket.numel - own, bucket.variants)
+                continue
+            cuts = np.array(even_cuts(bucket.numel, holders), np.int64)
+            cut_ends, own_ends = np.cumsum(cuts), np.cumsum(own)
+            both = np.minimum(cut_ends, own_ends) - np.maximum(cut_ends - cuts, own_ends - own)
+            reduce += np.repeat(bucket.numel - cuts, bucket.variants)
+            forward += np.repeat(cuts - np.maximum(both, 0), bucket.variants)
+    return Wire(*(tuple(elements.tolist()) for elements in (reduce, gather, forward)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds on its device between two steps, and beside it."""
+
+    params: int
+    grads: int
+    """The buffer that micro-batches accumulate in, and the reduced float32 shards where they are a copy."""
+    masters: int
+    """Float32 copies of the rank's shards; 0 where the parameters are float32 themselves."""
+    states: int
+    host: int = 0
+    """Masters and states that live in host memory."""
+    staging: int = 0
+    """What they take on the device while the optimizer steps."""
+
+    @property
+    def total(self) -> int:
+        """All of it that is on the device between two steps."""
+        return self.params + self.grads + self.masters + self.states
+
+
+#: Buckets that have their masters and states from the host on the device at a time: one that is updated, and the next.
+STAGING_SLOTS = 2
+
+
+def pieces_on_host(layout: Layout, rank: int, ratio: float, *, whole_state_bytes: int = 4,
+                   split_state_bytes: int = 8) -> frozenset[str]:
+    """Names of the parameters whose piece on ``rank`` has its master and its states in host memory.
+
+    Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated while another is
+    on its way. Of the bytes of all masters and states on ``rank``, they are at least the fraction ``ratio``, and less
+    than one piece more. A float32 parameter is its own master, which stays on the device: of it only states count.
+
+    Args:
+        ratio: from 0, nothing, to 1, everything.
+        whole_state_bytes, split_state_bytes: as in :func:`memory_bytes`.
+    """
+    chosen, seen, taken = set(), 0, 0
+    for bucket in layout.buckets:
+        each = _movable_bytes(bucket, whole_state_bytes, split_state_bytes)
+        for piece in bucket.pieces(rank) if ratio and each else ():
+            seen += each * piece.numel
+            if taken < ratio * seen:
+                taken += each * piece.numel
+                chosen.add(piece.name)
+    return frozenset(chosen)
+
+
+def _movable_bytes(bucket: Bucket, whole_state_bytes: int, split_state_bytes: int) -> int:
+    """Bytes of one element's master, where it is not the parameter, and of its states."""
+    return _master_bytes(bucket) + (whole_state_bytes if bucket.whole else split_state_bytes)
+
+
+def _master_bytes(bucket: Bucket) -> int:
+    return 0 if bucket.dtype == "float32" else 4
+
+
+def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str, str] | None = None,
+                 whole_state_bytes: int = 4, split_state_bytes: int = 8,
+                 host_ratio: float = 0.0) -> tuple[RankMemory, ...]:
+    """What each rank holds between two steps.
+
+    Args:
+        stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during a backward pass
+            there are at most two buckets of gradients, and what their shards are received in, beside.
+        grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
+        whole_state_bytes: optimizer state of one element of a whole parameter: 4 is one float32 momentum.
+        split_state_bytes: the same for the parameters that are cut: 8 is Adam's two float32 moments.
+        host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
+
+    Raises:
+        LayoutError: a dtype whose size is not known.
+    """
+    stored_as = grads_stored_as or {}
+    params = grads = 0
+    masters, states = [0] * layout.world_size, [0] * layout.world_size
+    for dtype in layout.dtypes:
+        params += _itemsize(dtype) * layout.buffer_numel(dtype)
+        grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
+    reduced = [0] * layout.world_size
+    for bucket in layout.buckets:
+        master_bytes = _master_bytes(bucket)
+        reduced_bytes = 0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
+        for rank, numel in bucket.non_empty_shards():
+            masters[rank] += master_bytes * numel
+            reduced[rank] += reduced_bytes * numel
+    for rank, (whole, split) in enumerate(zip(*_owned_numels(layout), strict=True)):
+        states[rank] = whole_state_bytes * whole + split_state_bytes * split
+    memory = [RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True)]
+    if host_ratio:
+        memory = [_with_host(layout, rank, each, host_ratio, whole_state_bytes, split_state_bytes)
+                  for rank, each in enumerate(memory)]
+    return tuple(memory)
+
+
+def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, whole_state_bytes: int,
+               split_state_bytes: int) -> RankMemory:
+    """``memory`` of ``rank`` once ``ratio`` of its masters and states has moved to the host."""
+    names = pieces_on_host(layout, rank, ratio, whole_state_bytes=whole_state_bytes,
+                           split_state_bytes=split_state_bytes)
+    masters, states, moved = memory.masters, memory.states, []
+    for bucket in layout.buckets:
+        numel = sum(piece.numel for piece in bucket.pieces(rank) if piece.name in names)
+        if not numel:
+            continue
+        moved.append(numel * _movable_bytes(bucket, whole_state_bytes, split_state_bytes))
+        states -= numel * (whole_state_bytes if bucket.whole else split_state_bytes)
+        # Masters that are left behind have memory of their own, without the padding of the shard.
+        start, stop = bucket.shard(rank)
+        left = sum(piece.numel for piece in bucket.pieces(rank)) - numel
+        masters -= _master_bytes(bucket) * (stop - start - left)
+    return replace(memory, masters=masters, states=states, host=sum(moved),
+                   staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Bytes that one rank holds for buckets under way, at the moment when they are most."""
+
+    sent: int
+    """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
+    received: int
+    """What arrives from all ranks, the sums of even cuts, and at stage 2 those that a further micro-batch adds."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.sent + self.received
+
+
+def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
+                  wires: Sequence[str]) -> tuple[RankTraffic, ...]:
+    """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
+
+    Args:
+        stored_as: what gradients accumulate in, by dtype of the layout.
+        wires: what they travel in, by bucket.
+    """
+    size = layout.world_size
+    most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
+    for bucket, wire in zip(layout.buckets, wires, strict=True):
+        own, holders, wire_bytes = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels), _itemsize(wire)
+        copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
+        received = own * 4 if stage == 2 else own * 0
+        if takes_two_hops(bucket.shard_numels):
+            received += np.array(even_cuts(bucket.numel, holders), np.int64) * (holders * wire_bytes + 4)
+        elif holders > 1:
+            received += own * holders * wire_bytes
+        under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.variants)))
+        sent_now, received_now = sum(s for s, _ in under_way), np.sum([r for _, r in under_way], axis=0)
+        more = sent_now + received_now > most_sent + most_received
+        most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)
+    return tuple(RankTraffic(s, r) for s, r in zip(most_sent.tolist(), most_received.tolist(), strict=True))
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def _owned_numels(layout: Layout) -> tuple[list[int], list[int]]:
+    """Elements of whole and of split parameters that each rank holds, without padding."""
+    whole, split = [0] * layout.world_size, [0] * layout.world_size
+    for bucket in layout.buckets:
+        if bucket.whole:
+            for slot in bucket.slots:
+                for owner in bucket.owners(slot):
+                    whole[owner] += slot.numel
+        else:
+            for rank, _ in bucket.non_empty_shards():
+                split[rank] += sum(piece.numel for piece in bucket.pieces(rank))
+    return whole, split
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """What there is to say about a layout before anything runs. Tuples are by rank."""
+
+    num_buckets: int
+    numel: int
+    """Elements of all parameters of a rank's model."""
+    padding: int
+    """Elements of the buffers that belong to no parameter."""
+    work: tuple[int, ...]
+    """Newton-Schulz FLOPs."""
+    whole_numel: tuple[int, ...]
+    """Elements of whole parameters, which is what ownership can unbalance."""
+    owned_numel: tuple[int, ...]
+    """Elements of whole parameters and of pieces of the others, without padding."""
+    wire: Wire
+
+    @classmethod
+    def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
+        """The report on ``layout``, a plan of exactly these ``specs``.
+
+        Raises:
+            LayoutError: a parameter is in one of the two only.
+        """
+        work_of = {spec.name: spec.work for spec in specs}
+        placed = {slot.name for bucket in layout.buckets for slot in bucket.slots}
+        if only_one := placed.symmetric_difference(work_of):
+            raise LayoutError(f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the specs "
+                              f"({len(work_of)})")
+        work = [0] * layout.world_size
+        for bucket in layout.buckets:
+            if bucket.whole:
+                for slot in bucket.slots:
+                    for owner in bucket.owners(slot):
+                        work[owner] += work_of[slot.name]
+        whole, split = _owned_numels(layout)
+        numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
+        return cls(
+            num_buckets=len(layout.buckets), numel=numel,
+            padding=sum(layout.buffer_numel(dtype) for dtype in layout.dtypes) - numel,
+            work=tuple(work), whole_numel=tuple(whole),
+            owned_numel=tuple(w + s for w, s in zip(whole, split, strict=True)), wire=wire_elements(layout),
+        )
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding over the elements of all parameters."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    @property
+    def work_max_over_mean(self) -> float:
+        """Newton-Schulz work of the busiest rank over the mean."""
+        return max_over_mean(self.work)
+
+    @property
+    def whole_max_over_mean(self) -> float:
+        """Elements of whole parameters on the fullest rank over the mean."""
+        return max_over_mean(self.whole_numel)
+
+    @property
+    def owned_max_over_mean(self) -> float:
+        """Elements of all parameters on the fullest rank over the mean."""
+        return max_over_mean(self.owned_numel)
+
+    @property
+    def wire_per_rank(self) -> int:
+        """Elements that the mean rank sends in one step, all together, rounded up."""
+        return -(-(sum(self.wire.reduce) + sum(self.wire.gather) + sum(self.wire.forward)) // len(self.work))

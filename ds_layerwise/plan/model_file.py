@@ -1,0 +1,212 @@
+"""The parameters of real models, from files that give names and shapes: ``models/*.yaml`` in this package.
+
+Such a file holds ``model`` (its name), ``numel`` (the sum, checked) and ``params``, in model order. An entry is a
+parameter, ``{name, shape, optimizer: matrix | scalar}``, optionally with ``repeat: {layer: [0, 32]}``, and with
+``transposed: true`` where a linear layer holds (inputs, outputs); or a block, ``{block: {layer: [0, 32]}, params:
+[...]}``, whose entries are walked once for each value. Values run from the first number up to, not including, the
+second, and stand for ``{layer}`` in names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import yaml
+
+from ds_layerwise.config import NsMethod, OptimizerConfig, Override, Placement, flag
+from ds_layerwise.errors import ConfigError, RoutingError, unknown_key
+from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.routes import Route, forced_matrix_shape, overrides_by_name, require_a_matrix, with_heads
+
+#: More layers or experts than any model has.
+_MAX_REPEATS = 1_000_000
+
+_FILE_KEYS = ("model", "numel", "params")
+_PARAM_KEYS = ("name", "shape", "optimizer", "repeat", "transposed")
+_BLOCK_KEYS = ("block", "params")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParam:
+    """One parameter of a model file."""
+
+    name: str
+    shape: tuple[int, ...]
+    optimizer: Placement
+    transposed: bool = False
+    """Whether it is a linear layer that holds (inputs, outputs)."""
+
+
+#: The models that come with the package.
+_MODELS = Path(__file__).resolve().parent / "models"
+
+#: Of Hugging Face's configs, keys that every one has.
+_HF_KEYS = ("model_type", "architectures")
+
+
+def find_model(model: str) -> Path:
+    """The file that ``model`` is, holds under Hugging Face's name for it, or names among those of the package.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    path, named = Path(model), _MODELS / f"{model}.yaml"
+    for each in (path, path / "config.json", named):
+        if each.is_file():
+            return each
+    known = ", ".join(sorted(file.stem for file in _MODELS.glob("*.yaml")))
+    raise ConfigError(f"{model} is no file, no folder with a config.json, and no model that comes with this package "
+                      f"(known: {known})")
+
+
+def is_hf_config(path: Path) -> bool:
+    """Whether a file is a ``config.json`` of Hugging Face's.
+
+    Raises:
+        ConfigError: it ends in .json and is not JSON.
+    """
+    if path.suffix != ".json":
+        return False
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path.name} is no JSON: {e}") from e
+    return isinstance(content, Mapping) and any(key in content for key in _HF_KEYS)
+
+
+def load_model(path: str | PathLike[str]) -> list[ModelParam]:
+    """The parameters of a model file, in model order.
+
+    Raises:
+        ConfigError: the file is no YAML, a key is unknown or missing, or the parameters don't add up to ``numel``.
+    """
+    where = Path(path).name
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as e:
+        raise ConfigError(f"{where} is no YAML: {e}") from e
+    _check_keys(where, content, _FILE_KEYS)
+    params = list(_expand(f"{where}.params", content["params"], {}))
+    for param in params:
+        if param.optimizer == "matrix" and len(param.shape) != 2:
+            raise ConfigError(f"{where}: {param.name} is a matrix of shape {param.shape}; give it two axes or make it "
+                              "scalar")
+    if len({param.name for param in params}) < len(params):
+        names = [param.name for param in params]
+        raise ConfigError(f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice; every "
+                          "parameter needs a name of its own")
+    total = sum(math.prod(param.shape) for param in params)
+    if total != content["numel"]:
+        raise ConfigError(f"{where}: the parameters have {total} elements, numel says {content['numel']}")
+    return params
+
+
+def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: str = "gram",
+                     steps: int = 5) -> list[ParamSpec]:
+    """The parameters of a model file as the planner takes them, in model order.
+
+    Args:
+        dtype: of all parameters.
+        method, steps: of the Newton-Schulz iteration that a matrix costs; see :func:`.plan.cost.newton_schulz_flops`.
+
+    Raises:
+        ConfigError: as :func:`load_model` does.
+    """
+    params = load_model(path)
+    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params),
+                    OptimizerConfig(ns_method=cast(NsMethod, method), ns_steps=steps))
+
+
+def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = (), *,
+                per_head: bool = False) -> dict[str, Route]:
+    """Where each of ``params`` goes: where its file says, unless an override names an optimizer.
+
+    Raises:
+        RoutingError: an override matches nothing, contradicts another one or asks for what a shape does not allow,
+            no parameter at all goes to the matrix optimizer, or ``per_head`` without an override that names a number of
+            heads, which a file does not have.
+    """
+    if per_head and not any(override.num_heads for override in overrides):
+        raise RoutingError("optimizer.params.per_head_muon is true, but a model file does not have the number of "
+                           "heads; name the projections in layerwise.overrides with num_heads")
+    merged = overrides_by_name([param.name for param in params], overrides)
+    routes: dict[str, Route] = {}
+    for param in params:
+        mine = merged[param.name]
+        wanted = mine.get("optimizer")
+        placed, reason = wanted or param.optimizer, "layerwise.overrides" if wanted else "model file"
+        shape = forced_matrix_shape(param.name, param.shape, reason) if placed == "matrix" else None
+        route = Route(name=param.name, optimizer=placed, reason=reason, group=0, matrix_shape=shape,
+                      sent_away=wanted == "scalar" and len(param.shape) > 1, transposed=param.transposed,
+                      weight_decay=mine.get("weight_decay"), lr_scale=mine.get("lr_scale", 1.0))
+        routes[param.name] = with_heads(route, mine.get("num_heads"), explicit=True)
+    require_a_matrix(routes.values())
+    return routes
+
+
+def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[ModelParam]:
+    """Every parameter below ``entries``; ``values`` are those of the blocks around."""
+    if not isinstance(entries, list):
+        raise ConfigError(f"{where} must be a list, got {entries!r}")
+    for i, entry in enumerate(entries):
+        here = f"{where}[{i}]"
+        if isinstance(entry, Mapping) and "block" in entry:
+            _check_keys(here, entry, _BLOCK_KEYS)
+            for inner in _repeated(f"{here}.block", entry["block"]):
+                yield from _expand(f"{here}.params", entry["params"], {**values, **inner})
+            continue
+        _check_keys(here, entry, _PARAM_KEYS, optional=("repeat", "transposed"))
+        if entry["optimizer"] not in get_args(Placement):
+            raise ConfigError(f"{here}.optimizer must be one of {', '.join(get_args(Placement))}, "
+                              f"got {entry['optimizer']!r}")
+        shape = entry["shape"]
+        if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+            raise ConfigError(f"{here}.shape must be a list of whole numbers of at least 1, got {shape!r}")
+        flag(f"{here}.transposed", entry.get("transposed", False))
+        for inner in _repeated(f"{here}.repeat", entry.get("repeat", {})):
+            name = _named(f"{here}.name", entry["name"], {**values, **inner})
+            yield ModelParam(name, tuple(shape), entry["optimizer"], entry.get("transposed", False))
+
+
+def _named(where: str, template: object, values: Mapping[str, int]) -> str:
+    if not isinstance(template, str) or not template:
+        raise ConfigError(f"{where} must be a name, got {template!r}")
+    try:
+        return template.format_map(values)
+    except (ValueError, AttributeError, IndexError, TypeError) as e:
+        raise ConfigError(f"{where} {template!r} is no name with {{layer}} or the like in it: {e}") from e
+    except KeyError as e:
+        raise ConfigError(f"{where} {template!r} needs {e}, but only {', '.join(values) or 'nothing'} is "
+                          "repeated here") from e
+
+
+def _repeated(where: str, ranges: object) -> Iterator[dict[str, int]]:
+    """One mapping for each combination; the last key runs fastest. One empty mapping where nothing is repeated."""
+    if not isinstance(ranges, Mapping):
+        raise ConfigError(f"{where} must be like {{layer: [0, 32]}}, got {ranges!r}")
+    for key, bounds in ranges.items():
+        if not (isinstance(bounds, list) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
+                and bounds[0] < bounds[1] <= bounds[0] + _MAX_REPEATS):
+            raise ConfigError(f"{where}.{key} must be [first, one past the last], at most {_MAX_REPEATS} numbers, got "
+                              f"{bounds!r}")
+    for numbers in product(*(range(*bounds) for bounds in ranges.values())):
+        yield dict(zip(ranges, numbers, strict=True))
+
+
+def _check_keys(where: str, entry: Any, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must be a mapping with {', '.join(keys)}, got {entry!r}")
+    for key in entry:
+        if key not in keys:
+            raise unknown_key(where, str(key), keys)
+    for key in keys:
+        if key not in entry and key not in optional:
+            raise ConfigError(f"{where}.{key} is missing")

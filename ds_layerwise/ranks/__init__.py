@@ -1,0 +1,1 @@
+"""What a rank holds and what travels between ranks."""

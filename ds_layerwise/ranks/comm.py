@@ -1,0 +1,280 @@
+"""Every collective on tensors, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees it.
+
+Small objects travel between hosts, see :mod:`.ranks.host_group`.
+
+Note: why gradients travel by all-to-all
+    Every rank sends each owner that owner's shard and sums what it receives itself. That moves (R-1)/R of a bucket
+    a rank, the lower bound, takes shards of any length, adds in float32 whatever travels, and adds in rank order, so
+    the sum depends neither on the size of the bucket nor on the backend. gloo's ``reduce_scatter_tensor`` moves as
+    much as its all-reduce, twice that.
+
+Sizes are in elements. ``rank`` is within the group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import LayerWiseError, LayoutError
+from ds_layerwise.plan.cost import even_cuts, overlaps, takes_two_hops
+from ds_layerwise.ranks import host_group
+
+#: What a process group is to this package: torch's, or None for the whole world.
+Group = Any
+
+#: By the number of variants of a bucket's parameters, the ranks of one variant.
+Groups = Mapping[int, Group]
+
+
+class Pending:
+    """A collective under way, and what follows it. It must be over before its result is read.
+
+    Args:
+        finish: what is left to do after the transfer: something local, or another collective, which it returns.
+        keep: memory that the transfer reads, kept alive until it is over.
+    """
+
+    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], Pending | None] | None = None, *,
+                 keep: Tensor | None = None) -> None:
+        self._works, self._finish, self._keep = works, finish, keep
+
+    def advance(self) -> bool:
+        """Go on as far as it goes without waiting for another rank, and say whether all is over."""
+        while all(work.is_completed() for work in self._works):
+            if not self._go_on():
+                return True
+        return False
+
+    def wait(self) -> None:
+        """Wait for the transfer, then do what is left to do."""
+        while self._go_on():
+            pass
+
+    def _go_on(self) -> bool:
+        """Wait for the transfer at hand, do what follows it, and say whether that is another transfer."""
+        for work in self._works:
+            work.wait()
+        self._works, self._keep = (), None
+        finish, self._finish = self._finish, None
+        following = None if finish is None else finish()
+        if following is None:
+            return False
+        self._works, self._finish, self._keep = following._works, following._finish, following._keep
+        return True
+
+    def then(self, more: Callable[[], object]) -> Pending:
+        """The same, with ``more`` to do locally at the end."""
+        finish = self._finish
+
+        def finish_and_more() -> Pending | None:
+            following = None if finish is None else finish()
+            if following is not None:
+                return following.then(more)
+            more()
+            return None
+
+        self._finish = finish_and_more
+        return self
+
+
+def rank_of(group: Group) -> int:
+    """This process's rank within ``group``."""
+    return int(dist.get_rank(group=group))
+
+
+def size_of(group: Group) -> int:
+    """The number of ranks of ``group``."""
+    return int(dist.get_world_size(group=group))
+
+
+def take_over_timeout(group: Group) -> None:
+    """Let collectives of ``group`` wait as long as those of the whole world: what the user said when it was made.
+
+    DeepSpeed makes its groups without one, so that after a rank has stopped the others would wait for torch's default.
+    """
+    world: Group = torch.distributed.group.WORLD
+    if group is None or group is world:
+        return
+    for device in group._device_types:
+        backend = world._get_backend(device)
+        # Not every backend says what its timeout is.
+        if hasattr(backend, "options"):
+            group._get_backend(device)._set_default_timeout(backend.options._timeout)
+
+
+def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *, group: Group,
+                     divide_by: float, wire_dtype: torch.dtype) -> Pending:
+    """Send every rank its shard of ``bucket`` and average what arrives into ``out``.
+
+    Where one shard is most of the bucket, its rank would receive many times the bucket: then everybody sums an even
+    cut, to the same bits, and the sums go on in a second collective when the first is over. All ranks must get there
+    at the same place between their other collectives.
+
+    Args:
+        bucket: 1-D, all shards back to back in rank order; read until the result has been waited for.
+        out: float32, as long as this rank's shard; may be this rank's shard of ``bucket``.
+        divide_by: the sum over ranks is divided by this, in float32.
+        wire_dtype: what the elements travel in. They are added in float32, in rank order.
+    """
+    size, rank = size_of(group), rank_of(group)
+    own = shard_numels[rank]
+    if size == 1:
+        return Pending(finish=lambda: _average(bucket.view(1, own), out, divide_by))
+    two_hops = takes_two_hops(shard_numels)
+    cuts = even_cuts(bucket.numel(), size) if two_hops else list(shard_numels)
+    sent = bucket if bucket.dtype == wire_dtype else bucket.to(wire_dtype)
+    received = torch.empty(size * cuts[rank], dtype=wire_dtype, device=bucket.device)
+    sums = torch.empty(cuts[rank], dtype=out.dtype, device=bucket.device) if two_hops else out
+    work = dist.all_to_all_single(received, sent, output_split_sizes=[cuts[rank]] * size, input_split_sizes=cuts,
+                                  group=group, async_op=True)
+    if not two_hops:
+        return Pending([work], lambda: _average(received.view(size, cuts[rank]), out, divide_by), keep=sent)
+
+    def second_hop() -> Pending:
+        _average(received.view(size, cuts[rank]), sums, divide_by)
+        return Pending([dist.all_to_all_single(
+            out, sums, output_split_sizes=overlaps(shard_numels, cuts, rank),
+            input_split_sizes=overlaps(cuts, shard_numels, rank), group=group, async_op=True)], keep=sums)
+
+    return Pending([work], second_hop, keep=sent)
+
+
+def _average(rows: Tensor, out: Tensor, divide_by: float) -> None:
+    if rows.data_ptr() != out.data_ptr() or rows.dtype != out.dtype:
+        out.copy_(rows[0])
+    for row in rows[1:]:
+        out.add_(row)
+    if divide_by != 1:
+        out.div_(divide_by)
+
+
+def gather_from_owners(bucket: Tensor, shard_numels: Sequence[int], *, group: Group) -> Pending:
+    """Fill every rank's ``bucket`` in place with the shards of all ranks; each rank gives its own.
+
+    Equal shards take one all-gather, shards of different length one broadcast from each owner: gloo has no
+    all-gather for those.
+    """
+    size, rank = size_of(group), rank_of(group)
+    if size == 1:
+        return Pending()
+    starts = [sum(shard_numels[:r]) for r in range(size)]
+    shards = [bucket[start:start + numel] for start, numel in zip(starts, shard_numels, strict=True)]
+    if len(set(shard_numels)) == 1:
+        return Pending([dist.all_gather_into_tensor(bucket, shards[rank], group=group, async_op=True)])
+    return Pending([dist.broadcast(shard, global_rank(group, owner), group=group, async_op=True)
+                    for owner, shard in enumerate(shards) if shard.numel()])
+
+
+def ranks_of(group: Group) -> list[int]:
+    """The ranks in the whole world of those in ``group``, in its order."""
+    return [global_rank(group, rank) for rank in range(size_of(group))]
+
+
+def global_rank(group: Group, rank: int) -> int:
+    """The rank in the whole world of ``rank`` in ``group``."""
+    return rank if group is None else int(dist.get_global_rank(group, rank))
+
+
+def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
+    """The sum of ``value`` over ``group``, the same on every rank. ``value`` is overwritten."""
+    if size_of(group) > 1:
+        dist.all_reduce(value, group=group)
+    return value
+
+
+class Peers:
+    """What an update of parts of matrices asks of the ranks with the others; see :mod:`.orthogonalize.tensor_shards`.
+
+    Args:
+        group: tensor-parallel ranks, in the order of the parts.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.size, self.rank = group, size_of(group), rank_of(group)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Everyone's contiguous ``value``, stacked along a new first axis."""
+        everyone = value.new_empty((self.size, *value.shape))
+        dist.all_gather_into_tensor(everyone.view(-1), value.view(-1), group=self._group)
+        return everyone
+
+    def sum_(self, value: Tensor) -> Tensor:
+        """The sum of everyone's ``value``, which is overwritten with it."""
+        return sum_over_ranks(value, group=self._group)
+
+
+def raise_alike(error: Exception | None, *, group: Group) -> None:
+    """Raise on every rank if any rank has an error: its own where it has one, else one that names that rank.
+
+    Every rank must call this at the same point. Without it the other ranks would wait in the next collective.
+
+    Raises:
+        LayerWiseError: another rank failed.
+    """
+    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise LayerWiseError(f"rank {rank} failed: {message}")
+
+
+class Alike:
+    """A block that raises on every rank if it raises on any; see :func:`raise_alike`.
+
+    Every rank must enter it, and it must hold no collective: a rank that failed is not there for it.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        """Nothing is agreed on before the end."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Agree. A block that is left by something else than an Exception, such as Ctrl-C, is left at once."""
+        if error is None or isinstance(error, Exception):
+            raise_alike(error, group=self._group)
+
+
+def gather_objects(value: Any, *, group: Group) -> list[Any]:
+    """``value`` of every rank, in rank order. It is pickled, so keep it small. No device takes part."""
+    return host_group.gather(value, group=group)
+
+
+def digest_of(items: Sequence[str]) -> str:
+    """A short hash of ``items``, the same in every process."""
+    return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]
+
+
+def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -> None:
+    """Raise on every rank unless ``digest`` is the same everywhere.
+
+    Args:
+        what: named in the error, such as "the model".
+        items: what ``digest`` was made from; the error shows the first one that differs.
+
+    Raises:
+        LayoutError: the digests differ.
+    """
+    digests = gather_objects(digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    everyone = gather_objects(list(items), group=group)
+    other = next(r for r, d in enumerate(digests) if d != digests[0])
+    raise LayoutError(f"{what} differs between ranks: {_first_difference(everyone[0], everyone[other], other)}; "
+                      f"digests by rank: {', '.join(digests)}")
+
+
+def _first_difference(first: Sequence[str], second: Sequence[str], other: int) -> str:
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            return f"rank 0 has {a}, rank {other} has {b}"
+    longer, rank, index = (first, 0, len(second)) if len(first) > len(second) else (second, other, len(first))
+    return f"only rank {rank} has {longer[index]}" if index < len(longer) else "same entries, different placement"

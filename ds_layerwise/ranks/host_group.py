@@ -1,0 +1,110 @@
+"""Small objects between ranks, over the hosts' own network: no device takes part, and none has to be chosen yet.
+
+Note: why not over the group that is there
+    NCCL sends what lies on the current device. Before a process has chosen its own, that is the first one of the
+    node in all of them, and they fail or wait for ever. Afterwards the objects would queue behind all work of the
+    device, and a rank that ran out of its memory could not even say so. So objects travel over gloo: over the group
+    itself where gloo or its like is what it talks over, else over one group of all ranks that is made at the first
+    use, waits as long as the default group does, and ends with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ds_layerwise.errors import LayerWiseError
+
+#: What torch's own groups may talk over on a CPU; "fake" answers at once.
+_ON_THE_HOST = ("gloo", "mpi", "fake")
+
+#: By default group, the group of all ranks over gloo. torch owns both, and drops both in ``destroy_process_group``.
+_made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def gather(value: Any, *, group: Any) -> list[Any]:
+    """``value`` of every rank of ``group``, in its order; None stands for all ranks. It is pickled, so keep it small.
+
+    The first use in a process group is by all ranks, whatever ``group`` is.
+
+    Raises:
+        LayerWiseError: the hosts do not reach each other over gloo.
+    """
+    world: Any = distributed.group.WORLD
+    group = world if group is None else group
+    ranks = distributed.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return [value]
+    everyone = len(ranks) == distributed.get_world_size(world)
+    if _talks_on_the_host(group):
+        return _of_all(value, group)
+    hosts = _hosts(world)
+    if everyone:
+        values = _of_all(value, hosts)
+        return [values[rank] for rank in ranks]
+    return _of_some(value, ranks, hosts)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long a collective of ``group`` may wait, None where its backend does not say."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if hasattr(backend, "options"):
+            timeout: timedelta = backend.options._timeout
+            return timeout
+    return None
+
+
+def _talks_on_the_host(group: Any) -> bool:
+    """Whether what is on the CPU travels as it is, as torch's object collectives prefer."""
+    by_device = dict(entry.split(":") for entry in distributed.get_backend_config(group).split(","))
+    return by_device.get("cpu") in _ON_THE_HOST
+
+
+def _hosts(world: Any) -> Any:
+    if _talks_on_the_host(world):
+        return world
+    known = _made.get(world)
+    hosts = None if known is None else known()
+    if hosts is None:
+        try:
+            # The store, which knows the timeout, is all that the ranks share until the first object travels.
+            hosts = distributed.new_group(backend="gloo", timeout=timeout_of(world), group_desc="ds_layerwise")
+        except RuntimeError as error:
+            raise LayerWiseError(
+                "the hosts do not reach each other over gloo, over which ranks agree on what is not on a device; name "
+                f"the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL: {error}") from error
+        _made[world] = weakref.ref(hosts)
+    return hosts
+
+
+def _of_all(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * distributed.get_world_size(group)
+    # Not deepspeed.comm's: its comms logger does not know this collective, and ends the process with exit code 0.
+    distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:
+    """The same among ``ranks`` of ``hosts``, which the others know nothing of: through the first of them.
+
+    A group of gloo for each would be named after how many groups each of its ranks is in already, which may differ.
+    """
+    first, rank, cpu = ranks[0], distributed.get_rank(), torch.device("cpu")
+    if rank != first:
+        everyone: list[Any] = [None] * len(ranks)
+        distributed.send_object_list([value], dst=first, group=hosts, device=cpu)
+        distributed.recv_object_list(everyone, src=first, group=hosts, device=cpu)
+        return everyone
+    everyone = [value]
+    for other in ranks[1:]:
+        received: list[Any] = [None]
+        distributed.recv_object_list(received, src=other, group=hosts, device=cpu)
+        everyone += received
+    for other in ranks[1:]:
+        distributed.send_object_list(everyone, dst=other, group=hosts, device=cpu)
+    return everyone

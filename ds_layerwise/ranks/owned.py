@@ -1,0 +1,257 @@
+"""What one rank owns: masters, averaged gradients and optimizer states of its shards, and what updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.config import Placement
+from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.plan.layout import Layout, Piece
+from ds_layerwise.plan.routes import Axis, Route
+from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.host_memory import HostMemory
+from ds_layerwise.ranks.writes import follow_
+
+#: Beside the names of states, what a master goes by on the host.
+MASTER = "fp32"
+
+#: Elements of which the norm is taken at a time.
+_SQUARED_AT_A_TIME = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSet:
+    """Parameters of one bucket that one rule updates with the same hyper-parameters."""
+
+    placement: Placement
+    group: int
+    weight_decay: float | None
+    lr_scale: float
+    tp_axis: Axis | None
+    names: tuple[str, ...]
+
+
+class Owned:
+    """Shards of ``rank`` of every bucket, in float32.
+
+    Where parameters are float32, masters share the memory of the parameter buffer; where gradients accumulate in
+    float32, averaged gradients share the memory of the gradient buffer.
+
+    Args:
+        values: the parameter buffer; masters start as its shards.
+        grads: the gradient buffer; None if averaged gradients have memory of their own.
+        rules: the rule of each placement.
+        cut_rules: the rule of matrices of which tensor-parallel peers have other parts, by the axis that is cut.
+        names: by parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`.
+        batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
+        on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
+            parameter is the parameter, which stays on the device.
+        pin_memory: whether that memory is page-locked.
+    """
+
+    def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
+                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *,
+                 cut_rules: Mapping[Axis, UpdateRule], names: Mapping[str, Sequence[str]], batch_matrices: bool,
+                 on_host: Container[str] = (), pin_memory: bool = False) -> None:
+        self.layout, self.rank, self.rules, self._cut_rules = layout, rank, rules, cut_rules
+        self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
+        self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
+        """By parameter, the name that a checkpoint has for this rank's variant of it."""
+        self._known_as = {saved: name for name, saved in self.saved_as.items()}
+        self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
+        self.pieces = self._values.pieces
+        """By bucket, what this rank holds, in memory order."""
+        self.reduced = ShardBuffer(layout, rank, [
+            torch.zeros_like(self._values.bucket(b.index), dtype=torch.float32) if grads is None
+            else _float32(grads.shard(b, rank)) for b in layout.buckets])
+        self.device = self._values.bucket(0).device
+        """Where the work is done."""
+        self.host = HostMemory(self.device, pin_memory=pin_memory)
+        """Open while buckets are updated."""
+        self.states: dict[str, State] = {}
+        """By parameter name, shaped as the parameter's rule sees it."""
+        shards, apart = [], {}
+        for index, pieces in enumerate(self.pieces):
+            shard = self._values.bucket(index)
+            hosted = [piece.name for piece in pieces if piece.name in on_host]
+            if hosted and shard.dtype != torch.float32:
+                apart.update({piece.name: _float32(self._values.piece(piece.name)) for piece in pieces})
+                shards.append(torch.empty(0, dtype=torch.float32, device=shard.device))
+            else:
+                shards.append(_float32(shard))
+            self._init_states(index, hosted, shards[index], apart)
+        self.masters = ShardBuffer(layout, rank, shards, apart)
+        self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
+        """Whether masters had to follow values since somebody has set this to False."""
+        self._updates = [self._update_sets(pieces) for pieces in self.pieces]
+
+    def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:
+        """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the host."""
+        origin = self.layout.buckets[index].shard(self.rank)[0]
+        for piece in self.pieces[index]:
+            first = piece.start - origin
+            master = apart[piece.name] if piece.name in apart else masters[first:first + piece.numel]
+            route = self._routes[piece.name]
+            self.states[piece.name] = self.rules[route.optimizer].init_state(
+                master if route.stored_shape is None else master.view(route.stored_shape))
+        moving = {(name, key): self.states[name][key] for name in hosted
+                  for key in self.rules[self._routes[name].optimizer].state_keys}
+        moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
+        if moving:
+            for (name, key), tensor in self.host.put(index, moving).items():
+                if key == MASTER:
+                    apart[name] = tensor
+                else:
+                    self.states[name][key] = tensor
+
+    def _update_sets(self, pieces: Sequence[Piece]) -> list[UpdateSet]:
+        sets: dict[tuple[Placement, int, float | None, float, Axis | None, str | None], list[str]] = {}
+        for piece in pieces:
+            route = self._routes[piece.name]
+            alone = piece.name if route.optimizer == "matrix" and not self._batch_matrices else None
+            key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, route.tp_axis, alone)
+            sets.setdefault(key, []).append(piece.name)
+        return [UpdateSet(*key[:5], tuple(names)) for key, names in sets.items()]
+
+    def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
+        """This rank's piece of ``name``: a matrix, a batch of them, or 1-D; blocks of columns as they lie."""
+        shape = self._routes[name].stored_shape
+        return shards.piece(name) if shape is None else shards.piece(name).view(shape)
+
+    def _seen(self, name: str, value: Tensor) -> Tensor:
+        """``value``, shaped like the piece of ``name``, as its rule sees it: blocks of columns are a batch, too."""
+        return value.transpose(0, 1) if self._routes[name].by_columns and value.dim() == 3 else value
+
+    def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
+        """Of this rank's averaged gradients, 0-d, float64 where the device has it: no finite float32 overflows it, and
+        how parameters are cut does not show in the float32 norm."""
+        views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
+                 if piece.name not in leave_out]
+        wide = widest_float()
+        # Each part is copied into the wide dtype.
+        norms = [torch.linalg.vector_norm(part, dtype=wide)
+                 for view in views for part in torch.split(view, _SQUARED_AT_A_TIME)]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=wide, device=self.device)
+
+    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
+               leave_out: Collection[str] = ()) -> None:
+        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
+
+        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
+        """
+        gradients = self.reduced.views(index)
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        brought = self.host.bring(index)
+        self._follow_values(index, brought)
+        for update in self._updates[index]:
+            group = param_groups[update.group]
+            ratio = group["matrix_lr_ratio" if update.placement == "matrix" else "scalar_lr_ratio"]
+            hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
+                          weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
+                          momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
+            rule = self.rules[update.placement] if update.tp_axis is None else self._cut_rules[update.tp_axis]
+            names = [name for name in update.names if name not in leave_out]
+            if names:
+                rule.update_(
+                    [self._seen(n, brought.get((n, MASTER), self.masters.piece(n)).view_as(
+                        self._shaped(self.reduced, n))) for n in names],
+                    [self._seen(n, self._shaped(self.reduced, n)) for n in names],
+                    [{key: self._seen(n, brought.get((n, key), value)) for key, value in self.states[n].items()}
+                     for n in names], hyper)
+        self._write_values(index, brought)
+        self.host.send_back(index)
+
+    def masters_to_values(self, index: int) -> None:
+        """Write this rank's shard of the parameter buffer from its masters."""
+        self._write_values(index, {})
+
+    def _write_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
+        for name, values, masters in self._homes(index):
+            if values.data_ptr() != masters.data_ptr():
+                values.copy_(brought.get((name, MASTER), masters))
+
+    def follow_values(self, index: int) -> None:
+        """Let masters follow what somebody else than :meth:`update` has written into this rank's shard of the parameter
+        buffer; see :mod:`.ranks.writes`. States stay as they are."""
+        self._follow_values(index, {})
+
+    def follow_value(self, name: str) -> None:
+        """The same for what this rank holds of one parameter."""
+        self._follow(self._values.piece(name), self.masters.piece(name))
+
+    def _follow_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
+        for name, values, masters in self._homes(index):
+            self._follow(values, brought.get((name, MASTER), masters))
+
+    def _follow(self, values: Tensor, masters: Tensor) -> None:
+        if values.data_ptr() != masters.data_ptr():
+            self.written |= follow_(masters, values).to(self.written.device)
+
+    def values_to_masters(self, index: int) -> None:
+        """Masters from this rank's shard of the parameter buffer."""
+        for _, values, masters in self._homes(index):
+            if values.data_ptr() != masters.data_ptr():
+                masters.copy_(values)
+
+    def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
+        """Values and masters of bucket ``index``: piece by piece by name, or all at once where neither is apart."""
+        values, masters = self._values.bucket(index), self.masters.bucket(index)
+        if values.numel() == masters.numel():
+            return [("", values, masters)]
+        return [(piece.name, self._values.piece(piece.name), self.masters.piece(piece.name))
+                for piece in self.pieces[index]]
+
+    def rule_records(self, elsewhere: Mapping[str, Placement] | None = None) -> dict[str, RuleRecord]:
+        """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
+        ``elsewhere``, which are not in this layout."""
+        records = {placement: _rule_record(rule) for placement, rule in self.rules.items()}
+        here = {saved: self._routes[slot.name].optimizer
+                for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
+        return {name: records[placement] for name, placement in {**(elsewhere or {}), **here}.items()}
+
+    def state_keys(self, name: str) -> tuple[str, ...]:
+        """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""
+        rule = self.rules[self._routes[name].optimizer]
+        return tuple(key for key in _rule_record(rule).state_keys if key in rule.state_keys or key == "step")
+
+    def record(self) -> ShardRecord:
+        """All of it by name in a checkpoint, as views into live memory."""
+        pieces = tuple(
+            PieceRecord(self.saved_as[piece.name], piece.param_start, self.masters.piece(piece.name),
+                        {key: value.view(-1) if value.shape == self._shaped(self.masters, piece.name).shape else value
+                         for key, value in self.states[piece.name].items()})
+            for pieces in self.pieces for piece in pieces)
+        return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces,
+                           {name: tuple(saved) for name, saved in self._names.items() if len(saved) > 1})
+
+    def restart(self, saved_as: str, keys: Iterable[str]) -> None:
+        """Set states of a parameter, by its name in a checkpoint, back to what they are before the first update."""
+        name = self._known_as[saved_as]
+        start = self.rules[self._routes[name].optimizer].init_state(self._shaped(self.masters, name))
+        for key in keys:
+            self.states[name][key].copy_(start[key])
+
+    def master_from_values(self, saved_as: str) -> None:
+        """The master of what this rank holds of a parameter from its place in the parameter buffer."""
+        name = self._known_as[saved_as]
+        values, master = self._values.piece(name), self.masters.piece(name)
+        if values.data_ptr() != master.data_ptr():
+            master.copy_(values)
+
+
+def _rule_record(rule: UpdateRule) -> RuleRecord:
+    states = rule.init_state(torch.zeros(1, 1, device="cpu"))
+    return RuleRecord(rule.family, tuple(sorted(states)), rule.gradient_average)
+
+
+def _float32(shard: Tensor) -> Tensor:
+    """A float32 copy of ``shard``, or ``shard`` itself where it is float32 already."""
+    return shard.detach().float()

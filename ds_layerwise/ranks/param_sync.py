@@ -1,0 +1,142 @@
+"""When updated parameters are sent to all ranks, and when they are waited for."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from ds_layerwise.plan.layout import Layout
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import FlatBuffer
+from ds_layerwise.ranks.side_stream import LaunchStream
+from ds_layerwise.ranks.under_way import can_mark, mark, references, unmark
+
+
+class ParamSync:
+    """Sends updated shards of the parameter buffer to all ranks, bucket by bucket.
+
+    With :meth:`overlap_with_forward` the wait moves from the optimizer step to whoever uses a parameter first.
+
+    Note: who waits for a parameter that is under way
+        A module waits for its own parameters just before it runs, whatever its code is. Any other reader (a penalty on
+        weights, ``F.embedding(tokens, self.head.weight)``, a functional call, a copy, a write, a look after the step)
+        goes through torch, which asks the parameter: see :mod:`.ranks.under_way`. That leaves who looks at the memory
+        past the parameter. So the step waits for everything where there may be any: another tensor into the same
+        memory, as ``param.data`` or a ``state_dict`` that was kept; parameters of a class of their own; scripted
+        modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A forward
+        pass within a transform of torch.func, which unpacks parameters unasked, waits for everything at its start.
+        Nobody sees C++ code that a module hands the weight of another one: README says so.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
+                 groups: comm.Groups) -> None:
+        self.layout = layout
+        self._values, self._groups = values, groups
+        self._params = [[params[slot.name] for slot in bucket.slots] for bucket in layout.buckets]
+        self._pending: dict[int, comm.Pending] = {}
+        self._launched_on = LaunchStream()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._views: list[int] | None = None
+        self._apart: list[Tensor] = []
+        # Another thread than the one that trains may be the one that reads.
+        self._lock = threading.RLock()
+
+    def launch(self, index: int) -> None:
+        """Start sending bucket ``index``; its shards must not be written until it has been waited for."""
+        bucket = self.layout.buckets[index]
+        memory = self._values.bucket(bucket)
+        if self._views is not None:
+            if self._apart[index].data_ptr() != memory.data_ptr():
+                self._apart[index] = _apart(memory)
+            memory = self._apart[index]
+        self._launched_on = LaunchStream()
+        self._pending[index] = comm.gather_from_owners(memory, bucket.shard_numels,
+                                                       group=self._groups[bucket.variants])
+
+    def send(self, indices: Iterable[int]) -> None:
+        """Send the buckets ``indices``, in this order, and wait until nothing is under way."""
+        for index in indices:
+            self.launch(index)
+        self.finish()
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Wait for those of ``indices`` that are under way."""
+        with self._lock:
+            for index in indices:
+                if index in self._pending:
+                    self._pending[index].wait()
+                    self._launched_on.follow()
+                    unmark(self._params[index])
+                    del self._pending[index]
+
+    def finish(self) -> None:
+        """Wait for everything under way."""
+        self.wait(sorted(self._pending, reverse=True))
+
+    def may_be_late(self) -> bool:
+        """Whether everybody who uses parameters after this step will wait for them; ask before :meth:`launch`."""
+        return (self._views is not None and self._views == self._count_views() and not _has_compiled()
+                and all(can_mark(param) for params in self._params for param in params))
+
+    def leave_under_way(self) -> None:
+        """Let everything arrive when it is used first; only where it :meth:`may_be_late`."""
+        for index in self._pending:
+            mark(self._params[index], functools.partial(self.wait, (index, )))
+
+    def _count_views(self) -> list[int]:
+        return [references(memory) for memory in self._values.tensors]
+
+    def overlap_with_forward(self, model: nn.Module) -> None:
+        """Hook ``model`` and every module of it that holds parameters of the layout."""
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            return
+        # A backend holds on to what it has sent for a moment that nobody can wait for: not to what is counted.
+        self._apart = [_apart(self._values.bucket(bucket)) for bucket in self.layout.buckets]
+        self._views = self._count_views()
+        index_of = {param: index for index, params in enumerate(self._params) for param in params}
+        # A copy of a module has its hooks, too: they know it from the original, and keep neither alive.
+        needs = weakref.WeakKeyDictionary({
+            module: indices for module in model.modules()
+            if (indices := sorted({index_of[p] for p in module._parameters.values() if p in index_of}, reverse=True))})
+        root, this = weakref.ref(model), weakref.ref(self)
+
+        # A compiler would trace these with the modules that they hook, and cannot: they wait for collectives.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before_model(module: nn.Module, _args: object) -> None:
+            sync = this()
+            if sync is not None and module is root() and torch._C._functorch.maybe_current_level() is not None:
+                sync.finish()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before_module(module: nn.Module, _args: object) -> None:
+            sync = this()
+            if sync is not None:
+                sync.wait(needs.get(module, ()))
+
+        self._hooks.append(model.register_forward_pre_hook(before_model, prepend=True))
+        self._hooks += [module.register_forward_pre_hook(before_module, prepend=True) for module in needs]
+
+    def remove_hooks(self) -> None:
+        """Undo :meth:`overlap_with_forward`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._views, self._apart = None, []
+
+
+def _apart(memory: Tensor) -> Tensor:
+    """The same memory by another storage: who holds that one is one reference to the first, for all."""
+    return from_dlpack(memory)
+
+
+def _has_compiled() -> bool:
+    """Whether torch has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

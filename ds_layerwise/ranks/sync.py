@@ -1,0 +1,379 @@
+"""When a bucket of gradients is launched to its owners, and when it is waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.plan.cost import MAX_UNDER_WAY
+from ds_layerwise.plan.layout import Bucket, Layout
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.side_stream import SideStream
+
+
+def late_gradient(name: str, bucket: int) -> StepError:
+    """The error for a gradient that comes when its bucket is gone."""
+    return StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; with several "
+                     "backward passes in one step, or reentrant activation checkpointing, set "
+                     "zero_optimization.overlap_comm to false and mark only the last backward pass as the boundary "
+                     "(engine.set_gradient_accumulation_boundary)")
+
+
+def nothing_reduced() -> StepError:
+    """The error for a step without gradients."""
+    return StepError("step() before the gradients were reduced: no backward pass reached the boundary of gradient "
+                     "accumulation; call engine.backward(loss) first")
+
+
+def no_gradient() -> StepError:
+    """The error for a question about averaged gradients at a time when there are none."""
+    return StepError("averaged gradients are there between the backward pass that reaches the boundary of gradient "
+                     "accumulation (at stage 2, any backward pass) and the step, not now")
+
+
+class _BucketOrder:
+    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most.
+
+    Note: what a backward pass may wait for
+        Nothing that depends on the backward pass of another rank: that one may not use a parameter, so that its bucket
+        starts there when the pass is over, and may stand before that in a collective of the model, such as that of
+        SyncBatchNorm, in which it waits for this rank. So on a device with streams reductions have a stream of their
+        own, and computation waits for it when the pass is over. On a host a bucket that may start does so in the hook
+        of its last gradient if enough of those before it are over by then; else in a later hook, or after the pass.
+
+    Note: one order for all ranks
+        Collectives of a group must begin in the same order on every rank, though gradients arrive in another on each.
+        Buckets start in the order of their index. Where one takes two hops, the second begins just before the first of
+        the bucket that is ``in_flight`` later.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: comm.Groups,
+                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
+        self.layout, self.reduced = layout, reduced
+        self._params, self._groups = params, groups
+        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
+        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+        self._pending: deque[comm.Pending] = deque()
+        self._side = SideStream()
+        self._ready = self._launched = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients: the next one starts a new step."""
+        # A backward pass that an exception ended may have left buckets under way, which read what it writes next. Which
+        # of them have started depends on how fast others are, which may start, on gradients alone.
+        self._advance(wait=True)
+        self._wait()
+        self._start_pass()
+        self.finished = False
+        self.got: set[str] = set()
+        """Parameters that got a gradient on this rank in this step, whichever micro-batch it came from."""
+        self._late: StepError | None = None
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether some buckets of a pass have been launched, and that pass has not ended."""
+        return self._launched > 0
+
+    def _start_pass(self) -> None:
+        self._arrived: set[str] = set()
+        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
+        self._ready = self._launched = 0
+
+    @torch.no_grad()
+    def accumulate(self, name: str, *, launch: bool) -> None:
+        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that may start now.
+
+        A gradient whose bucket was reduced already, and which would be lost, is an error of :meth:`finish`.
+        """
+        if self._params[name].grad is None:
+            return
+        bucket = self._bucket_of[name]
+        if bucket < self._ready:
+            # Not at once: the other ranks need what is left of this backward pass to come to an end.
+            self._late = self._late or late_gradient(name, bucket)
+            return
+        self.got.add(name)
+        self._take(name)
+        if launch and name not in self._arrived:
+            self._arrived.add(name)
+            self._missing[bucket] -= 1
+            while self._ready < len(self._missing) and not self._missing[self._ready]:
+                self._ready += 1
+        if launch:
+            self._side.follow()
+            self._advance(wait=False)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what is left, including parameters without a gradient, and wait."""
+        for name, param in self._params.items():
+            # One that waits for the start of its bucket is no new one.
+            if param.grad is not None and not self._launched <= self._bucket_of[name] < self._ready:
+                self.accumulate(name, launch=False)
+        self._ready = len(self.layout.buckets)
+        self._side.follow()
+        self._advance(wait=True)
+        self._wait()
+        self._end_pass()
+
+    def finish(self) -> None:
+        """Make sure that ``reduced`` holds the averages of this step.
+
+        Raises:
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
+        """
+        if self._late is not None:
+            raise self._late
+        # The step may be on another stream than the end of the backward pass.
+        self._side.join()
+
+    def _advance(self, *, wait: bool) -> None:
+        """Start buckets that may start; without ``wait``, as far as that takes no waiting for another rank."""
+        while self._launched < self._ready:
+            if len(self._pending) >= self._in_flight:
+                if wait:
+                    self._pending[0].wait()
+                elif not self._pending[0].advance():
+                    return
+                self._pending.popleft()
+            self._launch()
+
+    def _wait(self) -> None:
+        """Wait until nothing is under way."""
+        while self._pending:
+            self._pending.popleft().wait()
+        self._side.join()
+
+    def _start(self, pending: comm.Pending) -> None:
+        """Take over the next bucket, which has begun to travel; ``with self._side``."""
+        if self._side.exists:
+            # Its stream waits, and neither the host nor the computation.
+            pending.wait()
+        else:
+            self._pending.append(pending)
+        self._launched += 1
+
+    def _take(self, name: str) -> None:
+        """Do what must be done with a gradient before its bucket starts."""
+
+    def _launch(self) -> None:
+        """Start the next bucket."""
+
+    def _end_pass(self) -> None:
+        """All buckets have arrived."""
+
+
+class GradSync(_BucketOrder):
+    """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners' shards.
+
+    Args:
+        params: the trainable parameters by name; ``param.grad`` is None after it was taken over.
+        grads: where micro-batches accumulate, laid out like the parameters.
+        reduced: where the averaged gradient of this rank's shards ends up, float32; may alias ``grads``.
+        in_flight: buckets under way at a time; it bounds the memory for what is received.
+
+    Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and ``finish`` once, ``reset``.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
+                 groups: comm.Groups, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
+                 in_flight: int = MAX_UNDER_WAY) -> None:
+        self._grads = grads
+        super().__init__(layout, params, reduced, groups=groups, divide_by=divide_by, wire_dtype=wire_dtype,
+                         in_flight=in_flight)
+
+    def reset(self) -> None:
+        """Forget all gradients: the next one starts a new step."""
+        super().reset()
+        self._has_grad: set[str] = set()
+
+    def accumulated(self) -> dict[str, Tensor]:
+        """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
+        return {} if self._ready else {name: self._grads.param(name) for name in sorted(self._has_grad)}
+
+    def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
+        """This rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros where it has none so far.
+
+        None where there is nothing to add up: no gradient at all yet, or reduced ones.
+
+        Args:
+            to_write: whether what it holds is to count.
+        """
+        if not self._has_grad or self._launched:
+            return None
+        whole = self._grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+        if to_write:
+            self._has_grad.add(name)
+            self.got.add(name)
+        return whole
+
+    def divisor(self) -> float:
+        """What ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Raises:
+            StepError: it holds none now.
+        """
+        if not self.finished:
+            raise no_gradient()
+        return 1.0
+
+    def restore(self, name: str, start: int, values: Tensor) -> None:
+        """Add ``values`` to what has accumulated from element ``start`` of ``name`` on."""
+        self.got.add(name)
+        whole = self._grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+            self._has_grad.add(name)
+        whole[start:start + values.numel()].add_(values)
+
+    @torch.no_grad()
+    def sum_over(self, name: str, *, group: comm.Group) -> None:
+        """Add up what has accumulated of ``name`` on the ranks of ``group``, which hold it in their layouts, too."""
+        self.accumulate(name, launch=False)
+        whole = self._grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+            self._has_grad.add(name)
+        comm.sum_over_ranks(whole, group=group)
+
+    def _take(self, name: str) -> None:
+        """Add the gradient into the bucket; None stays behind."""
+        param = self._params[name]
+        grad = param.grad
+        if grad is None:
+            return
+        view = self._grads.param(name).view(grad.shape)
+        if name in self._has_grad:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._has_grad.add(name)
+        param.grad = None
+
+    def _end_pass(self) -> None:
+        self.finished = True
+
+    def finish(self) -> None:
+        """Make sure that ``reduced`` holds the averages of this step.
+
+        Raises:
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
+        """
+        super().finish()
+        if not self.finished:
+            raise nothing_reduced()
+
+    def _launch(self) -> None:
+        bucket = self.layout.buckets[self._launched]
+        with self._side:
+            for slot in bucket.slots:
+                if slot.name not in self._has_grad:
+                    self._grads.param(slot.name).zero_()
+            self._start(comm.reduce_to_owners(
+                self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
+                group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
+
+
+class EagerGradSync(_BucketOrder):
+    """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients of other owners.
+
+    Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then they are copied
+    into a bucket that lives as long as it travels, and are None. Their sums over ranks are added up in float32.
+    Reduction follows accumulation where :class:`GradSync` has it the other way round, so with several micro-batches
+    the two round differently; of whole numbers they make the same sums.
+
+    Args:
+        params: the trainable parameters by name.
+        reduced: where the averaged gradient of this rank's shards is added up, float32.
+        wire_dtype: what the gradients of a bucket travel in.
+        in_flight: buckets under way at a time; it bounds the memory beside ``reduced`` for what travels and arrives.
+
+    Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
+    """
+
+    def reset(self) -> None:
+        """Forget all gradients: the next one starts a new step."""
+        super().reset()
+        self._empty = [True] * len(self.layout.buckets)
+        self._passes = 0
+
+    def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
+        """None: every backward pass is reduced, and there are averages of the step so far."""
+        return None
+
+    def divisor(self) -> float:
+        """What ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Raises:
+            StepError: it holds none now.
+        """
+        if not self._passes or self._ready:
+            raise no_gradient()
+        return 1.0 if self.finished else self._divide_by
+
+    def restore(self, name: str, start: int, values: Tensor) -> None:
+        """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
+        self.got.add(name)
+        if not self._passes:
+            for index in range(len(self._empty)):
+                self.reduced.bucket(index).zero_()
+            self._empty = [False] * len(self._empty)
+            self._passes = 1
+        for piece in self.reduced.pieces[self._bucket_of[name]]:
+            first = max(start, piece.param_start)
+            last = min(start + values.numel(), piece.param_start + piece.numel)
+            if piece.name == name and first < last:
+                self.reduced.piece(name)[first - piece.param_start:last - piece.param_start].add_(
+                    values[first - start:last - start])
+
+    def accumulated(self) -> dict[str, Tensor]:
+        """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""
+        if self.finished or self._ready or not self._passes:
+            return {}
+        return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
+
+    def _end_pass(self) -> None:
+        self._passes += 1
+        self._start_pass()
+
+    def finish(self) -> None:
+        """Turn the sums of this step into averages.
+
+        Raises:
+            StepError: there was no backward pass; or a gradient came too late.
+        """
+        super().finish()
+        if self.finished:
+            return
+        if not self._passes:
+            raise nothing_reduced()
+        for index in range(len(self.layout.buckets)):
+            if self._divide_by != 1:
+                self.reduced.bucket(index).div_(self._divide_by)
+        self.finished = True
+
+    def _launch(self) -> None:
+        bucket = self.layout.buckets[self._launched]
+        total, wire_dtype = self.reduced.bucket(bucket.index), self._wire_dtype(bucket)
+        with self._side:
+            travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=total.device)
+            for slot in bucket.slots:
+                param = self._params[slot.name]
+                if param.grad is not None:
+                    start = slot.start - bucket.start
+                    travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
+                    self._side.keep(param.grad)
+                    param.grad = None
+            out = total if self._empty[bucket.index] else torch.empty_like(total)
+            self._empty[bucket.index] = False
+            pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.variants],
+                                            divide_by=1, wire_dtype=wire_dtype)
+            self._start(pending if out is total else pending.then(lambda: total.add_(out)))

@@ -1,0 +1,1 @@
+"""Which recipe each parameter gets, and why."""

@@ -1,0 +1,304 @@
+"""Which optimizer, group and overrides each parameter gets. The only place that decides.
+
+The answer is a table of :class:`Route`, one row a parameter, each with its reason. Nothing is written on tensors.
+
+The rules, first match wins:
+
+1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``, then a
+   parameter group's ``use_muon``;
+2. fewer than two axes: scalar (norms, biases);
+3. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type, others
+   by a class name that ends in ``Embedding``; Megatron marks both with ``is_embedding_or_output_parameter``). A head
+   is a linear layer
+
+   * that shares an embedding's weight, or that the model returns from ``get_output_embeddings()``;
+   * that goes by a name of :data:`HEAD_NAME`, or is the last in a module that does and nothing in it follows, unless
+     it is in a ``ModuleList``, or repeats with the layers of the model, as a router's does;
+   * that is the model's last, and has an embedding's shape, or is in no ``ModuleList``, is not the model's only matrix,
+     no later module has parameters, and no module around it a bare matrix. Layers of an adapter, such as LoRA's
+     factors, do not count;
+4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
+   kernels and kernels over one axis are scalar;
+5. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;
+6. anything else: scalar.
+
+Where tensor parallelism has cut a parameter, all of this holds for the part that a rank has of it;
+:mod:`.routing.tensor_marks` says which axis of which matrix is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.config import Override, Placement
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.plan.routes import Route, forced_matrix_shape, overrides_by_name, require_a_matrix
+from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
+from ds_layerwise.routing.tensor_marks import axis_of, is_cut
+
+#: What the common model families call an output head, or the module that ends in one.
+HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|qa_outputs|embed_out|output_layer|"
+                       r"lm_loss|output_projection|logits_proj|vocab_projector|class_predictor|"
+                       r"(text|visual)_projection")
+
+#: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
+                       r"modules_to_save\.[^.]+)(?=\.|$)")
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a stage of a pipeline must know of the others to decide as for the whole model."""
+
+    tables: frozenset[tuple[int, ...]]
+    """The shapes of all embeddings."""
+    linear_after: bool
+    """Whether a later stage has a linear layer, so that the model's last one is not here."""
+    followed: bool
+    """Whether something with parameters, tied ones included, comes after the last linear layer of this stage."""
+    has_matrices: bool
+    """Whether another stage has matrices."""
+    tied: frozenset[Tensor]
+    """The weights here that another layer uses, too, wherever that is."""
+    names: frozenset[str]
+    """The trainable parameters of all stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """What the model says about a parameter: the modules that hold it, and facts about the model."""
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    is_head: str | None
+
+
+def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
+                     overrides: Sequence[Override] = (), per_head: bool = False, tp_size: int = 1,
+                     elsewhere: Elsewhere | None = None) -> dict[str, Route]:
+    """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
+
+    Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
+    ``elsewhere``, ``model`` is a part, and the caller calls :func:`.plan.routes.require_a_matrix` with all routes.
+
+    Args:
+        tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
+
+    Raises:
+        RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
+            gradients, an override matches nothing or contradicts another, no parameter at all goes to the matrix
+            optimizer though the user took none away, or it is not clear how a matrix is cut.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
+                                   "model does not have; pass parameters of the model given to initialize()")
+            group_of[names[param]] = index
+    homes = _homes(model, elsewhere)
+    trained = {name: param for param, name in names.items()
+               if name in group_of and param.requires_grad and param.numel()}
+    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else ())
+    routes: dict[str, Route] = {}
+    for name, param in trained.items():
+        if param.dtype not in _FLOATS:
+            raise RoutingError(f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
+                               "float16); freeze it or convert it")
+        if any(getattr(module, "sparse", False) is True for _, module in homes[name].modules):
+            raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
+                               "shards; build it with sparse=False")
+        mine = merged[name]
+        route = _decide(name, param, homes[name], mine.get("optimizer"), group_of[name],
+                        param_groups[group_of[name]].get("use_muon"))
+        if tp_size > 1 and is_cut(param):
+            route = _with_cut(route, param, tp_size)
+        route = replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
+                        lr_scale=mine.get("lr_scale", 1.0), transposed=is_transposed(homes[name].modules[0][1], param))
+        routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
+    if per_head:
+        routes = split_heads(getattr(model, "config", None), routes, trained, tp_size,
+                             named={name for name in trained if "num_heads" in merged[name]})
+    if elsewhere is None:
+        require_a_matrix(routes.values())
+    return routes
+
+
+def _decide(name: str, param: Tensor, home: _Home, override: Placement | None, group: int,
+            of_group: bool | None) -> Route:
+    wanted: Placement | None = override
+    reason = "layerwise.overrides"
+    if wanted is None and hasattr(param, "use_muon"):
+        wanted, reason = "matrix" if param.use_muon else "scalar", f"param.use_muon = {param.use_muon}"
+    elif wanted is None and of_group is not None:
+        wanted, reason = "matrix" if of_group else "scalar", f"param_groups[{group}].use_muon = {of_group}"
+    if wanted == "matrix":
+        asked = _matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
+        return Route(name=name, optimizer="matrix", reason=reason, group=0, matrix_shape=asked)
+    if wanted == "scalar":
+        return Route(name=name, optimizer="scalar", reason=reason, group=0, sent_away=param.dim() > 1)
+    table = _table_or_head(param, home)
+    shape, reason = (None, table) if table else _matrix_shape(param, home)
+    return Route(name=name, optimizer="scalar" if shape is None else "matrix", reason=reason, group=0,
+                 matrix_shape=shape)
+
+
+def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
+    if route.matrix_shape is None:
+        return replace(route, is_cut=True)
+    axis = axis_of(route.name, param, route.matrix_shape, tp_size)
+    cut = {-2: f", rows over {tp_size} ranks", -1: f", columns over {tp_size} ranks", None: ""}[axis]
+    return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
+
+
+def _table_or_head(param: Tensor, home: _Home) -> str | None:
+    if param.dim() < 2:
+        return None
+    if any(_is_table(module) for _, module in home.modules):
+        return "embedding" if len(home.modules) == 1 else "embedding, tied"
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return "embedding or output head (as Megatron marks it)"
+    return home.is_head
+
+
+def _is_table(module: nn.Module) -> bool:
+    # Tables of tensor-parallel models are no nn.Embedding, and each library has classes of its own.
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or type(module).__name__.endswith("Embedding")
+
+
+def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, str]:
+    """How the matrix optimizer sees ``param``, or None, and why."""
+    return _shape_in(home.modules[0][1], param)
+
+
+def _shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
+    shape = tuple(param.shape)
+    if len(shape) < 2:
+        return None, "fewer than two axes"
+    if isinstance(module, _CONVOLUTIONS):
+        return _kernel_shape(shape, module)
+    if len(shape) == 2:
+        return (None, "a vector") if 1 in shape else (shape, "matrix")
+    if len(shape) == 3:
+        if shape[0] == 1 or 1 in shape[1:]:
+            return None, "three axes, but no stack of matrices"
+        return shape, "stack of matrices"
+    return None, f"{len(shape)} axes, and not a convolution"
+
+
+def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
+    groups, first, rest = int(getattr(module, "groups")), shape[0], math.prod(shape[1:])
+    if len(shape) == 3:
+        return None, "convolution over one axis"
+    if shape[1] == 1 and groups > 1:
+        return None, "depthwise convolution"
+    if groups == 1:
+        return (first, rest), "convolution"
+    # Filters of different groups see different channels: each group is a matrix of its own.
+    return (groups, first // groups, rest), "grouped convolution"
+
+
+def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
+    """For each parameter name, the modules that hold it and whether it is an output head."""
+    holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders.setdefault(param, []).append((path, module))
+    heads = dict(_heads(model, elsewhere))
+    return {name: _Home(tuple(holders[param]), heads.get(param)) for name, param in model.named_parameters()}
+
+
+def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> tuple[
+        set[tuple[int, ...]], list[tuple[str, Tensor]]]:
+    """The shapes of the embeddings, and the weights of linear layers in their order, but for those in ``leave_out``."""
+    weights = [(path, m, w) for path, m in model.named_modules()
+               if isinstance(w := getattr(m, "weight", None), Tensor) and w.dim() == 2]
+    return ({tuple(w.shape) for _, module, w in weights if _is_table(module)},
+            [(path, w) for path, module, w in weights if w not in leave_out and (
+                isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module))])
+
+
+def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
+    """Whether some parameter is a matrix, or a stack of them, that is no table."""
+    return any(param not in leave_out and not _is_table(module) and _shape_in(module, param)[0] is not None
+               for module in model.modules() for param in module._parameters.values() if param is not None)
+
+
+def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
+    tied = elsewhere.tied if elsewhere else frozenset()
+    adapters = tuple(f"{path}." for path in _adapters(model))
+    tables, linears = tables_and_linears(model, leave_out=tied)
+    # Blocks and experts that lie in a list are alike, and so is the last of them.
+    lists = tuple(f"{path}." if path else "" for path, module in model.named_modules()
+                  if isinstance(module, nn.ModuleList))
+    linears = [(path, weight) for path, weight in linears if not f"{path}.".startswith(adapters)]
+    order = {path: place for place, (path, module) in enumerate(model.named_modules())
+             if any(p is not None and p.numel() for p in module._parameters.values())
+             and not f"{path}.".startswith(adapters)}
+    if linears and not (elsewhere and elsewhere.linear_after):
+        name = _plain(linears[-1][0])
+        last = [(path, weight) for path, weight in linears if _plain(path) == name]
+        weights = {weight: path for path, weight in last}
+        followed = bool(elsewhere and elsewhere.followed) or max(order, key=order.__getitem__) != last[-1][0]
+        # A bare matrix beside a layer has no place in the order of modules.
+        followed |= linears[-1][0].startswith(lists) or any(
+            linears[-1][0].startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
+            and any(p is not None and _shape_in(module, p)[0] is not None for p in module._parameters.values())
+            for path, module in model.named_modules())
+        alone = not (has_matrices(model, leave_out=weights.keys()) or elsewhere and elsewhere.has_matrices)
+        for weight in weights:
+            if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
+                yield weight, "output head (last linear layer, shaped like an embedding)"
+            elif not followed and not alone:
+                yield weight, "output head (last linear layer)"
+    yield from ((weight, "tied to another layer of the pipeline") for weight in tied)
+    named = _named_heads(order)
+    yield from ((weight, "output head (by name)") for path, weight in linears
+                if not path.startswith(lists) and _plain(path) in named)
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        returned = getattr(get(), "weight", None) if callable(get) else None
+        if isinstance(returned, Tensor):
+            yield returned, "output head (get_output_embeddings)"
+
+
+def _adapters(model: nn.Module) -> Iterator[str]:
+    """The paths of what was put beside a layer, such as LoRA's factors in peft's or torchtune's way."""
+    for path, module in model.named_modules():
+        beside = "base_layer" in module._modules
+        for name, _ in module.named_children():
+            if beside and name != "base_layer" or name.startswith("lora_"):
+                yield f"{path}.{name}" if path else name
+
+
+def _plain(path: str) -> str:
+    """The path that a module would have without wrappers."""
+    return _WRAPPERS.sub("", path).lstrip(".")
+
+
+def _named_heads(order: Mapping[str, int]) -> set[str]:
+    """The modules of a head's name, or where such a module ends, without wrappers.
+
+    Args:
+        order: the places of all modules with parameters.
+    """
+    ends: dict[str, str] = {}
+    for path in sorted(order, key=order.__getitem__):
+        parts = _plain(path).split(".")
+        for depth, part in enumerate(parts, 1):
+            if HEAD_NAME.fullmatch(part):
+                ends[".".join(parts[:depth])] = _plain(path)
+    alike = Counter(re.sub(r"\d+", "#", head) for head in ends)
+    return {end for head, end in ends.items() if alike[re.sub(r"\d+", "#", head)] == 1}

@@ -1,0 +1,1 @@
+"""What works on checkpoints and configs without an engine."""

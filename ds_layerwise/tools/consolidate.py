@@ -1,0 +1,167 @@
+"""The weights of a checkpoint as safetensors files, as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ds_layerwise.checkpoint import aside
+from ds_layerwise.checkpoint.folder import Bars, check_bytes, check_target, find
+from ds_layerwise.checkpoint.keeping import others_in
+from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.regular import refuse_parts
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.tools.companions import CONFIG, find_companions, lay_beside
+from ds_layerwise.tools.contents import Contents
+
+#: What ``dtype`` may be.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
+
+#: How Hugging Face calls files of weights, which would be taken for a part of the new ones.
+WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
+
+
+def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, workers: int, trust: bool,
+                overwrite: bool, bars: Bars, config: Path | None = None) -> list[str]:
+    """Write the float32 weights of the checkpoint at ``path``, frozen parameters and buffers too, to ``out``.
+
+    Memory: the parameters of one file that do not lie in one piece, or that ``dtype`` is not their own; else none.
+
+    Args:
+        out: one file, if its name says so; else a folder of files of at most ``max_shard_bytes``, or of one tensor.
+        dtype: a key of :data:`DTYPES`, for everything that has a floating point.
+        trust: whether the model's file may run code.
+        overwrite: whether an earlier result, or a Hugging Face model, may be where ``out`` will be. Its weights are
+            replaced, and what else is there stays.
+        config: see :func:`.companions.find_companions`; a file of its own has nothing beside it.
+
+    Returns:
+        What was written, in lines.
+
+    Raises:
+        LayerWiseError: there is no checkpoint, it is damaged, a weight does not fit ``dtype``, or ``out`` cannot be
+            written.
+    """
+    source, one_file = find(path), out.suffix == SUFFIX
+    refuse_parts(source)
+    has_weights = any((out / name).exists() for name in WEIGHTS[:2])
+    check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights)
+    if one_file and config is not None:
+        raise LayerWiseError(f"--config lays a config beside weights, and {out} is one file; name a folder")
+    beside = [] if one_file else _beside(source, out, config)
+    check_bytes(source, workers=workers, bars=bars)
+    contents = Contents(source, trust=trust)
+    sizes = _sizes(contents, DTYPES[dtype])
+    with ExitStack() as undo, bars("write", sum(sizes.values())) as done:
+        if one_file:
+            new = out.with_name(out.name + aside.INCOMPLETE)
+            undo.callback(new.unlink, missing_ok=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _write(contents, list(sizes), DTYPES[dtype], new)
+            new.replace(out)
+            done(sum(sizes.values()))
+        else:
+            undo.callback(aside.abandon, out)
+            aside.begin(out)
+            staged = aside.staged(out)
+            shards = list(_shards(sizes, max_shard_bytes))
+            places: dict[str, str] = {}
+            for number, names in enumerate(shards, 1):
+                file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
+                _write(contents, names, DTYPES[dtype], staged / file)
+                places |= dict.fromkeys(names, file)
+                done(sum(sizes[name] for name in names))
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            (staged / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            if beside:
+                lay_beside(beside, staged)
+            aside.commit(out, Manifest.of(staged), replaces=WEIGHTS)
+        undo.pop_all()
+    return [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}",
+            *([] if one_file else _said_beside(beside, out))]
+
+
+def _said_beside(beside: Sequence[Path], out: Path) -> list[str]:
+    if beside:
+        return [f"beside them, from {beside[0].parent}: {', '.join(path.name for path in beside)}"]
+    if (out / CONFIG).exists():
+        return []
+    return [f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with --config"]
+
+
+def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
+    """What to lay beside the weights: not in place of what the user has put into ``out``, unless asked to."""
+    found = find_companions(source, config)
+    kept = others_in(out, replaces=WEIGHTS) if config is None and out.is_dir() else []
+    return [path for path in found if path.name not in kept]
+
+
+def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes in the result by name, in the order of the model, as far as it is known."""
+    numels = {name: math.prod(shape) for name, shape in contents.trained.items()}
+    numels |= {name: value.numel() for name, value in contents.others.items()}
+    order = [name for name in (contents.model.module if contents.model else ()) if name in numels]
+    order += [name for name in numels if name not in set(order)]
+
+    def itemsize(name: str) -> int:
+        value = contents.others.get(name)
+        return dtype.itemsize if value is None or value.is_floating_point() else value.element_size()
+
+    return {name: numels[name] * itemsize(name) for name in order}
+
+
+def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, its in sizes.items():
+        if names and size + its > max_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += its
+    yield names
+
+
+def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: Path) -> None:
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name in names:
+        value = _cast(name, contents.weight(name), dtype).contiguous()
+        # Two names of one buffer. safetensors refuses memory that belongs to two tensors.
+        tensors[name] = value.clone() if value.untyped_storage().data_ptr() in storages else value
+        storages.add(tensors[name].untyped_storage().data_ptr())
+    metadata = {"format": "pt", **{alias: name for alias, name in contents.aliases.items() if name in tensors}}
+    # safetensors gives the file to its owner alone, whatever the umask says.
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as e:
+        raise LayerWiseError(f"{path} cannot be written: {e}") from e
+    path.chmod(mode)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    if not value.is_floating_point() or value.dtype == dtype:
+        return value
+    cast = value.to(dtype)
+    if not bool((cast.isfinite() | ~value.isfinite()).all()):
+        raise LayerWiseError(f"{name} has weights beyond {torch.finfo(dtype).max}, the largest number of {dtype}; "
+                             "write it as bf16 or fp32")
+    return cast

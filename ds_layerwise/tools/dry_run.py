@@ -1,0 +1,65 @@
+"""A run before it starts: a model and a config from files, and the plans that training would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.plan.config_file import fill_in, read_config
+from ds_layerwise.plan.forecast import Forecast, RunConfig, forecast, specs_of
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.listing import listed
+from ds_layerwise.plan.model_file import find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.routes import Route
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The outcome: what the start-up table is made of, for each number of ranks."""
+
+    run: RunConfig
+    routes: Mapping[str, Route]
+    specs: Sequence[ParamSpec]
+    forecasts: Sequence[Forecast]
+    assumed: Mapping[str, Any]
+    """By path in the config, the values that were taken for "auto"."""
+
+    @classmethod
+    def of(cls, model: str, config: Path, ranks: Sequence[int]) -> DryRun:
+        """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
+
+        Raises:
+            ConfigError: a file cannot be read, or says what training would refuse.
+            RoutingError: a parameter cannot go where it was sent.
+        """
+        given, path = read_config(config), find_model(model)
+        hf = None
+        if is_hf_config(path):
+            from ds_layerwise.tools.hf_model import HfShapes
+            RunConfig.from_ds_config(fill_in(given)[0])  # its mistakes come before building anything
+            hf = HfShapes(path)
+        filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
+        run = RunConfig.from_ds_config(filled)
+        if run.optimizer.ns_coefficients != OptimizerConfig().ns_coefficients:
+            # What names and dtypes there are is known next to the iteration, which takes torch.
+            from ds_layerwise.optimizers.registry import matrix_rule
+            matrix_rule(run.optimizer)
+        overrides, per_head = run.layerwise.overrides, run.optimizer.per_head_muon
+        if hf is not None:
+            shapes, routes = hf.params, hf.route(overrides, per_head=per_head)
+        else:
+            params = load_model(path)
+            shapes, routes = [(p.name, p.shape) for p in params], route_model(params, overrides, per_head=per_head)
+        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, run.optimizer)
+        return cls(run, routes, specs, [forecast(specs, run, num_ranks) for num_ranks in ranks], assumed)
+
+    def listed(self, plan: Forecast) -> list[dict[str, Any]]:
+        """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
+        chosen = self.run.optimizer
+        group = {"weight_decay": chosen.weight_decay, "matrix_lr_ratio": chosen.matrix_lr_ratio,
+                 "scalar_lr_ratio": chosen.scalar_lr_ratio}
+        return listed(self.routes, self.specs, plan.layout, [group],
+                      {"matrix": chosen.matrix_optimizer, "scalar": chosen.scalar_optimizer})

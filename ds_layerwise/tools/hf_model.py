@@ -1,0 +1,66 @@
+"""The parameters of a model of Hugging Face's, from its ``config.json`` alone: built without memory, and routed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ds_layerwise.config import Override
+from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.plan.routes import Route
+
+#: What constructors of models raise at values that they do not expect.
+_FROM_OTHERS = (ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
+                AssertionError, OSError)
+
+
+def _validation_error() -> type[Exception]:
+    found: type[Exception] = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    return found
+
+
+class HfShapes:
+    """What a ``config.json`` says of a model: names and shapes of all its parameters, tied ones once.
+
+    Raises:
+        ConfigError: transformers is not installed, does not know the model, or cannot build it without memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # A plan must not look for anything elsewhere, whatever the file names.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        try:
+            torch, transformers = import_module("torch"), import_module("transformers")
+        except ImportError as e:
+            raise ConfigError(f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
+                              "pip install ds_layerwise[hf]") from e
+        transformers.logging.set_verbosity_error()
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+            named = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
+            with torch.device("meta"):
+                self.model = named[0](config) if named else transformers.AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=False)
+            self.model.tie_weights()
+        except (*_FROM_OTHERS, _validation_error()) as e:
+            reason = " ".join(str(e).split()[:40]) or type(e).__name__
+            raise ConfigError(f"{path}: transformers {transformers.__version__} cannot build this model without "
+                              f"memory: {reason}; give a file of names and shapes instead") from e
+        self.params = [(name, tuple(param.shape)) for name, param in self.model.named_parameters()]
+        text = getattr(config, "text_config", config)
+        size = getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
+        self.hidden_size: int | None = size if isinstance(size, int) else None
+
+    def route(self, overrides: Sequence[Override], *, per_head: bool) -> dict[str, Route]:
+        """Where each parameter goes, as in training with all of them in one group.
+
+        Raises:
+            RoutingError: as :func:`.routing.rules.route_parameters` does.
+        """
+        from ds_layerwise.routing.rules import route_parameters
+        if not self.params:
+            raise RoutingError("the model has no parameters")
+        return route_parameters(self.model, [{"params": list(self.model.parameters())}], overrides=overrides,
+                                per_head=per_head)

@@ -1,0 +1,68 @@
+"""From a regular checkpoint to the folder that ``layerwise.save_universal`` writes, without an engine."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from pathlib import Path
+
+from ds_layerwise.checkpoint import aside, universal
+from ds_layerwise.checkpoint.folder import Bars, ModelFile, check_bytes, check_target, find, in_parallel
+from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
+from ds_layerwise.errors import LayerWiseError
+
+
+def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars) -> str:
+    """Write the regular checkpoint at ``path`` once more as the universal one ``out``, which appears whole.
+
+    Memory: the states of one parameter for each of ``workers``, where they lie in more than one piece; else none.
+
+    Args:
+        trust: whether the model's file may run code.
+        overwrite: whether another universal checkpoint may be where ``out`` will be.
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        LayerWiseError: there is no regular checkpoint of this package, it is damaged, or ``out`` cannot be written.
+    """
+    source = find(path)
+    if universal.is_universal(source):
+        raise LayerWiseError(f"{source} is a universal checkpoint already")
+    refuse_parts(source)
+    check_target(out, source, overwrite=overwrite, replaceable=universal.is_universal(out))
+    check_bytes(source, workers=workers, bars=bars)
+    saved = RegularCheckpoint(source)
+    for rank in range(saved.world_size):
+        saved.state_dict(rank)
+    model = ModelFile.read(source, trust=trust)
+    if model is None:
+        raise LayerWiseError(f"{source} has no model file, so its frozen parameters and buffers are lost")
+    with ExitStack() as undo:
+        undo.callback(aside.abandon, out)
+        aside.begin(out)
+        parts = _write(saved, model, aside.staged(out), workers=workers, bars=bars)
+        aside.commit(out, Manifest.merged(parts))
+        undo.pop_all()
+    aside.point(out.parent / universal.LATEST, out.name)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return f"{out}: {len(saved.header.shapes)} parameters with their states, {size} bytes, from {source}"
+
+
+def _write(saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers: int, bars: Bars) -> list[Manifest]:
+    def write(name: str) -> Manifest:
+        try:
+            return Manifest.of(staged, universal.write_parameters(saved, staged, [name]))
+        except RuntimeError as e:
+            # What torch.save raises on a full disk.
+            raise LayerWiseError(f"{staged / 'zero' / name} cannot be written: {str(e).splitlines()[0]}") from e
+
+    header = saved.header
+    sized = [(name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
+             for name, shape in header.shapes.items()]
+    parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
+    rest = universal.write_common(saved.state_dict(0), staged)
+    rest += universal.write_model(model.path, model.others(header.shapes), staged)
+    return [*parts, Manifest.of(staged, rest)]

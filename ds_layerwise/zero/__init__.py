@@ -1,0 +1,1 @@
+"""The ZeRO optimizer that the engine talks to."""

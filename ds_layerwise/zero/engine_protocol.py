@@ -1,0 +1,144 @@
+"""What DeepSpeed's engine and its users ask of any ZeRO optimizer, apart from the path of a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import nn
+
+
+class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
+    """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and schedulers look for.
+
+    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups.
+    """
+
+    optimizer: torch.optim.Optimizer
+    bit16_groups: list[list[nn.Parameter]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overflow = False
+        self._global_grad_norm: torch.Tensor | None = None
+        self._coalesce_grad_reduction = False
+
+    def _init_loss_scaling(self, dtype: torch.dtype, *, static_scale: float, dynamic: bool,
+                           args: dict[str, Any] | None) -> None:
+        """Build DeepSpeed's scaler: dynamic or static for fp16, 1 for every other dtype."""
+        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
+        self.loss_scaler = CreateLossScaler(dtype=dtype, static_loss_scale=static_scale, dynamic_scaling=dynamic,
+                                            dynamic_loss_args=args)
+        # The engine's own flag is true for every dtype by default; with it, a plain loss.backward() would be refused.
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+
+    # --- what users and schedulers look at --------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's groups; the same objects for the whole run."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """By parameter, the states of what this rank owns of it."""
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with; 1 except in fp16."""
+        return float(self.loss_scaler.loss_scale)
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, under the name that the engine's monitor reads."""
+        return self.loss_scale
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; both optimizers follow in their ratio to it."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    # --- the engine's backward protocol ------------------------------------------------------------------------------
+
+    #: Whether the backward pass that was entered last is one of torch.autograd.grad, which leaves no gradients.
+    only_asked = False
+
+    def enter_backward(self) -> None:
+        """Enter a backward pass, and note whether it is one that accumulates gradients."""
+        super().enter_backward()
+        # Autograd's name for it: a checkpoint may be recomputed in a pass that goes to all leaves.
+        self.only_asked = not torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+
+    def exit_backward(self) -> None:
+        """Leave a backward pass, and let the next one queue its own callback.
+
+        The base class only does so in ``engine.forward``, so a second backward pass after one forward pass would
+        never be finished.
+        """
+        super().exit_backward()
+        state = self._backward_hook_state
+        if state.backward_active_depth == 0:
+            state.post_backward_callback_queued = False
+            state.post_backward_callback_graph_task_id = None
+            state.hooks_fired_this_backward = 0
+
+    def clear_backward_seen_flag(self) -> None:
+        """Start a forward pass; a backward pass that an exception ended is over."""
+        super().clear_backward_seen_flag()
+        if torch._C._current_graph_task_id() == -1:
+            self._backward_hook_state.backward_active_depth = 0
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Stage 2, before ``step`` where the user says when a step is over; ``step`` does what there is to do."""
+
+    def checkpoint_event_epilogue(self) -> None:
+        """After a save or a load: nothing is left to do."""
+
+    def setup_buckets(self) -> None:
+        """Part of the engine's flush after ``coalesce_grad_reduction``; the epilogue that follows does it all."""
+
+    def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
+        """Part of the same flush: the gradient that was left on ``param``."""
+        return param.grad
+
+    def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
+        """Part of the same flush; the epilogue that follows does it all."""
+
+
+def norm_tensor(norm: float, device: torch.device) -> torch.Tensor:
+    """What ``get_global_grad_norm`` gives, as with DeepSpeed's own optimizers: 0-d float32. Nothing waits for it."""
+    return torch.full((), norm, dtype=torch.float32, device=device)
+
+
+@contextmanager
+def timed(timers: Any, name: str) -> Iterator[None]:
+    """Run a phase under one of DeepSpeed's named timers."""
+    timers(name).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()
+
+
+@contextmanager
+def survivable(engine: Any) -> Iterator[None]:
+    """Leave ``engine`` so that an exception in its step can be survived: it would else take the step to be still on,
+    and its timers refuse to start again."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done and engine is not None:
+            engine._running_engine_step = False
+            for name in engine.engine_timers.step_timers:
+                engine.timers(name).reset()

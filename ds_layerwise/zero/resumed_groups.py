@@ -1,0 +1,142 @@
+"""What parameter groups go on with after a load: what the checkpoint says, or what the config says otherwise by now.
+
+Note: where a schedule takes its rates from
+    torch's go on from what a checkpoint has of them. DeepSpeed's, and one that starts afresh, set ``lr`` to what the
+    config of this run says, whatever a group goes on with; where that is another one, the ratios of the run before
+    would make rates of it that nobody chose. So there the rates are those of the config.
+
+Note: what is compared
+    A schedule moves ``lr``, and a script may move anything, so that what a group says in a checkpoint is not what it
+    was given. A checkpoint has both, and what is compared is what the two runs were given. What has not changed goes
+    on as it was when it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ds_layerwise.checkpoint.plain import plain
+from ds_layerwise.checkpoint.record import Header
+from ds_layerwise.config import OnHyperChange
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+
+#: What a config gives a group, and the ratio to ``lr`` by which a group knows the second and the third.
+_RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
+_RATES = ("lr", *_RATIOS)
+_OTHERS = ("momentum", "betas", "weight_decay", "eps")
+
+#: What else schedulers of torch keep in a group of the learning rate, and in lists of their own.
+_IN_GROUPS, _IN_LISTS = ("lr", "initial_lr", "max_lr", "min_lr"), ("base_lrs", "max_lrs", "_last_lr")
+
+
+def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a checkpoint says of ``groups``: builtins, without the parameters.
+
+    Raises:
+        LayerWiseError: one says something else; names the group and the key.
+    """
+    return [{key: plain(value, f"param_groups[{index}].{key}") for key, value in group.items() if key != "params"}
+            for index, group in enumerate(groups)]
+
+
+def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange, scheduler: Any,
+              goes_on: bool) -> list[str]:
+    """Let the groups of ``optimizer`` go on from ``header``; returns a line for each thing that has changed.
+
+    Args:
+        scheduler: the engine's; None if it has none.
+        goes_on: whether that is one of torch's, and goes on from its state in the checkpoint.
+    """
+    changes: dict[tuple[str, object, object, bool], list[int]] = {}
+    for index, saved in enumerate(header.param_groups or ()):
+        group, built = optimizer.param_groups[index], optimizer.built_with[index]
+        before = _given(saved, header.configured[index] if header.configured else None, built,
+                        is_scheduled=scheduler is not None)
+        for key, value in saved.items():
+            _set(group, key, value)
+        old, new = _named(before), _named(built)
+        different = [key for key in new if old[key] != new[key]]
+        sets_lr = scheduler is not None and not goes_on and "lr" in different
+        taken = [key for key in different if wins == "config" or sets_lr and key in _RATES]
+        for key in different:
+            changes.setdefault((key, old[key], new[key], key in taken), []).append(index)
+        optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken)}
+        if "lr" in taken and goes_on:
+            _follow_lr(scheduler, index, before["lr"], built["lr"])
+    return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + [
+        f"{what} is in the checkpoint as an object that only code could restore; this run's own goes on"
+        for what in header.unreadable]
+
+
+def _line(key: str, old: object, new: object, is_taken: bool, groups: Sequence[int], wins: OnHyperChange,
+          scheduler: Any) -> str:
+    if not is_taken:
+        outcome = f"{old} goes on, set layerwise.on_hyper_change to 'config' for {new}"
+    elif wins == "config":
+        outcome = f"{new} goes on, as layerwise.on_hyper_change says"
+    else:
+        outcome = f"{new} goes on, because {type(scheduler).__name__} starts from what this run's config says of lr"
+    return (f"param_groups[{', '.join(map(str, groups))}].{key} was {old} in the run that was saved and is {new} in "
+            f"this one's config; {outcome}")
+
+
+def _given(saved: Mapping[str, Any], configured: Mapping[str, Any] | None,
+           built: Mapping[str, Any], *, is_scheduled: bool) -> Mapping[str, Any]:
+    """What the group was given when the run that was saved began, as far as a checkpoint of version 0.1 tells."""
+    if configured is not None:
+        return configured
+    known = {key: saved.get(key, built[key]) for key in built}
+    # What a schedule has moved says nothing of where it began, unless torch's have written that down.
+    return {**known, "lr": saved.get("initial_lr", (built if is_scheduled else known)["lr"])}
+
+
+def _named(given: Mapping[str, Any]) -> dict[str, object]:
+    """By the names that a config has for it."""
+    named: dict[str, object] = {"lr": float(given["lr"])}
+    # As many digits as survive a product of two roundings.
+    named |= {key: float(f"{float(given[ratio]) * float(given['lr']):.12g}") for key, ratio in _RATIOS.items()}
+    named |= {key: tuple(map(float, given[key])) if key == "betas" else float(given[key]) for key in _OTHERS}
+    return named
+
+
+def _follow_config(group: dict[str, Any], before: Mapping[str, Any], built: Mapping[str, Any],
+                   taken: Sequence[str]) -> dict[str, Any]:
+    """Let ``group`` have of ``built`` what ``taken`` names, and return that."""
+    given = {key: built[key] for key in taken if key in _OTHERS}
+    if set(_RATES).intersection(taken):
+        given |= {ratio: built[ratio] for ratio in _RATIOS.values()}
+    for key, value in given.items():
+        _set(group, key, value)
+    if "lr" in taken:
+        given["lr"] = built["lr"]
+        for key in _IN_GROUPS:
+            if key in group:
+                _set(group, key, _moved(float(group[key]), before["lr"], built["lr"]))
+    return given
+
+
+def _follow_lr(scheduler: Any, index: int, old: float, new: float) -> None:
+    """Move what a torch scheduler keeps of the learning rate of a group."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _follow_lr(inner, index, old, new)
+    for name in _IN_LISTS:
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list) and index < len(rates):
+            rates[index] = _moved(float(rates[index]), old, new)
+
+
+def _moved(value: float, old: float, new: float) -> float:
+    """``value`` of a schedule from ``old`` at the same place of one from ``new``."""
+    return float(new) if value == old else value * float(new) / float(old)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    held = group.get(key)
+    if isinstance(held, Tensor) and not held.dim() and isinstance(value, (int, float)):
+        # Schedulers and users hold on to it.
+        held.fill_(value)
+    else:
+        group[key] = value

@@ -1,0 +1,76 @@
+"""Steps that are skipped because a gradient is not finite: a run that skips for ever must not look healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.utils import logger
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.owned import Owned
+
+#: Steps skipped in a row before the first warning; the next ones come after twice as many each.
+_FIRST_WARNING = 10
+
+
+class SkippedSteps:
+    """Counts steps that are skipped in a row, and says which gradient is to blame.
+
+    A dynamic loss scale that comes down skips as it should: such steps do not count, until it can come down no more.
+
+    Args:
+        names: the parameters in the order of the model.
+        most: this many in a row are an error; None for no end.
+        stage: of a pipeline, which part of the model this is.
+    """
+
+    def __init__(self, names: Sequence[str], owned: Owned, *, most: int | None, stage: int) -> None:
+        self._names, self._owned, self._most, self._stage = names, owned, most, stage
+        self._in_a_row = 0
+
+    def note(self, overflow: bool, scaler: Any, step: int) -> None:
+        """Take note of a step, and let the loss scale follow. Every rank must call this with the same arguments.
+
+        Raises:
+            StepError: on every rank, where there is no sense in going on; names the first gradient that is not finite.
+        """
+        if not overflow:
+            self._in_a_row = 0
+        elif _is_at_its_end(scaler):
+            raise StepError(f"step {step} cannot be skipped once more, loss scale already at minimum "
+                            f"({scaler.cur_scale:g}): {self._blame()}")
+        elif not scaler.dynamic:
+            self._in_a_row += 1
+            self._judge(step)
+        scaler.update_scale(overflow)
+
+    def _judge(self, step: int) -> None:
+        count = self._in_a_row
+        if self._most is not None and count >= self._most:
+            raise StepError(f"step {step} was skipped {count} times in a row: {self._blame()}; look for what makes it, "
+                            "or allow more (layerwise.max_skipped_steps)")
+        if count % _FIRST_WARNING == 0 and (count // _FIRST_WARNING).bit_count() == 1:
+            message = f"ds_layerwise: step {step} was skipped {count} times in a row: {self._blame()}"
+            if comm.rank_of(None) == 0:
+                logger.warning(message)
+
+    def _blame(self) -> str:
+        """The first parameter, in the order of the model, whose averaged gradient is not finite, and who found it."""
+        held = {piece.name for pieces in self._owned.pieces for piece in pieces}
+        mine = next(((self._stage, index, name) for index, name in enumerate(self._names)
+                     if name in held and not torch.isfinite(self._owned.reduced.piece(name)).all()), None)
+        everyone = comm.gather_objects(mine, group=None)
+        first = [(*place, rank) for rank, place in enumerate(everyone) if place is not None]
+        if not first:
+            return "the sum of all gradients is not finite, and each of them is"
+        *_, name, rank = min(first)
+        return f"the gradient of {name} is not finite, found by rank {rank}, which owns it"
+
+
+def _is_at_its_end(scaler: Any) -> bool:
+    """Whether DeepSpeed's scaler would end the run instead of coming down."""
+    return bool(scaler.dynamic and scaler.raise_error_at_min_scale and scaler.cur_scale == scaler.min_scale
+                and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1))
