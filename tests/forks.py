@@ -17,7 +17,7 @@ import torch
 from tests.harness import OwnDistributedTest, _import_what_engines_import, _join_group, free_port
 
 
-def fork_ranks(num_ranks, function, *args, collective_timeout=60.0, exec_timeout=60):
+def fork_ranks(num_ranks, function, *args, collective_timeout=120.0, exec_timeout=240):
     """Call ``function(*args)`` on ranks that may die; returns for each its exit code and what it raised."""
     _import_what_engines_import()
     test = OwnDistributedTest()

@@ -37,6 +37,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import deque
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -60,7 +61,9 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 torch.set_num_threads(1)
 
 #: After the first rank has failed, the others get this long to report what they saw, then they are killed.
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 15.0
+#: A rank that is asked where it is gets so long to begin to say it.
+ANSWER_SECONDS = 20.0
 
 
 def device() -> torch.device:
@@ -82,9 +85,9 @@ class OwnDistributedTest:
     """Of torch.distributed; None is the accelerator's own: gloo on a CPU, nccl on CUDA."""
     init_distributed: bool = True
     set_dist_env: bool = True
-    exec_timeout: float = 180
+    exec_timeout: float = 300
     """Seconds until all ranks are killed and the test fails."""
-    collective_timeout: float = 60
+    collective_timeout: float = 120
     """Seconds a collective may wait for a rank before it raises."""
     reuse_dist_env: bool = False
     """Part of DeepSpeed's interface, without effect: a fork costs too little to be kept."""
@@ -172,11 +175,23 @@ def _import_what_engines_import() -> None:
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 
+#: What keeps the ports of :func:`free_port` from others; some, as each takes a file descriptor.
+_HELD: deque[socket.socket] = deque(maxlen=16)
+
+
 def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port for a server that sets SO_REUSEADDR, as torch's stores do. Nobody else gets it for the time being.
+
+    Note: a port that is let go of is the system's to give away, as the near end of any connection, before the server
+    takes it. One that is bound and not listened on is given to nobody who does not ask for it by number.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    if len(_HELD) == _HELD.maxlen:
+        _HELD[0].close()
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 def _rank(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, folder: Path,
@@ -249,8 +264,16 @@ def _places(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
     alive = [i for i, process in enumerate(ranks) if process.is_alive()]
     for i in alive:
         os.kill(ranks[i].pid or 0, signal.SIGUSR1)
-    time.sleep(0.2)
-    return {i: (folder / f"{i}.place").read_text() for i in alive if (folder / f"{i}.place").exists()}
+    found: dict[int, str] = {}
+    until = time.monotonic() + ANSWER_SECONDS
+    while True:
+        time.sleep(0.2)
+        before, found = found, {i: (folder / f"{i}.place").read_text() for i in alive
+                                if (folder / f"{i}.place").exists()}
+        answered = all(found.get(i) or not ranks[i].is_alive() for i in alive)
+        # An answer is written line by line.
+        if (answered and found == before) or time.monotonic() > until:
+            return found
 
 
 def _kill(ranks: list[BaseProcess]) -> None:

@@ -22,11 +22,11 @@ class ThreadPeers:
     def _exchange(self, what: str, value: Tensor) -> Tensor:
         self.calls.append((what, tuple(value.shape)))
         self._slots[self.rank] = (what, value.clone())
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         kinds, values = zip(*self._slots, strict=True)
         assert len(set(kinds)) == 1, f"ranks are in different collectives: {kinds}"
         together = torch.stack(values)
-        self._barrier.wait(20)
+        self._barrier.wait(120)
         return together
 
     def gather(self, value: Tensor) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from tests import harness
-from tests.harness import DistributedTest
+from tests.harness import DistributedTest, OwnDistributedTest
 
 ROOT = Path(__file__).parents[2]
 own_harness = pytest.mark.skipif("DEEPSPEED_CHECKOUT" in os.environ, reason="about this project's own harness")
@@ -67,17 +70,34 @@ class TestWithoutGroup(DistributedTest):
 
 
 @own_harness
-def test_ranks_leave_nothing_behind():
-    # DeepSpeed's own start-up does: 66 MiB of shared memory a rank, for every run.
-    before = set(os.listdir("/dev/shm"))
+def test_ranks_leave_nothing_behind(monkeypatch):
+    # DeepSpeed's own start-up does: 66 MiB of shared memory a rank, for every run, named after the port.
+    port = harness.free_port()
+    monkeypatch.setattr(harness, "free_port", lambda: port)
 
     class Nothing(harness.OwnDistributedTest):
         backend = "gloo"
 
     harness.run_ranks(Nothing(), 2, dist.barrier, {})
-    left_over = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("deepspeed")}
-    assert not left_over
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("deepspeed") and f"_{port}_" in name]
 
+
+@own_harness
+def test_a_free_port_is_a_servers_that_asks_for_it_and_nobody_elses():
+    port = harness.free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    for use_libuv in (True, False):
+        store = torch.distributed.TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=60), use_libuv=use_libuv)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        del store
+    assert len({harness.free_port() for _ in range(40)}) > 30
+
+
+#: How long the child of a hanging rank sleeps; that of no other session on this machine sleeps as long.
+SECONDS = f"12345.{os.getpid()}"
+CHILD = f"sleep\0{SECONDS}\0".encode()
 
 SESSION = '''
 import os, signal, time
@@ -123,7 +143,7 @@ class TestBad(DistributedTest):
 
 
 class TestUneven(DistributedTest):
-    collective_timeout = 2
+    collective_timeout = 15
 
     def test_one_collective_too_many(self):
         dist.all_reduce(torch.ones(3))
@@ -133,7 +153,7 @@ class TestUneven(DistributedTest):
 
 class TestHangs(DistributedTest):
     world_size = [1, 2]
-    exec_timeout = 4
+    exec_timeout = 15
 
     def test_hangs(self):
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -142,14 +162,23 @@ class TestHangs(DistributedTest):
 
 def a_place_to_wait():
     import subprocess
-    subprocess.run(["sleep", "1234.5"])
-'''
+    subprocess.run(["sleep", "SECONDS"])
+'''.replace("SECONDS", SECONDS)
+
+
+def commands() -> list[bytes]:
+    """The command line of every process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended since
+            found.append(path.read_bytes())
+    return found
 
 
 def run_pytest(path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "setup.cfg"), "--rootdir", str(ROOT),
                "-p", "tests.conftest", "-p", "no:cacheprovider", str(path), *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +202,8 @@ def session(tmp_path_factory):
     ("test_rank_skips[2ranks]", ["skipped inside a rank, where nobody would notice: not on this machine"]),
     ("test_rank_warns[2ranks]", ["UserWarning: something is off"]),
     ("test_one_collective_too_many[2ranks]", ["failed first", "imed out"]),
-    ("test_hangs[1rank]", ["ranks [0] of 1 still ran after 4 s", "rank 0 is here", "in a_place_to_wait"]),
-    ("test_hangs[2ranks]", ["ranks [0, 1] of 2 still ran after 4 s", "rank 1 is here", "in a_place_to_wait"]),
+    ("test_hangs[1rank]", ["ranks [0] of 1 still ran after 15 s", "rank 0 is here", "in a_place_to_wait"]),
+    ("test_hangs[2ranks]", ["ranks [0, 1] of 2 still ran after 15 s", "rank 1 is here", "in a_place_to_wait"]),
 ])
 def test_a_failure_names_its_rank_and_place(session, name, expected):
     _, cases = session
@@ -183,14 +212,17 @@ def test_a_failure_names_its_rank_and_place(session, name, expected):
     for part in expected:
         assert part in text
     assert "harness.py" not in text.split("Error")[0].split("is here")[0]
-    assert seconds < 30
+    # No failure waits until a collective, or the test, has taken too long.
+    assert seconds < OwnDistributedTest.collective_timeout
 
 
 @own_harness
 def test_a_hanging_rank_takes_its_children_with_it(session):
-    time.sleep(0.1)
-    commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-    assert b"sleep\x001234.5\x00" not in commands
+    # A killed process is there for a moment.
+    until = time.monotonic() + 60
+    while CHILD in commands() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert CHILD not in commands()
 
 
 @own_harness
