@@ -186,7 +186,6 @@ ERRORS = {replace_a_parameter: "tall.weight was replaced since", leave_a_gradien
 
 class TestOneRankAlone(DistributedTest):
     world_size = 2
-    collective_timeout = 30
 
     @pytest.mark.parametrize("stage, compute_grad_norm", [(1, True), (1, False), (2, True)])
     def test_what_it_finds_is_an_error_on_all_and_mended_it_goes_on(self, stage, compute_grad_norm):

@@ -41,7 +41,6 @@ class TestTwoMicroBatches(Backward):
     """Two micro-batches a step, told apart from the engine's own accumulation."""
 
     world_size = 2
-    exec_timeout = 60
 
     def loss(self, engine, step, micro):
         return engine((step, micro, dist.get_rank()))

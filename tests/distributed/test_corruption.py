@@ -261,7 +261,7 @@ def refusal(engine, load_dir):
 
 
 class TestCorruption(DistributedTest):
-    exec_timeout = 240
+    exec_timeout = 900
 
     @pytest.mark.world_size([2, 3])
     def test_1_save(self, class_tmpdir):

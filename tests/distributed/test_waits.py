@@ -46,8 +46,6 @@ class Apart(nn.Module):
 
 class TestACollectiveInBackward(DistributedTest):
     world_size = 3
-    collective_timeout = 20
-    exec_timeout = 60
 
     def gradients_and_weights(self, stage, overlap, bucket_numel):
         engine, found = start(Apart(), ds_config(stage=stage, overlap=overlap, bucket_numel=bucket_numel, clip=0.1)), []
@@ -74,8 +72,6 @@ class TestACollectiveInBackward(DistributedTest):
 
 class TestTwoEnginesInOnePass(DistributedTest):
     world_size = 2
-    collective_timeout = 20
-    exec_timeout = 60
 
     def trained(self, stage, overlap):
         engines = []
@@ -121,8 +117,6 @@ class Fails(torch.autograd.Function):
 
 class TestAnExceptionInBackward(DistributedTest):
     world_size = 2
-    collective_timeout = 20
-    exec_timeout = 60
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_what_ranks_have_started_by_then_is_a_matter_of_time(self, stage, monkeypatch):
@@ -160,7 +154,6 @@ class TestAnExceptionInBackward(DistributedTest):
 
 class TestALateGradient(DistributedTest):
     world_size = 2
-    collective_timeout = 20
 
     def test_on_one_rank_is_an_error_on_all(self):
         """The second pass of rank 0 comes when the gradients of the first are on their way."""
