@@ -213,7 +213,7 @@ def train_until_it_ends(how, moment, folder):
     def end(*_, **__):
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 150
         while how == "hangs" and len(list(folder.glob("*.ended"))) < 2:
             assert time.monotonic() < deadline, "the others wait for ever"
             time.sleep(0.1)
@@ -237,10 +237,9 @@ class TestEnd(OwnDistributedTest):
     init_distributed = False
 
     @pytest.mark.parametrize("how, moment, collective_timeout", [
-        ("is killed", "backward", 30), ("is killed", "update", 30), ("raises", "backward", 30),
-        ("raises", "update", 30),
         # A rank that is gone closes its connections; one that hangs is found out by the timeout alone.
-        ("hangs", "update", 8)])
+        ("is killed", "backward", 300), ("is killed", "update", 300), ("raises", "backward", 300),
+        ("raises", "update", 300), ("hangs", "update", 20)])
     def test_the_others_end_with_an_error(self, how, moment, collective_timeout, tmp_path):
         ranks = fork_ranks(3, train_until_it_ends, how, moment, tmp_path, collective_timeout=collective_timeout)
         assert ranks[1][0] == (-signal.SIGKILL if how == "is killed" else 1)
@@ -253,7 +252,9 @@ SCRIPT = """
 import datetime, os, pathlib, signal, sys
 import deepspeed, torch
 
-deepspeed.init_distributed(timeout=datetime.timedelta(seconds=30))
+# Only inference uses this operator, and building it takes a compiler.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed(timeout=datetime.timedelta(seconds=120))
 rank = deepspeed.comm.get_rank()
 pathlib.Path(sys.argv[-1], f"{rank}.pid").write_text(str(os.getpid()))
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
@@ -285,7 +286,7 @@ def test_the_launcher_ends_with_an_error_and_leaves_nothing_behind(tmp_path):
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(pids) == 2 and not any(map(is_running, pids)), output

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import deepspeed
@@ -79,15 +78,14 @@ BAD_CONFIGS = {
 
 class TestBadConfigs(DistributedTest):
     world_size = 2
-    exec_timeout = 60
+    # A refusal waits for no rank: the test fails before a collective would give up.
+    collective_timeout = 2 * DistributedTest.exec_timeout
 
     @pytest.mark.parametrize("case", BAD_CONFIGS)
     def test_a_bad_config_is_refused_by_name(self, case):
         ds_config, message = BAD_CONFIGS[case]
-        start = time.monotonic()
         with pytest.raises((ConfigError, RoutingError), match=message):
             initialize(ds_config=ds_config)
-        assert time.monotonic() - start < 30
         dist.barrier()
 
     def test_the_optimizer_given_twice(self):
@@ -104,7 +102,6 @@ class TestBadConfigs(DistributedTest):
 
 class TestBadModels(DistributedTest):
     world_size = 2
-    exec_timeout = 60
 
     def test_no_matrix(self):
         with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer"):
@@ -236,7 +233,6 @@ DIFFERENT_CONFIGS = {
 
 class TestConfigsThatDiffer(DistributedTest):
     world_size = 2
-    exec_timeout = 60
 
     def test_they_are_refused_by_the_first_difference(self):
         for case, (changes, message) in DIFFERENT_CONFIGS.items():
@@ -252,7 +248,6 @@ class TestConfigsThatDiffer(DistributedTest):
 
 class TestRefusedParallelism(DistributedTest):
     world_size = 2
-    exec_timeout = 60
 
     def test_experts_placed_in_another_order(self):
         from deepspeed.moe.layer import MoE
@@ -314,6 +309,15 @@ class TestRefusedParallelism(DistributedTest):
 
 SCRIPT = """
 import sys, torch, deepspeed
+
+def say_then_end(*error):
+    # The launcher kills the other rank as soon as one has ended.
+    sys.__excepthook__(*error)
+    torch.distributed.barrier()
+
+sys.excepthook = say_then_end
+# Only inference uses this operator, and building it takes a compiler.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 deepspeed.init_distributed()
 if sys.argv[-1] == "model" and deepspeed.comm.get_rank() == 1:
