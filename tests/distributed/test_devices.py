@@ -31,7 +31,7 @@ COLLECTIVES = ("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "
                "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single",
                "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
                "_all_gather_base", "_reduce_scatter_base")
-TIMEOUT = timedelta(seconds=55)
+TIMEOUT = timedelta(seconds=115)
 
 
 def over_gloo(store, rank, size, timeout):
@@ -47,6 +47,14 @@ def join(folder):
     distributed.init_process_group("devices", store=distributed.FileStore(str(folder), size), rank=rank,
                                    world_size=size, timeout=TIMEOUT)
     deepspeed.init_distributed(dist_backend="devices")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A corpus, written before there are ranks."""
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 40)
+    return path
 
 
 @pytest.fixture
@@ -102,14 +110,13 @@ class TestDevices(DistributedTest):
         assert chosen == [f"set_device {7 - dist.get_rank()}"] * 2  # the second time by DeepSpeed
         assert uses[0] == chosen[0]
 
-    def test_the_example(self, uses, tmp_path, monkeypatch):
+    def test_the_example(self, uses, text, tmp_path, monkeypatch):
         join(tmp_path / "store")
         monkeypatch.syspath_prepend(str(EXAMPLES))
-        (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
         monkeypatch.setattr(sys, "argv", [
             "train_gpt.py", "--deepspeed_config", str(EXAMPLES.parent / "ds_configs" / "quickstart.json"), "--steps",
             "1", "--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--no-save", "--data",
-            str(tmp_path / "text"), "--out", str(tmp_path / str(os.environ["RANK"]))])
+            str(text), "--out", str(tmp_path / str(os.environ["RANK"]))])
         rank = dist.get_rank()
         importlib.import_module("train_gpt").main()
         assert uses[0] == f"set_device {rank}" and "broadcast" in uses
