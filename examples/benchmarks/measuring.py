@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import deepspeed.comm as dist
 import torch
 
@@ -105,6 +106,8 @@ def _rank(rank: int, size: int, folder: str, watched: Any, work: Callable[[Any],
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
+    # Only inference uses this operator, building it takes a minute, and the memory of it would be all runs' together.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=600),
                           init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
     work(watched)
