@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # All of it works on the host, and DeepSpeed says on stdout that it looks for a device, unless it is told.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "plan": _plan, "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
+        "plan": _plan, "schema": _schema, "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
     try:
         return commands[options.command](options)
     except (LayerWiseError, OSError) as e:
@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
+
+    commands.add_parser("schema", help="a JSON schema of what a DeepSpeed config may say to this backend, for editors")
 
     command = commands.add_parser("to-universal", parents=[every, overwrite],
                                   help="write a regular checkpoint in DeepSpeed's universal format")
@@ -139,6 +141,12 @@ def _plan(options: argparse.Namespace) -> int:
         table = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer,
                            without_effect=plan.run.without_effect)
         say_last("\n".join([*assumed, table]))
+    return 0
+
+
+def _schema(options: argparse.Namespace) -> int:
+    from ds_layerwise.config import json_schema
+    say_last(json.dumps(json_schema(), indent=2))
     return 0
 
 

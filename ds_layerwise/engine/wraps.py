@@ -39,7 +39,7 @@ from ds_layerwise.engine import loading, patches, saving
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
@@ -139,7 +139,7 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    matrix_rule(_sections(engine)[0])
+    check_recipes(_sections(engine)[0].recipes)
     refuse_unsupported(given)
     autocast.check_section(given)
     _refuse_what_is_not_read(engine._config, given)
@@ -248,9 +248,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
         announce(built.describe())
     if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
-        rules = {"matrix": built.optimizer.config.matrix_optimizer, "scalar": built.optimizer.config.scalar_optimizer}
-        logger.debug("ds_layerwise: %s", as_text(listed(built.routes, built.specs, built.layout, built.param_groups,
-                                                        rules)))
+        logger.debug("ds_layerwise: %s", as_text(listed(built.routes, built.specs, built.layout, built.param_groups)))
     return built
 
 

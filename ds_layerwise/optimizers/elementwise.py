@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,27 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.recipes import elementwise as recipes
+
+T = TypeVar("T")
+
+
+class Elementwise:
+    """What all of these are alike in."""
+
+    __slots__ = ()
+
+    def check(self, device: torch.device) -> None:
+        """Every device can do it."""
+
+    def of_shards(self: T, axis: Any, peers: Any) -> T:
+        """A part of a parameter is a parameter."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class Adam:
+class Adam(Elementwise):
     """Adam with decoupled weight decay (``AdamW``), or with L2 regularisation.
 
     State: ``exp_avg``, ``exp_avg_sq``, like the parameter, and ``step``, 0-d float32 on the CPU.
@@ -28,14 +44,14 @@ class Adam:
 
     decoupled: bool = True
 
-    state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    family: ClassVar[str] = "adam"
-    gradient_average: ClassVar[str | None] = "exp_avg"
+    @classmethod
+    def of(cls, recipe: recipes.Adam) -> Adam:
+        """With decoupled weight decay for the recipe of AdamW."""
+        return cls(decoupled=isinstance(recipe, recipes.AdamW))
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""
-        step = torch.zeros((), dtype=torch.float32, device="cpu")
-        return {**{key: torch.zeros_like(param) for key in self.state_keys}, "step": step}
+        return zeros(recipes.Adam().states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
@@ -47,21 +63,21 @@ class Adam:
 
 
 @dataclass(frozen=True, slots=True)
-class Sgd:
+class Sgd(Elementwise):
     """SGD with momentum and L2 regularisation.
 
     State: ``momentum_buffer``, like the parameter.
     Reference: :class:`torch.optim.SGD`
     """
 
-    state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    family: ClassVar[str] = "sgd"
-    #: torch's momentum is a sum, 1 / (1 - momentum) times an average.
-    gradient_average: ClassVar[str | None] = None
+    @classmethod
+    def of(cls, recipe: recipes.Sgd) -> Sgd:
+        """It has no settings."""
+        return cls()
 
     def init_state(self, param: Tensor) -> State:
         """Zeros, which the first step turns into the gradient, as torch's missing buffer does."""
-        return {"momentum_buffer": torch.zeros_like(param)}
+        return zeros(recipes.Sgd().states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
@@ -72,20 +88,21 @@ class Sgd:
 
 
 @dataclass(frozen=True, slots=True)
-class Lion:
+class Lion(Elementwise):
     """Sign of a moving average, with decoupled weight decay.
 
     State: ``exp_avg``, like the parameter. ``betas``: of the direction, and of the average that is kept.
     Reference: arXiv 2302.06675
     """
 
-    state_keys: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    family: ClassVar[str] = "lion"
-    gradient_average: ClassVar[str | None] = "exp_avg"
+    @classmethod
+    def of(cls, recipe: recipes.Lion) -> Lion:
+        """It has no settings."""
+        return cls()
 
     def init_state(self, param: Tensor) -> State:
         """Zeros."""
-        return {"exp_avg": torch.zeros_like(param)}
+        return zeros(recipes.Lion().states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import NsDtype, NsMethod, ScaleMode, TpMode
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.devices import require
-from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
-from ds_layerwise.orthogonalize.newton_schulz import Coefficients, compute_dtype, newton_schulz
+from ds_layerwise.orthogonalize.newton_schulz import (NEED_FLOAT32, Coefficients, coefficients, compute_dtype,
+                                                      newton_schulz)
 from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
 from ds_layerwise.plan.routes import Axis, whole_shape
+from ds_layerwise.recipes import muon as recipes
+from ds_layerwise.recipes.muon import NsDtype, ScaleMode, TpMode
+from ds_layerwise.recipes.newton_schulz import NsMethod
 
 
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
@@ -53,13 +56,26 @@ class Muon:
     cut: tuple[Axis, Peers] | None = None
     """The axis of which this rank has a part, and the ranks that have the others; None for whole matrices."""
 
-    state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    family: ClassVar[str] = "muon"
-    gradient_average: ClassVar[str | None] = "momentum_buffer"
+    @classmethod
+    def of(cls, recipe: recipes.Muon) -> Muon:
+        """The rule that runs ``recipe``.
+
+        Raises:
+            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the ``ns_dtype`` asked for.
+        """
+        rows, ns_dtype = coefficients(recipe.ns_coefficients, recipe.ns_steps), recipe.ns_dtype
+        if recipe.ns_coefficients in NEED_FLOAT32:
+            if ns_dtype in ("bf16", "fp16"):
+                raise ConfigError(f"ns_coefficients {recipe.ns_coefficients!r} diverges in half precision, got "
+                                  f"ns_dtype {ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'")
+            ns_dtype = "fp32"
+        return cls(ns_coefficients=rows, ns_method=recipe.ns_method, ns_dtype=ns_dtype, nesterov=recipe.nesterov,
+                   scale_mode=recipe.scale_mode, extra_scale_factor=recipe.extra_scale_factor,
+                   tp_mode=recipe.muon_tp_mode)
 
     def init_state(self, param: Tensor) -> State:
         """A momentum of zeros."""
-        return {"momentum_buffer": torch.zeros_like(param)}
+        return zeros(recipes.Muon().states(tuple(param.shape)), param)
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that has no products in ``ns_dtype``.

@@ -7,17 +7,16 @@ writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to ``adam_lr``
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, flag, plain
+from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.settings import check, nearest, normalised, plain
 
 #: What every group says once it is built.
 HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
@@ -65,7 +64,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.configured = [dict(group) for group in self.built_with]
         """The same of the run that this one goes on from, as far as that has won."""
         # Groups whose lr would be Muon's, too, though nobody said so.
-        self._one_rate_for_both = {} if config.scale_mode == "match_rms_adamw" else {
+        self._one_rate_for_both = {} if config.matrix.takes_rate_of_adamw else {
             i: item["lr"] for i, item in enumerate(item for item in items if isinstance(item, dict))
             if "lr" in item and "muon_lr" not in item and "use_muon" not in item}
 
@@ -76,7 +75,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             ConfigError: unless ``scale_mode`` is "match_rms_adamw", with which one rate is right for both.
         """
         for route in routes.values():
-            if route.optimizer == "matrix" and route.group in self._one_rate_for_both:
+            if route.whole and route.group in self._one_rate_for_both:
                 lr = self._one_rate_for_both[route.group]
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
                                   f"matrices ({route.name}), and Muon's rate is far from AdamW's: give the group "
@@ -117,23 +116,20 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self._stepping = False
 
 
-_FOR_THE_RUN = {f.name for f in fields(OptimizerConfig)} - set(GROUP_KEYS)
-
-
 def _require_as_the_run(where: str, key: str, value: object, config: OptimizerConfig) -> None:
     """Refuse a key that no group has for itself, unless it says what happens anyway.
 
     Raises:
         ConfigError: names both values and the way out.
     """
-    if key in _FOR_THE_RUN and isinstance(value, list):
-        value = tuple(tuple(row) if isinstance(row, list) else row for row in value)
-    held = (getattr(config, key), ) if key in _FOR_THE_RUN else _OF_OTHER_OPTIMIZERS[key]
+    for_the_run = config.for_the_run()
+    value = normalised(value)
+    held = (for_the_run[key], ) if key in for_the_run else _OF_OTHER_OPTIMIZERS[key]
     if value is None or value in held:
         return
     if key == "optimizer":
         raise ConfigError(f"{where}.optimizer is {value!r}, and groups have no such key; set use_muon to true or false")
-    way_out = f"set optimizer.params.{key}" if key in _FOR_THE_RUN else "this optimizer has no such switch; remove it"
+    way_out = f"set optimizer.params.{key}" if key in for_the_run else "this optimizer has no such switch; remove it"
     raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot change; "
                       f"{way_out}")
 
@@ -142,13 +138,13 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
     checked = dict(group)
     for key in group:
         if key == "use_muon":
-            checked[key] = flag(f"{where}.{key}", group[key])
+            checked[key] = check(bool, f"{where}.{key}", group[key])
         elif key in GROUP_KEYS:
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
-        elif key in _FOR_THE_RUN or key in _OF_OTHER_OPTIMIZERS:
+        elif key in config.for_the_run() or key in _OF_OTHER_OPTIMIZERS:
             _require_as_the_run(where, key, plain(group[key]), config)
-        elif close := difflib.get_close_matches(key, GROUP_KEYS, n=1, cutoff=0.8):
-            raise ConfigError(f"{where}.{key} is not an option; did you mean '{close[0]}'?")
+        elif close := nearest(key, GROUP_KEYS, cutoff=0.8):
+            raise ConfigError(f"{where}.{key} is not an option; did you mean '{close}'?")
     lr = checked.get("lr")
     if lr == 0:
         raise ConfigError(f"{where}.lr must be greater than 0, got 0: the learning rates of both optimizers are kept "

@@ -1,45 +1,48 @@
-"""The names that a config may use for optimizers, and the rules behind them. Configs are checked before."""
+"""The rules that run recipes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib import import_module
+
 import torch
 
-from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
-from ds_layerwise.optimizers.muon import Muon
 from ds_layerwise.optimizers.rule import UpdateRule
-from ds_layerwise.orthogonalize.newton_schulz import NEED_FLOAT32, coefficients
-
-_SCALAR: dict[str, UpdateRule] = {"adamw": Adam(), "adam": Adam(decoupled=False), "lion": Lion(), "sgd": Sgd()}
-
-
-def matrix_rule(config: OptimizerConfig) -> Muon:
-    """The rule that ``matrix_optimizer`` names.
-
-    Raises:
-        ConfigError: ``ns_coefficients`` is not a known name, or diverges in the ``ns_dtype`` asked for.
-    """
-    rows, ns_dtype = coefficients(config.ns_coefficients, config.ns_steps), config.ns_dtype
-    if config.ns_coefficients in NEED_FLOAT32:
-        if ns_dtype in ("bf16", "fp16"):
-            raise ConfigError(f"ns_coefficients {config.ns_coefficients!r} diverges in half precision, got ns_dtype "
-                              f"{ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'")
-        ns_dtype = "fp32"
-    return Muon(ns_coefficients=rows, ns_method=config.ns_method, ns_dtype=ns_dtype, nesterov=config.nesterov,
-                scale_mode=config.scale_mode, extra_scale_factor=config.extra_scale_factor,
-                tp_mode=config.muon_tp_mode)
+from ds_layerwise.orthogonalize.tensor_shards import Peers
+from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.recipes.registry import REGISTRY
 
 
-def check_device(config: OptimizerConfig, device: torch.device) -> None:
-    """Refuse a device that cannot do what ``config`` asks for.
+@lru_cache(maxsize=None)
+def rule_of(recipe: Recipe) -> UpdateRule:
+    """The rule that runs ``recipe``; the same one for equal recipes.
 
     Raises:
-        ConfigError: it has no products in ``ns_dtype``.
+        ConfigError: a setting can only be judged with torch at hand, and cannot be.
     """
-    matrix_rule(config).check(device)
+    module, _, name = REGISTRY[recipe.rule].rule.partition(":")
+    rule: UpdateRule = getattr(import_module(module), name).of(recipe)
+    return rule
 
 
-def scalar_rule(config: OptimizerConfig) -> UpdateRule:
-    """The rule that ``scalar_optimizer`` names."""
-    return _SCALAR[config.scalar_optimizer]
+def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None) -> None:
+    """Refuse settings that no rule can run, or that ``device`` cannot.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for recipe in recipes:
+        rule = rule_of(recipe)
+        if device is not None:
+            rule.check(device)
+
+
+def rules_of(routes: Mapping[str, Route], peers: Peers | None) -> dict[str, UpdateRule]:
+    """By parameter, the rule that updates it; of parts of matrices, with the ``peers`` that have the others."""
+    rules = {}
+    for name, route in routes.items():
+        rule = rule_of(route.recipe)
+        rules[name] = rule if peers is None or route.tp_axis is None else rule.of_shards(route.tp_axis, peers)
+    return rules

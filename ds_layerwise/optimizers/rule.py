@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from ds_layerwise.recipes.recipe import StateSpec
 
 State = dict[str, Tensor]
 
@@ -29,21 +32,33 @@ class UpdateRule(Protocol):
     whole ones, 1-D pieces cut anywhere for an element-wise one.
     """
 
-    @property
-    def state_keys(self) -> tuple[str, ...]:
-        """Names of the states that have one element for each of the parameter."""
+    @classmethod
+    def of(cls, recipe: Any) -> UpdateRule:
+        """The rule that runs ``recipe``.
 
-    @property
-    def family(self) -> str:
-        """Equal for rules that go on from each other's states."""
+        Raises:
+            ConfigError: a setting can only be judged with torch at hand, and cannot be.
+        """
 
-    @property
-    def gradient_average(self) -> str | None:
-        """The state that is an exponential moving average of the gradient: other families may go on from it."""
+    def check(self, device: torch.device) -> None:
+        """Refuse a device that cannot do what the settings ask for.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+
+    def of_shards(self, axis: Any, peers: Any) -> UpdateRule:
+        """The same for matrices of which this rank has a part, cut along ``axis``; ``peers`` have the others."""
 
     def init_state(self, param: Tensor) -> State:
-        """The state before the first update."""
+        """The state before the first update: names, shapes and dtypes as :meth:`.recipes.recipe.Recipe.states`."""
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
         """One step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are not empty."""
+
+
+def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:
+    """``states`` of ``param`` as zeros, on its device or on the host."""
+    return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype),
+                              device="cpu" if spec.on_host else param.device) for name, spec in states.items()}

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.cost import gram_segments
+from ds_layerwise.recipes.newton_schulz import gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]

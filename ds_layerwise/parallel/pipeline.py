@@ -15,11 +15,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_layerwise.config import LayerWiseConfig, Placement
+from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS
 from ds_layerwise.plan.routes import Route, require_a_matrix
 from ds_layerwise.ranks import comm
+from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.rules import Elsewhere, has_matrices, tables_and_linears
 
 
@@ -84,9 +85,9 @@ def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) ->
     return layer.isdecimal() and any(isinstance(spec, TiedLayerSpec) for spec in model._layer_specs[int(layer) + 1:])
 
 
-def placements(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]],
-               group: comm.Group) -> dict[str, Placement]:
-    """The optimizers of the parameters of all stages, once they were found to go together.
+def recipes_of_all_stages(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]],
+                          group: comm.Group) -> dict[str, Recipe]:
+    """The recipes of the parameters of all stages, once they were found to go together.
 
     Raises:
         RoutingError: no stage has anything for the matrix optimizer.
@@ -99,12 +100,12 @@ def placements(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, 
     said: dict[str, tuple[int, str]] = {}
     for index, stage in enumerate(stages):
         for route, hyper in stage:
-            how = f"{route.optimizer}, weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, group of {hyper}"
+            how = f"{route.described()}, group of {hyper}"
             first, other = said.setdefault(route.name, (index, how))
             if how != other:
                 raise LayoutError(f"{route.name} is shared by stages {first} and {index} of the pipeline, which would "
                                   f"train it differently: {other}; {how}")
-    return {route.name: route.optimizer for stage in stages for route, _ in stage}
+    return {route.name: route.recipe for stage in stages for route, _ in stage}
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:

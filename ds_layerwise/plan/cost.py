@@ -18,58 +18,25 @@ Note: two hops
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_layerwise.config import NsMethod
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.recipes.recipe import DTYPE_BYTES
 
-#: Bytes of one element, by the names that a Layout uses for dtypes.
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+#: Bytes of the states that go with so many elements of a parameter, by its name.
+StateBytes = Callable[[str, int], int]
 
 #: A bucket whose longest shard is more than this many times the mean one takes two hops.
 MAX_SKEW = 4
 
 #: Buckets that travel at a time: it bounds the memory for what is sent and received.
 MAX_UNDER_WAY = 2
-
-
-def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
-    """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n counted as 2mnk.
-
-    ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square matrices run as
-    ``standard``, as in DeepSpeed.
-
-    Raises:
-        LayoutError: an argument is out of range or ``method`` is unknown.
-    """
-    if min(rows, cols, steps, batch) < 1:
-        raise LayoutError(f"rows, cols, steps and batch must be at least 1, got {rows}, {cols}, {steps}, {batch}")
-    if method not in get_args(NsMethod):
-        raise LayoutError(f"method must be one of {', '.join(get_args(NsMethod))}, got {method!r}")
-    m, n = sorted((rows, cols))
-    if method == "standard" or m == n:
-        return batch * steps * (4 * m * m * n + 2 * m**3)
-    segments = len(gram_segments(steps))
-    rectangular, square = 2 * segments, 4 * steps - 3 * segments
-    return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
-
-
-def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
-    """Lengths of the runs of steps after which the Gram iteration forms its Gram matrix anew.
-
-    Two steps first; then every two in bf16, and in fp16 where there are more than five, else every three. Five steps
-    in fp16 or float32 so restart once. :mod:`ds_layerwise.orthogonalize.newton_schulz` has the measurements behind it.
-    """
-    every = 2 if bf16 or (fp16 and steps > 5) else 3
-    starts = [0, *range(2, steps, every)]
-    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
 
 
 def max_over_mean(loads: Sequence[int]) -> float:
@@ -150,8 +117,18 @@ class RankMemory:
 STAGING_SLOTS = 2
 
 
-def pieces_on_host(layout: Layout, rank: int, ratio: float, *, whole_state_bytes: int = 4,
-                   split_state_bytes: int = 8) -> frozenset[str]:
+def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
+    """For pieces of ``specs``, their share of the states of the whole parameter."""
+    of = {spec.name: (spec.state_bytes, spec.numel) for spec in specs}
+
+    def state_bytes(name: str, numel: int) -> int:
+        nbytes, whole = of[name]
+        return nbytes * numel // whole
+
+    return state_bytes
+
+
+def pieces_on_host(layout: Layout, rank: int, ratio: float, *, state_bytes: StateBytes) -> frozenset[str]:
     """Names of the parameters whose piece on ``rank`` has its master and its states in host memory.
 
     Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated while another is
@@ -160,39 +137,33 @@ def pieces_on_host(layout: Layout, rank: int, ratio: float, *, whole_state_bytes
 
     Args:
         ratio: from 0, nothing, to 1, everything.
-        whole_state_bytes, split_state_bytes: as in :func:`memory_bytes`.
+        state_bytes: as in :func:`memory_bytes`.
     """
     chosen, seen, taken = set(), 0, 0
-    for bucket in layout.buckets:
-        each = _movable_bytes(bucket, whole_state_bytes, split_state_bytes)
-        for piece in bucket.pieces(rank) if ratio and each else ():
-            seen += each * piece.numel
-            if taken < ratio * seen:
-                taken += each * piece.numel
+    for bucket in layout.buckets if ratio else ():
+        for piece in bucket.pieces(rank):
+            # Of its master, where that is not the parameter, and of its states.
+            nbytes = _master_bytes(bucket) * piece.numel + state_bytes(piece.name, piece.numel)
+            seen += nbytes
+            if nbytes and taken < ratio * seen:
+                taken += nbytes
                 chosen.add(piece.name)
     return frozenset(chosen)
-
-
-def _movable_bytes(bucket: Bucket, whole_state_bytes: int, split_state_bytes: int) -> int:
-    """Bytes of one element's master, where it is not the parameter, and of its states."""
-    return _master_bytes(bucket) + (whole_state_bytes if bucket.whole else split_state_bytes)
 
 
 def _master_bytes(bucket: Bucket) -> int:
     return 0 if bucket.dtype == "float32" else 4
 
 
-def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str, str] | None = None,
-                 whole_state_bytes: int = 4, split_state_bytes: int = 8,
-                 host_ratio: float = 0.0) -> tuple[RankMemory, ...]:
+def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
+                 grads_stored_as: Mapping[str, str] | None = None, host_ratio: float = 0.0) -> tuple[RankMemory, ...]:
     """What each rank holds between two steps.
 
     Args:
+        state_bytes: of what a rank holds of a parameter, see :func:`state_bytes_of`.
         stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during a backward pass
             there are at most two buckets of gradients, and what their shards are received in, beside.
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
-        whole_state_bytes: optimizer state of one element of a whole parameter: 4 is one float32 momentum.
-        split_state_bytes: the same for the parameters that are cut: 8 is Adam's two float32 moments.
         host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
 
     Raises:
@@ -211,27 +182,27 @@ def memory_bytes(layout: Layout, *, stage: int = 1, grads_stored_as: Mapping[str
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += master_bytes * numel
             reduced[rank] += reduced_bytes * numel
-    for rank, (whole, split) in enumerate(zip(*_owned_numels(layout), strict=True)):
-        states[rank] = whole_state_bytes * whole + split_state_bytes * split
+    for rank, name, numel in _held(layout):
+        states[rank] += state_bytes(name, numel)
     memory = [RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True)]
     if host_ratio:
-        memory = [_with_host(layout, rank, each, host_ratio, whole_state_bytes, split_state_bytes)
+        memory = [_with_host(layout, rank, each, host_ratio, state_bytes)
                   for rank, each in enumerate(memory)]
     return tuple(memory)
 
 
-def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, whole_state_bytes: int,
-               split_state_bytes: int) -> RankMemory:
+def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, state_bytes: StateBytes) -> RankMemory:
     """``memory`` of ``rank`` once ``ratio`` of its masters and states has moved to the host."""
-    names = pieces_on_host(layout, rank, ratio, whole_state_bytes=whole_state_bytes,
-                           split_state_bytes=split_state_bytes)
+    names = pieces_on_host(layout, rank, ratio, state_bytes=state_bytes)
     masters, states, moved = memory.masters, memory.states, []
     for bucket in layout.buckets:
-        numel = sum(piece.numel for piece in bucket.pieces(rank) if piece.name in names)
-        if not numel:
+        there = [piece for piece in bucket.pieces(rank) if piece.name in names]
+        if not there:
             continue
-        moved.append(numel * _movable_bytes(bucket, whole_state_bytes, split_state_bytes))
-        states -= numel * (whole_state_bytes if bucket.whole else split_state_bytes)
+        numel = sum(piece.numel for piece in there)
+        of_states = sum(state_bytes(piece.name, piece.numel) for piece in there)
+        moved.append(numel * _master_bytes(bucket) + of_states)
+        states -= of_states
         # Masters that are left behind have memory of their own, without the padding of the shard.
         start, stop = bucket.shard(rank)
         left = sum(piece.numel for piece in bucket.pieces(rank)) - numel
@@ -287,18 +258,19 @@ def _itemsize(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-def _owned_numels(layout: Layout) -> tuple[list[int], list[int]]:
-    """Elements of whole and of split parameters that each rank holds, without padding."""
-    whole, split = [0] * layout.world_size, [0] * layout.world_size
+def _held(layout: Layout, *, whole: bool | None = None) -> Iterator[tuple[int, str, int]]:
+    """What each rank holds of parameters, without padding: rank, name and elements; only ``whole`` ones, or split."""
     for bucket in layout.buckets:
+        if whole not in (None, bucket.whole):
+            continue
         if bucket.whole:
             for slot in bucket.slots:
                 for owner in bucket.owners(slot):
-                    whole[owner] += slot.numel
+                    yield owner, slot.name, slot.numel
         else:
             for rank, _ in bucket.non_empty_shards():
-                split[rank] += sum(piece.numel for piece in bucket.pieces(rank))
-    return whole, split
+                for piece in bucket.pieces(rank):
+                    yield rank, piece.name, piece.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,13 +302,12 @@ class LayoutReport:
         if only_one := placed.symmetric_difference(work_of):
             raise LayoutError(f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the specs "
                               f"({len(work_of)})")
-        work = [0] * layout.world_size
-        for bucket in layout.buckets:
-            if bucket.whole:
-                for slot in bucket.slots:
-                    for owner in bucket.owners(slot):
-                        work[owner] += work_of[slot.name]
-        whole, split = _owned_numels(layout)
+        work, whole, split = ([0] * layout.world_size for _ in range(3))
+        for rank, name, numel in _held(layout, whole=True):
+            work[rank] += work_of[name]
+            whole[rank] += numel
+        for rank, _, numel in _held(layout, whole=False):
+            split[rank] += numel
         numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
         return cls(
             num_buckets=len(layout.buckets), numel=numel,

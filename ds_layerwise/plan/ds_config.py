@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from ds_layerwise.config import belongs_in, number, only_known, plain
+from ds_layerwise.config import belongs_in, only_known
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.settings import NonNegative, Positive, check, nearest, plain
 
 #: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
 _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -122,8 +122,8 @@ def _flat(name: object) -> str:
 def type_meant(optimizer_type: object) -> str | None:
     """The name of this backend that somebody most likely meant with an ``optimizer.type`` that is none."""
     spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
-    close = difflib.get_close_matches(_flat(optimizer_type), spelled, n=1, cutoff=0.8)
-    return spelled[close[0]] if close else None
+    close = nearest(_flat(optimizer_type), spelled, cutoff=0.8)
+    return spelled[close] if close else None
 
 
 def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
             path = f"{section}.{key}" if section else str(key)
             if path == "layerwise":
                 continue
-            if difflib.get_close_matches(_flat(key), ["layerwise"], cutoff=0.8):
+            if nearest(_flat(key), ["layerwise"], cutoff=0.8):
                 raise ConfigError(f"{path} is no section of the config; did you mean 'layerwise' at the top level?")
             if home := belongs_in(str(key)):
                 raise ConfigError(f"{path} is not read; did you mean {home}?")
@@ -166,8 +166,8 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     for path in _NEVER_AUTO:
         if _at(ds_config, path) == "auto":
             raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
-    number("gradient_clipping", ds_config.get("gradient_clipping", 1.0), low=0)
-    number("gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0), low=0, open_low=True)
+    check(NonNegative, "gradient_clipping", ds_config.get("gradient_clipping", 1.0))
+    check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
     zero = ds_config.get("zero_optimization") or {}
     if not isinstance(zero, Mapping) or "stage" not in zero:
         raise ConfigError("zero_optimization.stage must be 1 or 2 with this optimizer, but is not set")

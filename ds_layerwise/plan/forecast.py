@@ -15,19 +15,17 @@ from typing import Any
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.config_file import config_of
-from ds_layerwise.plan.cost import (DTYPE_BYTES, LayoutReport, RankMemory, RankTraffic, memory_bytes,
-                                    newton_schulz_flops, traffic_bytes, wire_elements)
+from ds_layerwise.plan.cost import (LayoutReport, RankMemory, RankTraffic, memory_bytes, state_bytes_of, traffic_bytes,
+                                    wire_elements)
 from ds_layerwise.plan.ds_config import refuse_unsupported, without_effect
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
+from ds_layerwise.recipes.recipe import DTYPE_BYTES, Recipe
 
 #: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
 DEFAULT_BUCKET_NUMEL = 500_000_000
-
-#: Float32 states of one element that each optimizer keeps.
-STATES_OF = {"muon": 1, "adamw": 2, "adam": 2, "lion": 1, "sgd": 1}
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ACCUMULATION_DTYPES = {**{spelling: name for short, name in _DTYPES.items()
@@ -126,9 +124,9 @@ def _dtype(key: str, value: Any, known: Mapping[str, str]) -> str | None:
     return name
 
 
-def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route],
-             optimizer: OptimizerConfig, *, variants: Mapping[str, int] | None = None,
-             wires: Mapping[str, str] | None = None, tp_size: int = 1) -> list[ParamSpec]:
+def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route], *,
+             variants: Mapping[str, int] | None = None, wires: Mapping[str, str] | None = None,
+             tp_size: int = 1) -> list[ParamSpec]:
     """What the planner needs to know of the parameters that have a route.
 
     Args:
@@ -136,21 +134,19 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
         tp_size: how many parts tensor parallelism has cut matrices into.
         variants, wires: by name, see :class:`.plan.layout.ParamSpec`; 1 and float32 where nothing is said.
     """
-    blockwise = optimizer.muon_tp_mode == "blockwise"
-
     @cache
-    def work(matrix_shape: tuple[int, ...] | None, axis: Axis | None) -> int:
-        if matrix_shape is None:
-            return 0
-        axis = None if blockwise else axis
-        *batch, rows, cols = whole_shape(matrix_shape, axis, tp_size)
-        return newton_schulz_flops(rows, cols, steps=optimizer.ns_steps, method=optimizer.ns_method,
-                                   batch=math.prod(batch))
+    def work(recipe: Recipe, shape: tuple[int, ...], axis: Axis | None) -> int:
+        return recipe.work(whole_shape(shape, None if recipe.sees_tensor_shards else axis, tp_size))
 
-    return [ParamSpec(name=name, shape=shape, dtype=dtype, whole=routes[name].optimizer == "matrix",
-                      work=work(routes[name].matrix_shape, routes[name].tp_axis),
-                      variants=(variants or {}).get(name, 1), wire=(wires or {}).get(name, "float32"))
-            for name, shape, dtype in params if name in routes]
+    def spec(name: str, shape: tuple[int, ...], dtype: str) -> ParamSpec:
+        route = routes[name]
+        seen = route.matrix_shape or (math.prod(shape),)
+        return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole,
+                         work=work(route.recipe, seen, route.tp_axis) if route.whole else 0,
+                         variants=(variants or {}).get(name, 1), wire=(wires or {}).get(name, "float32"),
+                         state_bytes=route.recipe.state_bytes(seen))
+
+    return [spec(*param) for param in params if param[0] in routes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +167,17 @@ class Forecast:
 
     @classmethod
     def of(cls, layout: Layout, specs: list[ParamSpec], *, stage: int, stored_as: Mapping[str, str],
-           state_bytes: tuple[int, int], host_ratio: float = 0.0) -> Forecast:
+           host_ratio: float = 0.0) -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
-            state_bytes: bytes of state of one element under the matrix and under the scalar optimizer.
             host_ratio: how much of masters and states lives in host memory.
         """
         wire_of = {spec.name: spec.wire for spec in specs}
         wires = tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
         return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs),
-                   memory_bytes(layout, stage=stage, grads_stored_as=stored_as, whole_state_bytes=state_bytes[0],
-                                split_state_bytes=state_bytes[1], host_ratio=host_ratio),
+                   memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=stage, grads_stored_as=stored_as,
+                                host_ratio=host_ratio),
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires))
 
     @property
@@ -225,7 +220,5 @@ def forecast(specs: list[ParamSpec], run: RunConfig, num_ranks: int) -> Forecast
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout = plan_layout(specs, num_ranks, bucket_numel=run.bucket_numel, policy=run.layerwise.layout,
                          alignment=run.layerwise.alignment)
-    matrix, scalar = run.optimizer.matrix_optimizer, run.optimizer.scalar_optimizer
     return Forecast.of(layout, specs, stage=run.stage, host_ratio=run.host_ratio,
-                       stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes},
-                       state_bytes=(4 * STATES_OF[matrix], 4 * STATES_OF[scalar]))
+                       stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

@@ -24,10 +24,10 @@ from ds_layerwise.errors import LayoutError
 class ParamSpec:
     """What a planner knows of one parameter.
 
-    ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the Newton-Schulz
-    FLOPs of one step, 0 for what is cut. ``variants`` is how many different parameters go by this name, on as many
-    consecutive ranks, again and again: more than 1 for experts, of which each rank has its own.
-    ``wire`` is the dtype that the gradient travels in; a bucket has one.
+    ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the FLOPs of one
+    update, 0 for what is cut; ``state_bytes`` those of all its states together. ``variants`` is how many different
+    parameters go by this name, on as many consecutive ranks, again and again: more than 1 for experts, of which each
+    rank has its own. ``wire`` is the dtype that the gradient travels in; a bucket has one.
 
     Raises:
         LayoutError: no name, no elements, no variants, or work that nobody would do.
@@ -40,6 +40,7 @@ class ParamSpec:
     work: int = 0
     variants: int = 1
     wire: str = "float32"
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or not self.dtype:

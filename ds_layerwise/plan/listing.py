@@ -10,12 +10,11 @@ from ds_layerwise.plan.routes import Route
 
 
 def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layout,
-           groups: Sequence[Mapping[str, Any]], rules: Mapping[str, str]) -> list[dict[str, Any]]:
+           groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each of ``specs`` in their order, what becomes of it.
 
     Args:
         groups: the parameter groups, with ``weight_decay``, ``matrix_lr_ratio`` and ``scalar_lr_ratio``.
-        rules: what the matrix and the scalar optimizer are called.
     """
     owner = {slot.name: bucket.owner(slot) for bucket in layout.buckets if bucket.whole for slot in bucket.slots}
     rows = []
@@ -23,10 +22,10 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
         route = routes[spec.name]
         group = groups[route.group]
         rows.append({
-            "name": spec.name, "shape": list(spec.shape), "optimizer": rules[route.optimizer], "reason": route.reason,
+            "name": spec.name, "shape": list(spec.shape), "optimizer": route.recipe.rule, "reason": route.reason,
             "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
             "weight_decay": group["weight_decay"] if route.weight_decay is None else route.weight_decay,
-            "lr_ratio": group[f"{route.optimizer}_lr_ratio"] * route.lr_scale, "owner": owner.get(spec.name)})
+            "lr_ratio": group[route.recipe.lr_ratio] * route.lr_scale, "owner": owner.get(spec.name)})
     return rows
 
 

@@ -16,15 +16,21 @@ from dataclasses import dataclass
 from itertools import product
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import yaml
 
-from ds_layerwise.config import NsMethod, OptimizerConfig, Override, Placement, flag
+from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError, unknown_key
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.routes import Route, forced_matrix_shape, overrides_by_name, require_a_matrix, with_heads
+from ds_layerwise.plan.routes import (Route, forced_matrix_shape, overrides_by_name, recipe_named, require_a_matrix,
+                                      with_changes, with_heads)
+from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.newton_schulz import NsMethod
+from ds_layerwise.recipes.settings import check
+
+Placement = Literal["matrix", "scalar"]
 
 #: More layers or experts than any model has.
 _MAX_REPEATS = 1_000_000
@@ -41,6 +47,7 @@ class ModelParam:
     name: str
     shape: tuple[int, ...]
     optimizer: Placement
+    """Which of a run's two recipes it gets."""
     transposed: bool = False
     """Whether it is a linear layer that holds (inputs, outputs)."""
 
@@ -115,18 +122,19 @@ def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", meth
 
     Args:
         dtype: of all parameters.
-        method, steps: of the Newton-Schulz iteration that a matrix costs; see :func:`.plan.cost.newton_schulz_flops`.
+        method, steps: of the Newton-Schulz iteration that a matrix costs; see
+            :func:`.recipes.newton_schulz.newton_schulz_flops`.
 
     Raises:
         ConfigError: as :func:`load_model` does.
     """
     params = load_model(path)
-    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params),
-                    OptimizerConfig(ns_method=cast(NsMethod, method), ns_steps=steps))
+    recipes = Recipes(matrix=Muon(ns_method=cast(NsMethod, method), ns_steps=steps))
+    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params, recipes=recipes))
 
 
 def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = (), *,
-                per_head: bool = False) -> dict[str, Route]:
+                per_head: bool = False, recipes: Recipes = Recipes()) -> dict[str, Route]:
     """Where each of ``params`` goes: where its file says, unless an override names an optimizer.
 
     Raises:
@@ -142,12 +150,13 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
     for param in params:
         mine = merged[param.name]
         wanted = mine.get("optimizer")
-        placed, reason = wanted or param.optimizer, "layerwise.overrides" if wanted else "model file"
-        shape = forced_matrix_shape(param.name, param.shape, reason) if placed == "matrix" else None
-        route = Route(name=param.name, optimizer=placed, reason=reason, group=0, matrix_shape=shape,
-                      sent_away=wanted == "scalar" and len(param.shape) > 1, transposed=param.transposed,
-                      weight_decay=mine.get("weight_decay"), lr_scale=mine.get("lr_scale", 1.0))
-        routes[param.name] = with_heads(route, mine.get("num_heads"), explicit=True)
+        recipe = recipe_named(wanted or param.optimizer, recipes)
+        reason = "layerwise.overrides" if wanted else "model file"
+        shape = forced_matrix_shape(param.name, param.shape, reason) if recipe.whole else None
+        route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
+                      sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1,
+                      transposed=param.transposed)
+        routes[param.name] = with_heads(with_changes(route, mine), mine.get("num_heads"), explicit=True)
     require_a_matrix(routes.values())
     return routes
 
@@ -170,7 +179,7 @@ def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[
         shape = entry["shape"]
         if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
             raise ConfigError(f"{here}.shape must be a list of whole numbers of at least 1, got {shape!r}")
-        flag(f"{here}.transposed", entry.get("transposed", False))
+        check(bool, f"{here}.transposed", entry.get("transposed", False))
         for inner in _repeated(f"{here}.repeat", entry.get("repeat", {})):
             name = _named(f"{here}.name", entry["name"], {**values, **inner})
             yield ModelParam(name, tuple(shape), entry["optimizer"], entry.get("transposed", False))

@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_layerwise.config import OptimizerConfig, number
+from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.settings import NonNegative, check
 
 #: The key with the rate that a scheduler leads up to, or starts from, instead of the groups' ``lr``; what it is where
 #: the config does not say, None for the groups' own. Schedulers that are not listed multiply ``lr``.
@@ -50,9 +51,9 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
     peaks = list(given) if isinstance(given, (list, tuple)) else [given] * len(groups)
     # Of a list of another length DeepSpeed says itself how long it must be.
     for index, (each, group) in enumerate(zip(peaks, groups)):
-        peak, lr = number(where, each, low=0), float(group["lr"])
+        peak, lr = check(NonNegative, where, each), float(group["lr"])
         matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
-        as_adamw = config.scale_mode == "match_rms_adamw" and matrix == scalar == 1
+        as_adamw = config.matrix.takes_rate_of_adamw and matrix == scalar == 1
         if as_adamw or math.isclose(peak, lr, rel_tol=1e-6):
             continue
         own = not math.isclose(lr, config.lr, rel_tol=1e-6)

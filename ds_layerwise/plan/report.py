@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from ds_layerwise.plan.cost import MAX_UNDER_WAY, max_over_mean
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.recipe import Recipe
 
 _WIDTH, _PLAN_WIDTH = 110, 160
 
@@ -98,19 +100,31 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
     groups = groups or [{key: getattr(chosen, key) for key in (
         "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}]
     used = [groups[i] for i in sorted({route.group for route in routes.values()})]
-    optimizers = {routes[spec.name].optimizer for spec in specs}
-    betas = sorted({f"[{group['betas'][0]:g}, {group['betas'][1]:g}]" for group in used})
-    lines = []
-    if "matrix" in optimizers:
-        lines.append(f"{chosen.matrix_optimizer}: momentum {_span(group['momentum'] for group in used)}"
-                     f"{', nesterov' if chosen.nesterov else ''}, scale_mode {chosen.scale_mode}"
-                     f"{f' x {chosen.extra_scale_factor:g}' if chosen.extra_scale_factor != 1 else ''}")
-    if "scalar" in optimizers:
-        own = {"sgd": f"momentum {_span(group['momentum'] for group in used)}", "lion": f"betas {' and '.join(betas)}"}
-        adams = f"betas {' and '.join(betas)}, eps {_span(group['eps'] for group in used)}"
-        lines.append(f"{chosen.scalar_optimizer}: {own.get(chosen.scalar_optimizer, adams)}")
+
+    def text(recipe: Recipe, key: str) -> str:
+        own = [getattr(routes[spec.name], key) for spec in specs if routes[spec.name].recipe == recipe]
+        values = [group[key] for group in used if None in own] + [value for value in own if value is not None]
+        if key == "betas":
+            return " and ".join(sorted({f"[{first:g}, {second:g}]" for first, second in values}))
+        return _span(values)
+
+    lines = [f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
+             for recipe in _recipes(routes, specs)]
     told = [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
     return [_parameters(routes, specs, chosen, groups), "; ".join(lines), *told]
+
+
+def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Recipe]:
+    """Those in use: first of whole parameters, then by name."""
+    found = dict.fromkeys(routes[spec.name].recipe for spec in specs)
+    return sorted(found, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
+
+
+def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
+    """A name for ``recipe``, with what an override has changed of it."""
+    run = next((each for each in chosen.recipes if each.rule == recipe.rule), type(recipe)())
+    changed = [f"{key} {value}" for key, value in recipe.settings().items() if value != run.settings()[key]]
+    return " ".join([recipe.rule, *(["with", ", ".join(changed)] if changed else [])])
 
 
 def _span(values: Iterable[float]) -> str:
@@ -120,28 +134,25 @@ def _span(values: Iterable[float]) -> str:
 
 def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig,
                 groups: Sequence[Mapping[str, Any]]) -> Table:
-    rules = {"matrix": chosen.matrix_optimizer, "scalar": chosen.scalar_optimizer}
-
-    def rate(spec: ParamSpec) -> float:
-        route, group = routes[spec.name], groups[routes[spec.name].group]
-        return float(group["lr"]) * float(group[f"{route.optimizer}_lr_ratio"]) * route.lr_scale
-
-    def decay(spec: ParamSpec) -> float:
+    def hyper(spec: ParamSpec, key: str) -> float:
         route = routes[spec.name]
-        return float(groups[route.group]["weight_decay"]) if route.weight_decay is None else route.weight_decay
+        return float(route.hyper(groups[route.group])[key])
 
-    rows: dict[tuple[str, str], list[ParamSpec]] = {}
+    place = {recipe: i for i, recipe in enumerate(_recipes(routes, specs))}
+    rows: dict[tuple[int, str], list[ParamSpec]] = {}
     for spec in specs:
         route = routes[spec.name]
-        rows.setdefault((route.optimizer, route.reason), []).append(spec)
+        rows.setdefault((place[route.recipe], route.reason), []).append(spec)
     table = Table(title="parameters", title_justify="left")
     for header in ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"):
         table.add_column(header, justify="left" if header in ("optimizer", "because", "for example") else "right",
                          overflow="fold")
-    for (optimizer, reason), members in sorted(rows.items()):
-        table.add_row(f"{rules[optimizer]} ({'whole' if optimizer == 'matrix' else 'split'})", reason,
-                      str(len(members)), f"{sum(spec.numel for spec in members):,}", _span(map(rate, members)),
-                      _span(map(decay, members)), members[0].name)
+    for (_, reason), members in sorted(rows.items()):
+        recipe = routes[members[0].name].recipe
+        table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})", reason,
+                      str(len(members)), f"{sum(spec.numel for spec in members):,}",
+                      _span(hyper(spec, "lr") for spec in members),
+                      _span(hyper(spec, "weight_decay") for spec in members), members[0].name)
     return table
 
 

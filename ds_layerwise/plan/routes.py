@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from ds_layerwise.config import Override, Placement
+from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.recipes.settings import build
 
 #: How the axis of a matrix that is cut is called: rows or columns, whatever axes are in front of them.
 Axis = Literal[-2, -1]
@@ -19,18 +22,22 @@ Axis = Literal[-2, -1]
 class Route:
     """Where one parameter goes.
 
-    ``matrix_shape`` is how the matrix optimizer sees the parameter: (rows, cols) or (batch, rows, cols), with as
-    many elements as the parameter; None for the scalar optimizer.
+    ``matrix_shape`` is how its rule sees a whole parameter: (rows, cols) or (batch, rows, cols), with as many elements
+    as the parameter; None for one that is split.
     """
 
     name: str
-    optimizer: Placement
+    recipe: Recipe
+    """What is computed for it."""
     reason: str
     group: int
     """Index into the user's ``param_groups``."""
     matrix_shape: tuple[int, ...] | None = None
     weight_decay: float | None = None
-    """Replaces the group's, if set."""
+    """Replaces the group's, if set; so do the next three."""
+    momentum: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
     lr_scale: float = 1.0
     is_cut: bool = False
     """Whether tensor-parallel peers have other parts of the parameter, and not copies."""
@@ -40,6 +47,22 @@ class Route:
     """Of matrices of which they have other parts, the axis that is cut; ``matrix_shape`` is that of this part."""
     transposed: bool = False
     """Whether it is a linear layer that holds (inputs, outputs), whose heads are therefore blocks of columns."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether one rank owns it."""
+        return self.recipe.whole
+
+    def described(self) -> str:
+        """All that is computed for it, as far as its group does not say: ranks that hold it must agree."""
+        own = ", ".join(f"{key} {getattr(self, key)}" for key in _OF_ROUTES)
+        return f"{self.recipe.rule} ({self.recipe}), {own}"
+
+    def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that."""
+        own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "betas", "eps")}
+        return {"lr": float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale,
+                **{key: group[key] if value is None else value for key, value in own.items()}}
 
     @property
     def by_columns(self) -> bool:
@@ -82,15 +105,45 @@ def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, An
     merged: dict[str, Any] = {}
     origin: dict[str, int] = {}
     for index, override in overrides:
-        for key in ("optimizer", "weight_decay", "lr_scale", "num_heads"):
-            value = getattr(override, key)
-            if value is None:
-                continue
+        for key, value in override.changes().items():
             if merged.get(key, value) != value:
                 raise RoutingError(f"{name}: layerwise.overrides[{origin[key]}] sets {key} to {merged[key]!r} and "
                                    f"layerwise.overrides[{index}] to {value!r}; narrow one of the patterns")
             merged[key], origin[key] = value, index
     return merged
+
+
+def recipe_named(name: str, recipes: Recipes) -> Recipe:
+    """What an override calls ``name``: one of a run's two by its place, or else one of the registry, which is the run's
+    where that has it."""
+    if name in ("matrix", "scalar"):
+        found: Recipe = getattr(recipes, name)
+        return found
+    return next((recipe for recipe in recipes if recipe.rule == name), REGISTRY[name].recipe())
+
+
+def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
+    """``route`` with what overrides change of its recipe and its hyper-parameters.
+
+    Raises:
+        RoutingError: one is no setting of its recipe.
+    """
+    own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
+    settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
+    recipe = route.recipe
+    takes = (*recipe.keys(), *recipe.hyper, "weight_decay", "lr_scale")
+    for key in (*settings, *own):
+        if key not in takes:
+            raise RoutingError(f"layerwise.overrides sets {key} for {route.name}, which goes to {recipe.rule} "
+                               f"({route.reason}) and takes {', '.join(takes)}; narrow the pattern, or give the entry "
+                               "an optimizer")
+    if settings:
+        recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
+    return replace(route, recipe=recipe, **own)
+
+
+#: What overrides change of a route itself.
+_OF_ROUTES = ("weight_decay", "lr_scale", "momentum", "betas", "eps")
 
 
 def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple[int, ...]:
@@ -130,7 +183,7 @@ def require_a_matrix(routes: Collection[Route]) -> None:
     Raises:
         RoutingError: no route goes to the matrix optimizer, by the rules alone.
     """
-    if not any(route.optimizer == "matrix" or route.sent_away for route in routes):
+    if not any(route.whole or route.sent_away for route in routes):
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
                            f"{_reasons(routes)}; use a plain optimizer, or route some with "
                            "layerwise.overrides or param.use_muon = True")

@@ -99,7 +99,7 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class HostMemory:
-    """Float32 tensors that live in host memory, bucket by bucket, and are worked on by the device.
+    """Tensors that live in host memory, bucket by bucket, and are worked on by the device.
 
     Note: why every update runs on the device
         Newton-Schulz on a host would take longer than the rest of the step. What is element-wise could run there, but
@@ -133,16 +133,16 @@ class HostMemory:
         self._outgoing: Any = None
 
     def put(self, index: int, tensors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Copy float32 ``tensors`` of bucket ``index`` to the host; the same keys and shapes there, for good.
+        """Copy ``tensors`` of bucket ``index`` to the host; the same keys, shapes and dtypes there, for good.
 
         Raises:
             LayerWiseError: the host has no such memory left.
         """
-        memory = host_memory(sum(t.numel() for t in tensors.values()), torch.float32, pin_memory=self._pin)
+        memory = host_memory(-(-sum(t.nbytes for t in tensors.values()) // 4), torch.float32, pin_memory=self._pin)
         if self._incoming is None and not get_accelerator().is_synchronized_device():
             self._incoming, self._outgoing = get_accelerator().Stream(), get_accelerator().Stream()
         self._following[index] = next(reversed(self._buckets), None)
-        self._buckets[index] = bucket = _HostBucket(memory, {key: t.shape for key, t in tensors.items()})
+        self._buckets[index] = bucket = _HostBucket(memory, {key: (t.shape, t.dtype) for key, t in tensors.items()})
         views = bucket.views(memory)
         for key, view in views.items():
             view.copy_(tensors[key])
@@ -207,16 +207,17 @@ class HostMemory:
 @dataclass(frozen=True, slots=True)
 class _HostBucket:
     memory: Tensor
-    shapes: Mapping[tuple[str, str], Sequence[int]]
+    kinds: Mapping[tuple[str, str], tuple[Sequence[int], torch.dtype]]
 
     def views(self, memory: Tensor) -> dict[tuple[str, str], Tensor]:
         """``memory``, which may be longer, cut as this bucket's is."""
-        views, start = {}, 0
-        for key, shape in self.shapes.items():
-            stop = start + torch.Size(shape).numel()
-            views[key] = memory[start:stop].view(shape)
+        views, start, as_bytes = {}, 0, memory.view(torch.uint8)
+        # Wide elements first: each then starts at a multiple of its size.
+        for key, (shape, dtype) in sorted(self.kinds.items(), key=lambda item: -item[1][1].itemsize):
+            stop = start + torch.Size(shape).numel() * dtype.itemsize
+            views[key] = as_bytes[start:stop].view(dtype).view(shape)
             start = stop
-        return views
+        return {key: views[key] for key in self.kinds}
 
 
 @dataclass(slots=True)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
-from ds_layerwise.config import Placement
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.plan.layout import Layout, Piece
-from ds_layerwise.plan.routes import Axis, Route
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.host_memory import HostMemory
 from ds_layerwise.ranks.writes import follow_
+from ds_layerwise.recipes.recipe import Recipe, StateSpec
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
@@ -30,11 +30,9 @@ _SQUARED_AT_A_TIME = 1 << 22
 class UpdateSet:
     """Parameters of one bucket that one rule updates with the same hyper-parameters."""
 
-    placement: Placement
-    group: int
-    weight_decay: float | None
-    lr_scale: float
-    tp_axis: Axis | None
+    rule: UpdateRule
+    route: Route
+    """Of the first; the others' differ in nothing that an update asks for."""
     names: tuple[str, ...]
 
 
@@ -47,20 +45,19 @@ class Owned:
     Args:
         values: the parameter buffer; masters start as its shards.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
-        rules: the rule of each placement.
-        cut_rules: the rule of matrices of which tensor-parallel peers have other parts, by the axis that is cut.
+        rules: by parameter, what updates it.
         names: by parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`.
-        batch_matrices: whether a matrix rule gets all matrices of a bucket at once, or one by one.
+        batch_matrices: whether a rule gets all whole parameters of a bucket at once, or one by one.
         on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
             parameter is the parameter, which stays on the device.
         pin_memory: whether that memory is page-locked.
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
-                 grads: FlatBuffer | None, rules: Mapping[Placement, UpdateRule], *,
-                 cut_rules: Mapping[Axis, UpdateRule], names: Mapping[str, Sequence[str]], batch_matrices: bool,
+                 grads: FlatBuffer | None, rules: Mapping[str, UpdateRule], *,
+                 names: Mapping[str, Sequence[str]], batch_matrices: bool,
                  on_host: Container[str] = (), pin_memory: bool = False) -> None:
-        self.layout, self.rank, self.rules, self._cut_rules = layout, rank, rules, cut_rules
+        self.layout, self.rank, self._rules = layout, rank, rules
         self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
         self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
         """By parameter, the name that a checkpoint has for this rank's variant of it."""
@@ -98,11 +95,10 @@ class Owned:
         for piece in self.pieces[index]:
             first = piece.start - origin
             master = apart[piece.name] if piece.name in apart else masters[first:first + piece.numel]
-            route = self._routes[piece.name]
-            self.states[piece.name] = self.rules[route.optimizer].init_state(
-                master if route.stored_shape is None else master.view(route.stored_shape))
+            self.states[piece.name] = self._first_state(
+                piece.name, master.view(self._routes[piece.name].stored_shape or master.shape))
         moving = {(name, key): self.states[name][key] for name in hosted
-                  for key in self.rules[self._routes[name].optimizer].state_keys}
+                  for key, spec in self._specs_of_states(name).items() if not spec.on_host}
         moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
         if moving:
             for (name, key), tensor in self.host.put(index, moving).items():
@@ -111,14 +107,26 @@ class Owned:
                 else:
                     self.states[name][key] = tensor
 
+    def _specs_of_states(self, name: str) -> dict[str, StateSpec]:
+        """What the recipe of ``name`` keeps of this rank's piece, as its rule sees that."""
+        route = self._routes[name]
+        return route.recipe.states(route.matrix_shape or (self._values.piece(name).numel(),))
+
+    def _first_state(self, name: str, master: Tensor) -> State:
+        """The state before the first update. What is like the parameter lies in memory as that does."""
+        seen = self._seen(name, master)
+        return {key: value.transpose(0, 1).contiguous() if self._routes[name].by_columns and value.shape == seen.shape
+                else value for key, value in self._rules[name].init_state(seen).items()}
+
     def _update_sets(self, pieces: Sequence[Piece]) -> list[UpdateSet]:
-        sets: dict[tuple[Placement, int, float | None, float, Axis | None, str | None], list[str]] = {}
+        sets: dict[object, list[str]] = {}
         for piece in pieces:
             route = self._routes[piece.name]
-            alone = piece.name if route.optimizer == "matrix" and not self._batch_matrices else None
-            key = (route.optimizer, route.group, route.weight_decay, route.lr_scale, route.tp_axis, alone)
-            sets.setdefault(key, []).append(piece.name)
-        return [UpdateSet(*key[:5], tuple(names)) for key, names in sets.items()]
+            alone = piece.name if route.whole and not self._batch_matrices else None
+            same = replace(route, name="", reason="", matrix_shape=None, transposed=False, is_cut=False,
+                           sent_away=False)
+            sets.setdefault((same, alone), []).append(piece.name)
+        return [UpdateSet(self._rules[names[0]], self._routes[names[0]], tuple(names)) for names in sets.values()]
 
     def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
         """This rank's piece of ``name``: a matrix, a batch of them, or 1-D; blocks of columns as they lie."""
@@ -128,6 +136,10 @@ class Owned:
     def _seen(self, name: str, value: Tensor) -> Tensor:
         """``value``, shaped like the piece of ``name``, as its rule sees it: blocks of columns are a batch, too."""
         return value.transpose(0, 1) if self._routes[name].by_columns and value.dim() == 3 else value
+
+    def _seen_state(self, name: str, value: Tensor) -> Tensor:
+        """One of the states of ``name`` as its rule sees it."""
+        return self._seen(name, value) if value.shape == self._routes[name].stored_shape else value
 
     def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
         """Of this rank's averaged gradients, 0-d, float64 where the device has it: no finite float32 overflows it, and
@@ -152,20 +164,15 @@ class Owned:
         brought = self.host.bring(index)
         self._follow_values(index, brought)
         for update in self._updates[index]:
-            group = param_groups[update.group]
-            ratio = group["matrix_lr_ratio" if update.placement == "matrix" else "scalar_lr_ratio"]
-            hyper = Hyper(lr=float(group["lr"]) * ratio * update.lr_scale,
-                          weight_decay=group["weight_decay"] if update.weight_decay is None else update.weight_decay,
-                          momentum=group["momentum"], betas=tuple(group["betas"]), eps=group["eps"])
-            rule = self.rules[update.placement] if update.tp_axis is None else self._cut_rules[update.tp_axis]
+            hyper = update.route.hyper(param_groups[update.route.group])
             names = [name for name in update.names if name not in leave_out]
             if names:
-                rule.update_(
+                update.rule.update_(
                     [self._seen(n, brought.get((n, MASTER), self.masters.piece(n)).view_as(
                         self._shaped(self.reduced, n))) for n in names],
                     [self._seen(n, self._shaped(self.reduced, n)) for n in names],
-                    [{key: self._seen(n, brought.get((n, key), value)) for key, value in self.states[n].items()}
-                     for n in names], hyper)
+                    [{key: self._seen_state(n, brought.get((n, key), value)) for key, value in self.states[n].items()}
+                     for n in names], Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
         self._write_values(index, brought)
         self.host.send_back(index)
 
@@ -209,18 +216,20 @@ class Owned:
         return [(piece.name, self._values.piece(piece.name), self.masters.piece(piece.name))
                 for piece in self.pieces[index]]
 
-    def rule_records(self, elsewhere: Mapping[str, Placement] | None = None) -> dict[str, RuleRecord]:
+    def rule_records(self, elsewhere: Mapping[str, Recipe] | None = None) -> dict[str, RuleRecord]:
         """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
         ``elsewhere``, which are not in this layout."""
-        records = {placement: _rule_record(rule) for placement, rule in self.rules.items()}
-        here = {saved: self._routes[slot.name].optimizer
+        here = {saved: self._routes[slot.name].recipe
                 for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
-        return {name: records[placement] for name, placement in {**(elsewhere or {}), **here}.items()}
+        recipes = {**(elsewhere or {}), **here}
+        records = {recipe: _rule_record(recipe) for recipe in set(recipes.values())}
+        return {name: records[recipe] for name, recipe in recipes.items()}
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""
-        rule = self.rules[self._routes[name].optimizer]
-        return tuple(key for key in _rule_record(rule).state_keys if key in rule.state_keys or key == "step")
+        shape = self._routes[name].matrix_shape or (1,)
+        return tuple(sorted(key for key, spec in self._routes[name].recipe.states(shape).items()
+                            if spec.shape == shape or key == "step"))
 
     def record(self) -> ShardRecord:
         """All of it by name in a checkpoint, as views into live memory."""
@@ -235,7 +244,7 @@ class Owned:
     def restart(self, saved_as: str, keys: Iterable[str]) -> None:
         """Set states of a parameter, by its name in a checkpoint, back to what they are before the first update."""
         name = self._known_as[saved_as]
-        start = self.rules[self._routes[name].optimizer].init_state(self._shaped(self.masters, name))
+        start = self._first_state(name, self._shaped(self.masters, name))
         for key in keys:
             self.states[name][key].copy_(start[key])
 
@@ -247,9 +256,8 @@ class Owned:
             master.copy_(values)
 
 
-def _rule_record(rule: UpdateRule) -> RuleRecord:
-    states = rule.init_state(torch.zeros(1, 1, device="cpu"))
-    return RuleRecord(rule.family, tuple(sorted(states)), rule.gradient_average)
+def _rule_record(recipe: Recipe) -> RuleRecord:
+    return RuleRecord(recipe.family, tuple(sorted(recipe.states((1, 1)))), recipe.gradient_average)
 
 
 def _float32(shard: Tensor) -> Tensor:

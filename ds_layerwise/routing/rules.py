@@ -38,9 +38,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config import Override, Placement
+from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes import Route, forced_matrix_shape, overrides_by_name, require_a_matrix
+from ds_layerwise.plan.routes import (Route, forced_matrix_shape, overrides_by_name, recipe_named, require_a_matrix,
+                                      with_changes)
+from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut
 
@@ -84,14 +86,15 @@ class _Home:
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
-                     overrides: Sequence[Override] = (), per_head: bool = False, tp_size: int = 1,
-                     elsewhere: Elsewhere | None = None) -> dict[str, Route]:
+                     overrides: Sequence[Override] = (), per_head: bool = False, recipes: Recipes = Recipes(),
+                     tp_size: int = 1, elsewhere: Elsewhere | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
     ``elsewhere``, ``model`` is a part, and the caller calls :func:`.plan.routes.require_a_matrix` with all routes.
 
     Args:
+        recipes: what the run does with matrices, and with the rest.
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
 
     Raises:
@@ -120,12 +123,13 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
             raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
                                "shards; build it with sparse=False")
         mine = merged[name]
-        route = _decide(name, param, homes[name], mine.get("optimizer"), group_of[name],
-                        param_groups[group_of[name]].get("use_muon"))
+        wanted = _wanted(param, mine.get("optimizer"), group_of[name], param_groups[group_of[name]].get("use_muon"),
+                         recipes)
+        route = _decide(name, param, homes[name], wanted, recipes)
         if tp_size > 1 and is_cut(param):
             route = _with_cut(route, param, tp_size)
-        route = replace(route, group=group_of[name], weight_decay=mine.get("weight_decay"),
-                        lr_scale=mine.get("lr_scale", 1.0), transposed=is_transposed(homes[name].modules[0][1], param))
+        route = replace(with_changes(route, mine), group=group_of[name],
+                        transposed=is_transposed(homes[name].modules[0][1], param))
         routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
     if per_head:
         routes = split_heads(getattr(model, "config", None), routes, trained, tp_size,
@@ -135,22 +139,28 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     return routes
 
 
-def _decide(name: str, param: Tensor, home: _Home, override: Placement | None, group: int,
-            of_group: bool | None) -> Route:
-    wanted: Placement | None = override
-    reason = "layerwise.overrides"
-    if wanted is None and hasattr(param, "use_muon"):
-        wanted, reason = "matrix" if param.use_muon else "scalar", f"param.use_muon = {param.use_muon}"
-    elif wanted is None and of_group is not None:
-        wanted, reason = "matrix" if of_group else "scalar", f"param_groups[{group}].use_muon = {of_group}"
-    if wanted == "matrix":
-        asked = _matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
-        return Route(name=name, optimizer="matrix", reason=reason, group=0, matrix_shape=asked)
-    if wanted == "scalar":
-        return Route(name=name, optimizer="scalar", reason=reason, group=0, sent_away=param.dim() > 1)
+def _wanted(param: Tensor, override: str | None, group: int, of_group: bool | None,
+            recipes: Recipes) -> tuple[Recipe, str] | None:
+    """The recipe that the user has named for ``param``, if any, and by what."""
+    if override is not None:
+        return recipe_named(override, recipes), "layerwise.overrides"
+    if hasattr(param, "use_muon"):
+        return recipes.matrix if param.use_muon else recipes.scalar, f"param.use_muon = {param.use_muon}"
+    if of_group is not None:
+        return recipes.matrix if of_group else recipes.scalar, f"param_groups[{group}].use_muon = {of_group}"
+    return None
+
+
+def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | None, recipes: Recipes) -> Route:
+    if wanted is not None:
+        recipe, reason = wanted
+        shape = (_matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
+                 ) if recipe.whole else None
+        return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
+                     sent_away=not recipe.whole and param.dim() > 1)
     table = _table_or_head(param, home)
     shape, reason = (None, table) if table else _matrix_shape(param, home)
-    return Route(name=name, optimizer="scalar" if shape is None else "matrix", reason=reason, group=0,
+    return Route(name=name, recipe=recipes.scalar if shape is None else recipes.matrix, reason=reason, group=0,
                  matrix_shape=shape)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, RunConfig, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
@@ -43,17 +42,19 @@ class DryRun:
             hf = HfShapes(path)
         filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
         run = RunConfig.from_ds_config(filled)
-        if run.optimizer.ns_coefficients != OptimizerConfig().ns_coefficients:
-            # What names and dtypes there are is known next to the iteration, which takes torch.
-            from ds_layerwise.optimizers.registry import matrix_rule
-            matrix_rule(run.optimizer)
-        overrides, per_head = run.layerwise.overrides, run.optimizer.per_head_muon
+        overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
         if hf is not None:
-            shapes, routes = hf.params, hf.route(overrides, per_head=per_head)
+            shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes)
         else:
             params = load_model(path)
-            shapes, routes = [(p.name, p.shape) for p in params], route_model(params, overrides, per_head=per_head)
-        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, run.optimizer)
+            shapes = [(p.name, p.shape) for p in params]
+            routes = route_model(params, overrides, per_head=per_head, recipes=recipes)
+        in_use = {route.recipe for route in routes.values()}
+        if any(recipe != type(recipe)() for recipe in in_use):
+            # What only the rules know of their settings takes torch to find out.
+            from ds_layerwise.optimizers.registry import check_recipes
+            check_recipes(in_use)
+        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes)
         return cls(run, routes, specs, [forecast(specs, run, num_ranks) for num_ranks in ranks], assumed)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
@@ -61,5 +62,4 @@ class DryRun:
         chosen = self.run.optimizer
         group = {"weight_decay": chosen.weight_decay, "matrix_lr_ratio": chosen.matrix_lr_ratio,
                  "scalar_lr_ratio": chosen.scalar_lr_ratio}
-        return listed(self.routes, self.specs, plan.layout, [group],
-                      {"matrix": chosen.matrix_optimizer, "scalar": chosen.scalar_optimizer})
+        return listed(self.routes, self.specs, plan.layout, [group])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ds_layerwise.config import Override
+from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.routes import Route
 
@@ -53,7 +53,8 @@ class HfShapes:
         size = getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
         self.hidden_size: int | None = size if isinstance(size, int) else None
 
-    def route(self, overrides: Sequence[Override], *, per_head: bool) -> dict[str, Route]:
+    def route(self, overrides: Sequence[Override], *, per_head: bool,
+              recipes: Recipes = Recipes()) -> dict[str, Route]:
         """Where each parameter goes, as in training with all of them in one group.
 
         Raises:
@@ -63,4 +64,4 @@ class HfShapes:
         if not self.params:
             raise RoutingError("the model has no parameters")
         return route_parameters(self.model, [{"params": list(self.model.parameters())}], overrides=overrides,
-                                per_head=per_head)
+                                per_head=per_head, recipes=recipes)

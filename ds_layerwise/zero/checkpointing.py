@@ -25,7 +25,7 @@ from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.untrained import find_others
-from ds_layerwise.config import LayerWiseConfig, Placement
+from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.output import announce
@@ -37,6 +37,7 @@ from ds_layerwise.ranks.host_memory import Parking
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
+from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.zero import resumed_groups, unfinished
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.interrupted import Interrupted
@@ -76,8 +77,8 @@ class StatefulOptimizer(EngineOptimizer):
     _owned: Owned
     _saved_elsewhere: frozenset[str]
     """Parameters that are in the files of another stage."""
-    _placed_elsewhere: dict[str, Placement]
-    """The optimizers of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
+    _recipes_elsewhere: dict[str, Recipe]
+    """The recipes of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
     _values: FlatBuffer
     _grads: FlatBuffer | None
     _params: dict[str, nn.Parameter]
@@ -169,7 +170,7 @@ class StatefulOptimizer(EngineOptimizer):
         return Header(
             step=self.step_count, repeats=(self._point or self._point_now()).dropped,
             shapes={name: shape for name, shape in self._saved_shapes.items() if name not in self._saved_elsewhere},
-            rules=self._owned.rule_records(self._placed_elsewhere), dtypes=self.layout.dtypes,
+            rules=self._owned.rule_records(self._recipes_elsewhere), dtypes=self.layout.dtypes,
             param_groups=resumed_groups.described(self.param_groups),
             configured=resumed_groups.described(self.optimizer.configured))
 

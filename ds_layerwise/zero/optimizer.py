@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
@@ -14,11 +14,10 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.names import expert_names
-from ds_layerwise.config import LayerWiseConfig, Placement
+from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import check_device, matrix_rule, scalar_rule
-from ds_layerwise.optimizers.rule import UpdateRule
+from ds_layerwise.optimizers.registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan import cost
@@ -26,7 +25,7 @@ from ds_layerwise.plan.forecast import Forecast, specs_of
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.report import start_up_table
-from ds_layerwise.plan.routes import Axis, Route
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks import comm, own_groups
 from ds_layerwise.ranks.agreement import Agreement
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, dtype_name
@@ -107,22 +106,23 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         tp_size = 1 if tensor_group is None else comm.size_of(tensor_group)
         with comm.Alike(None):
             routes = route_parameters(model, self.optimizer.param_groups, overrides=self.config.overrides,
-                                      per_head=rules.per_head_muon, tp_size=tp_size, elsewhere=elsewhere)
+                                      per_head=rules.per_head_muon, recipes=rules.recipes, tp_size=tp_size,
+                                      elsewhere=elsewhere)
             self.optimizer.require_chosen_rates(routes)
             trained = {name: param for name, param in model.named_parameters() if name in routes}
             specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
-                             routes, rules, tp_size=tp_size,
+                             routes, tp_size=tp_size,
                              variants={name: self.settings.variants(name, getattr(param, "group_name"))
                                        for name, param in trained.items() if is_moe_param(param)},
                              wires={name: dtype_name(self._travels_in(param)) for name, param in trained.items()})
             layout = plan_layout(specs, self.world_size, bucket_numel=self.settings.bucket_numel,
                                  policy=self.config.layout, alignment=self.config.alignment)
             self._names = expert_names({spec.name: spec.variants for spec in specs})
-        self._placed_elsewhere = {} if elsewhere is None else pipeline.placements(
+        self._recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
             routes, self.optimizer.param_groups, self.settings.model_group)
-        described = [f"{spec.name} {spec.shape} {spec.dtype} by the {route.optimizer} optimizer, group {route.group}, "
-                     f"weight_decay {route.weight_decay}, lr_scale {route.lr_scale}, {spec.variants} variants, "
-                     f"gradient sent in {spec.wire}{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
+        described = [f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
+                     f"{spec.variants} variants, gradient sent in {spec.wire}"
+                     f"{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
                      for spec in specs for route in [routes[spec.name]]]
         described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                       for i, group in enumerate(self.optimizer.param_groups)]
@@ -150,15 +150,10 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         self._values = FlatBuffer(layout, device, fill=self._move_in)
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
-        matrix = matrix_rule(self.optimizer.config)
-        check_device(self.optimizer.config, device)
-        rules: dict[Placement, UpdateRule] = {"matrix": matrix, "scalar": scalar_rule(self.optimizer.config)}
-        axes, peers = get_args(Axis), None if s.tensor_group is None else comm.Peers(s.tensor_group)
-        self._state_bytes = 4 * len(rules["matrix"].state_keys), 4 * len(rules["scalar"].state_keys)
-        on_host = cost.pieces_on_host(layout, self.rank, s.host_ratio, whole_state_bytes=self._state_bytes[0],
-                                      split_state_bytes=self._state_bytes[1])
-        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads, rules,
-                            cut_rules={} if peers is None else {axis: matrix.of_shards(axis, peers) for axis in axes},
+        check_recipes({route.recipe for route in self.routes.values()}, device)
+        on_host = cost.pieces_on_host(layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs))
+        peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
+        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads, rules_of(self.routes, peers),
                             names=self._names, batch_matrices=self.config.batch_matrices, on_host=on_host,
                             pin_memory=s.pin_memory)
         for name, state in self._owned.states.items():
@@ -366,7 +361,7 @@ class LayerWiseZeroOptimizer(StatefulOptimizer):
         stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
         return Forecast.of(
             self.layout, self.specs, stage=self.settings.stage,
-            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes}, state_bytes=self._state_bytes,
+            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
             host_ratio=self.settings.host_ratio)
 
     def describe(self) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
-from ds_layerwise.plan.cost import newton_schulz_flops
+from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 
 STEPS = 5
 SHAPES = [(8, 128, 128), (8, 256, 256), (8, 256, 1024), (4, 512, 512), (4, 512, 2048)]

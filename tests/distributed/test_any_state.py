@@ -1,32 +1,68 @@
-"""States of any number and shape are saved and resumed, not only Muon's and Adam's."""
+"""An optimizer with states of any number, shape and dtype: planned, trained, saved, resumed and converted.
+
+It is all that a new one takes: a recipe, a rule, and a line in the registry.
+"""
+
+from typing import ClassVar
 
 import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.zero import optimizer
+from ds_layerwise.optimizers.rule import zeros
+from ds_layerwise.plan.report import as_json
+from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
+from ds_layerwise.recipes.registry import REGISTRY, Entry
+from ds_layerwise.recipes.settings import Decay
 from tests.checkpoints import assert_equal_states, whole_states
 from tests.harness import DistributedTest
 from tests.training import Net, ds_config, start, train_engine
 from tests.universal import convert
 
 
-class Preconditioned:
-    """Three moments, two of them named as DeepSpeed's converter knows them, two square statistics, and a count."""
+class Recipe_(Recipe):
+    """Three moments, two of them named as DeepSpeed's converter knows them, a row buffer, two square statistics, and a
+    count of whole numbers."""
 
-    state_keys = ("exp_avg", "exp_avg_sq", "fast_avg")
-    family, gradient_average = "preconditioned", "exp_avg"
+    rule: ClassVar[str] = "preconditioned"
+    whole: ClassVar[bool] = True
+    family: ClassVar[str] = "preconditioned"
+    gradient_average: ClassVar[str | None] = "exp_avg"
+    fast: Decay = 0.5
+
+    def states(self, shape):
+        *batch, rows, cols = shape
+        return {**like(shape, "exp_avg", "exp_avg_sq", "fast_avg"), "row_avg": StateSpec((*batch, rows)),
+                "left": StateSpec((*batch, rows, rows)), "right": StateSpec((*batch, cols, cols)),
+                "step": StateSpec((), on_host=True), "seen": StateSpec((3,), dtype="int64")}
+
+    def work(self, shape):
+        *_, rows, cols = shape
+        return rows * cols * (rows + cols)
+
+
+class Rule:
+    """Its update, in plain torch."""
+
+    def __init__(self, recipe):
+        self.recipe = recipe
+
+    of = classmethod(lambda cls, recipe: cls(recipe))
+
+    def check(self, device):
+        pass
 
     def init_state(self, param):
-        rows, cols = param.shape[-2:]
-        eye = [torch.eye(n).expand(*param.shape[:-2], n, n).clone() for n in (rows, cols)]
-        return {**{key: torch.zeros_like(param) for key in self.state_keys}, "left": eye[0], "right": eye[1],
-                "step": torch.zeros(()), "seen": torch.zeros(3, dtype=torch.int64)}
+        state = zeros(self.recipe.states(tuple(param.shape)), param)
+        for key in ("left", "right"):
+            state[key].diagonal(dim1=-2, dim2=-1).fill_(1)
+        return state
 
     def update_(self, params, grads, states, hyper):
         for param, grad, state in zip(params, grads, states, strict=True):
-            for key, beta in zip(self.state_keys, (0.9, 0.99, 0.5), strict=True):
+            for key, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.99), ("fast_avg", self.recipe.fast)):
                 state[key].lerp_(grad, 1 - beta)
+            state["row_avg"].lerp_(grad.square().mean(-1), 0.1)
             state["left"].add_(grad @ grad.mT)
             state["right"].add_(grad.mT @ grad)
             state["step"] += 1
@@ -34,9 +70,21 @@ class Preconditioned:
             param.sub_(state["fast_avg"], alpha=hyper.lr)
 
 
+KEYS = {"fp32", "exp_avg", "exp_avg_sq", "fast_avg", "row_avg", "left", "right", "seen", "step"}
+
+
 def engine_of(monkeypatch, **changes):
-    monkeypatch.setattr(optimizer, "matrix_rule", lambda config: Preconditioned())
-    return start(Net(), ds_config(**changes))
+    monkeypatch.setitem(REGISTRY, "preconditioned", Entry(Recipe_, f"{__name__}:Rule"))
+    changes.setdefault("params", {"matrix_optimizer": "preconditioned", "fast": 0.25})
+    config = ds_config(**changes)
+    config["optimizer"]["type"] = "LayerWise"
+    return start(Net(), config)
+
+
+def bytes_of_states(engine):
+    """What they take on the device, by the tensors themselves."""
+    return sum(value.nbytes for state in engine.optimizer._owned.states.values() for key, value in state.items()
+               if key != "step")
 
 
 class TestAnyState(DistributedTest):
@@ -47,8 +95,7 @@ class TestAnyState(DistributedTest):
         folder = class_tmpdir / str(engine.world_size)
         engine.save_checkpoint(folder, tag="regular")
         expected = whole_states(engine)
-        assert {key for _, key in expected} == {"fp32", "exp_avg", "exp_avg_sq", "fast_avg", "left", "right", "seen",
-                                                "step"}
+        assert {key for _, key in expected} == KEYS
         if engine.global_rank == 0:
             torch.save(expected, folder / "expected.pt")
 
@@ -66,6 +113,24 @@ class TestAnyState(DistributedTest):
     def test_3_the_converter_loses_what_it_does_not_know_and_that_is_said(self, class_tmpdir, monkeypatch):
         engine = engine_of(monkeypatch)
         convert(class_tmpdir / "3" / "regular", class_tmpdir / "3" / "converted")
-        with pytest.raises(LayerWiseError, match="(fast_avg|left|right|seen).pt is missing.*ds-layerwise to-universal"):
+        with pytest.raises(LayerWiseError,
+                           match="(fast_avg|row_avg|left|right|seen).pt is missing.*ds-layerwise to-universal"):
             engine.load_checkpoint(class_tmpdir / "3", tag="converted")
         assert engine.optimizer.step_count == 0
+
+    @pytest.mark.world_size([1, 3])
+    def test_4_what_is_planned_is_what_it_takes(self, monkeypatch):
+        engine = engine_of(monkeypatch)
+        planned = engine.optimizer.forecast()
+        assert as_json(planned)["memory_bytes"][engine.global_rank]["states"] == bytes_of_states(engine)
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("ratio", [0.4, 1.0])
+    def test_5_on_the_host(self, ratio, monkeypatch):
+        plain, hosted = engine_of(monkeypatch), engine_of(monkeypatch, zero={"offload_optimizer": {
+            "device": "cpu", "ratio": ratio}})
+        held = hosted.optimizer.forecast().memory[hosted.global_rank]
+        assert sum(t.nbytes for t in hosted.optimizer._owned.host.tensors) == held.host
+        for engine in (plain, hosted):
+            train_engine(engine, 3)
+        assert_equal_states(whole_states(hosted), whole_states(plain))

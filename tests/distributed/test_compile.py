@@ -72,8 +72,8 @@ class TestCompiled(DistributedTest):
         assert counter.frame_count >= 1
         prefix = "_orig_mod." if who == "user" else ""
         assert [spec.name for spec in engine.optimizer.specs] == [prefix + spec.name for spec in plain.optimizer.specs]
-        assert [r.optimizer for r in engine.optimizer.routes.values()] == [
-            r.optimizer for r in plain.optimizer.routes.values()]
+        assert [r.recipe for r in engine.optimizer.routes.values()] == [
+            r.recipe for r in plain.optimizer.routes.values()]
 
     @pytest.mark.thorough
     def test_the_backward_pass_too(self):

@@ -12,8 +12,8 @@ from torch import nn
 
 from ds_layerwise import cli
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.cost import memory_bytes
 from tests.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.costs import memory_bytes
 from tests.harness import DistributedTest
 from tests.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.training import ds_config, reduced_gradients, relative_error, start

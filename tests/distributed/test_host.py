@@ -12,9 +12,9 @@ from deepspeed.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_s
                              safe_set_full_optimizer_state)
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.plan.cost import memory_bytes, pieces_on_host
 from ds_layerwise.ranks import host_memory
 from tests.checkpoints import assert_equal_states, whole_states
+from tests.costs import memory_bytes, pieces_on_host
 from tests.harness import DistributedTest
 from tests.reference import train
 from tests.training import (MATRICES, Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, relative_error,

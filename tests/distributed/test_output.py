@@ -44,7 +44,7 @@ class TestStartUpTable(DistributedTest):
         for lines in (text.splitlines()[1:] for text in lists):
             assert [line.split()[0] for line in lines] == list(engine.optimizer.routes)
             assert [line.split()[2] == "muon" for line in lines] == [
-                route.optimizer == "matrix" for route in engine.optimizer.routes.values()]
+                route.whole for route in engine.optimizer.routes.values()]
 
 
 class TestWhatIsSaidLater(DistributedTest):

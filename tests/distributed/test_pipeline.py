@@ -285,7 +285,7 @@ class TestRouting(DistributedTest):
             engine = start(PipelineModule(specs, num_stages=stages, partition_method="uniform", loss_fn=token_loss),
                            ds_config(layerwise={"overrides": [{"name": "2.weight", "lr_scale": 0.5}]}))
             everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, {name: (route.optimizer, route.reason, route.lr_scale)
+            dist.all_gather_object(everyone, {name: (route.recipe, route.reason, route.lr_scale)
                                               for name, route in engine.optimizer.routes.items()})
             found.append({name: route for routes in everyone for name, route in routes.items()})
             engine.destroy()

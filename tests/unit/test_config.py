@@ -5,6 +5,7 @@ import pytest
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.ds_config import refuse_unsupported
+from ds_layerwise.recipes.muon import Muon
 
 
 def optimizer(params=None, kind="LayerWiseMuon"):
@@ -14,8 +15,8 @@ def optimizer(params=None, kind="LayerWiseMuon"):
 def test_defaults_are_those_of_stock_muon():
     c = optimizer()
     assert (c.momentum, c.weight_decay, c.betas, c.eps) == (0.95, 0.0, (0.9, 0.95), 1e-10)
-    assert (c.ns_method, c.ns_steps, c.ns_coefficients, c.scale_mode, c.nesterov) == ("gram", 5, "simple", "original",
-                                                                                      True)
+    assert c.matrix == Muon(ns_method="gram", ns_steps=5, ns_coefficients="simple", scale_mode="original",
+                            nesterov=True)
     assert (c.muon_lr, c.adam_lr) == (0.02, 3e-4)
 
 
@@ -47,8 +48,8 @@ def test_a_rate_that_nobody_chose_for_muon_is_refused_with_both_ways_out(params)
 
 
 def test_stock_switches_of_the_auxiliary_adam():
-    assert optimizer({"torch_adam": True}).scalar_optimizer == "adamw"
-    assert optimizer({"adam_w_mode": False}).scalar_optimizer == "adam"
+    assert optimizer({"torch_adam": True}).scalar.rule == "adamw"
+    assert optimizer({"adam_w_mode": False}).scalar.rule == "adam"
     with pytest.raises(ConfigError, match="torch_adam must be true"):
         optimizer({"torch_adam": False})
     with pytest.raises(ConfigError, match="adam_w_mode is false.*'lion'"):
@@ -84,7 +85,7 @@ def test_a_bad_optimizer_section_names_the_key_and_the_bound(params, message):
 
 
 def test_the_general_type_names_its_matrix_optimizer():
-    assert optimizer({"matrix_optimizer": "muon", "scalar_optimizer": "sgd"}, "LayerWise").scalar_optimizer == "sgd"
+    assert optimizer({"matrix_optimizer": "muon", "scalar_optimizer": "sgd"}, "LayerWise").scalar.rule == "sgd"
     with pytest.raises(ConfigError, match="matrix_optimizer must be one of 'muon', got 'moun'"):
         optimizer({"matrix_optimizer": "moun"}, "LayerWise")
 
@@ -121,7 +122,7 @@ def test_what_to_do_at_a_load():
     ({"overrides": [{"name": "*", "optional": True}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
     ({"overrides": [{"name": "*", "optional": 1, "lr_scale": 2}]}, r"overrides\[0\].optional must be true or false"),
     ({"overrides": [{"name": "*", "wieght_decay": 0.0}]}, "did you mean 'weight_decay'"),
-    ({"overrides": [{"name": "*", "optimizer": "adam"}]}, "optimizer must be one of 'matrix', 'scalar'"),
+    ({"overrides": [{"name": "*", "optimizer": "adm"}]}, "optimizer must be one of 'matrix', 'scalar'"),
     ("balanced", "layerwise must be an object"),
     ({"save_universal": 1}, "layerwise.save_universal must be true or false, got 1"),
     ({"fsync": "yes"}, "layerwise.fsync must be true or false, got 'yes'"),

@@ -15,12 +15,14 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config import OptimizerConfig, params_model
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.plan.ds_config import refuse_unsupported, type_meant, without_effect
 from ds_layerwise.plan.forecast import RunConfig
+from ds_layerwise.recipes.elementwise import AdamW
+from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.zero.autocast import check_section
 from tests.config_table import DOCUMENT, config_with, read_table
 
@@ -121,7 +123,7 @@ def test_every_key_that_has_no_model_is_in_the_table():
 def test_every_parameter_of_stock_muon_is_in_the_table():
     stock = {*getattr(DeepSpeedEngine, "_MUON_HALF_KEYS", ()), *getattr(DeepSpeedEngine, "_ADAM_HALF_KEYS", ())}
     assert stock <= in_table("optimizer.params", "both")
-    assert set(OptimizerConfig.__dataclass_fields__) <= in_table("optimizer.params")
+    assert set(params_model(Muon, AdamW, True).keys()) <= in_table("optimizer.params")
 
 
 @rows("refused")

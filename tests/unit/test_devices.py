@@ -6,12 +6,12 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.registry import matrix_rule
+from ds_layerwise.optimizers.registry import rule_of
 
 
 def rule(ns_dtype, **params):
-    return matrix_rule(OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
-        "lr": 0.003, "muon_lr": 0.02, "ns_dtype": ns_dtype, **params}}))
+    return rule_of(OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
+        "lr": 0.003, "muon_lr": 0.02, "ns_dtype": ns_dtype, **params}}).matrix)
 
 
 @pytest.mark.parametrize("ns_dtype, refused_on", [

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan.cost import memory_bytes, newton_schulz_flops, wire_elements
+from ds_layerwise.plan.cost import wire_elements
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from ds_layerwise.routing.rules import route_parameters
+from tests.costs import memory_bytes
 
 LIMIT = 2**31
 

@@ -11,10 +11,12 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
 from ds_layerwise.optimizers.muon import Muon, scale_factor
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes import muon as recipes
+from ds_layerwise.recipes.elementwise import AdamW
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 SIMPLE5 = coefficients("simple", 5)
@@ -155,17 +157,17 @@ def test_the_registry_builds_what_the_config_says():
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral",
         "nesterov": False}})
-    rule = matrix_rule(config)
+    rule = rule_of(config.matrix)
     assert rule == Muon(ns_coefficients=coefficients("cans", 6), ns_dtype="fp32", scale_mode="spectral", nesterov=False)
-    assert scalar_rule(config) == Lion()
+    assert rule_of(config.scalar) == Lion()
     with pytest.raises(ConfigError, match="ns_coefficients 'canz' is not known; did you mean 'cans'"):
-        matrix_rule(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}))
+        rule_of(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}).matrix)
 
 
 def test_a_table_that_diverges_in_half_precision_is_refused_there():
     section = {"type": "LayerWise", "params": {"ns_coefficients": "cans", "ns_dtype": "bf16"}}
     with pytest.raises(ConfigError, match="'cans' diverges in half precision, got ns_dtype 'bf16'; set ns_dtype to"):
-        matrix_rule(OptimizerConfig.from_section(section))
+        rule_of(OptimizerConfig.from_section(section).matrix)
 
 
 def params(n):
@@ -190,10 +192,10 @@ class TestParamGroups:
     def test_a_group_with_matrices_and_a_rate_of_its_own_says_which_is_muons(self):
         p = params(3)
         groups = [{"params": [p[0]]}, {"params": [p[1]], "lr": 3e-5}, {"params": [p[2]], "lr": 3e-5, "muon_lr": 0.01}]
-        routes = {name: Route(name=name, optimizer=kind, reason="", group=group) for name, kind, group in (
-            ("first", "matrix", 0), ("table", "scalar", 1), ("last", "matrix", 2))}
+        routes = {name: Route(name=name, recipe=recipe, reason="", group=group) for name, recipe, group in (
+            ("first", recipes.Muon(), 0), ("table", AdamW(), 1), ("last", recipes.Muon(), 2))}
         LayerWiseOptimizer(groups, self.config).require_chosen_rates(routes)
-        routes["w"] = Route(name="w", optimizer="matrix", reason="", group=1)
+        routes["w"] = Route(name="w", recipe=recipes.Muon(), reason="", group=1)
         with pytest.raises(ConfigError, match=r"param_groups\[1\].lr is 3e-05 without muon_lr, the group has matrices "
                            r"\(w\).* give the group muon_lr, such as 0.02, or .*'match_rms_adamw'"):
             LayerWiseOptimizer(groups, self.config).require_chosen_rates(routes)
@@ -217,9 +219,10 @@ class TestParamGroups:
         ("matrix_optimizer", "dion"), ("per_head_muon", True), ("muon_tp_mode", "blockwise")])
     def test_what_holds_for_the_whole_run_is_not_ignored_in_a_group(self, key, value):
         with pytest.raises(ConfigError, match=rf"param_groups\[1\].{key} is {value!r}, and the whole run has "
-                           rf"{getattr(self.config, key)!r}, which a group cannot change; set optimizer.params.{key}"):
+                           rf"{self.config.for_the_run()[key]!r}, which a group cannot change; set "
+                           rf"optimizer.params.{key}"):
             LayerWiseOptimizer([{"params": params(1)}, {"params": params(1), key: value}], self.config)
-        LayerWiseOptimizer([{"params": params(1), key: getattr(self.config, key)}], self.config)
+        LayerWiseOptimizer([{"params": params(1), key: self.config.for_the_run()[key]}], self.config)
 
     @pytest.mark.parametrize("key", ["amsgrad", "maximize"])
     def test_switches_of_other_optimizers(self, key):
@@ -239,7 +242,7 @@ class TestParamGroups:
                   {"params": params(1), "use_muon": False, "lr": 3e-4},
                   {"params": params(1), "use_muon": np.bool_(True)}]
         optimizer = LayerWiseOptimizer(groups, config)
-        optimizer.require_chosen_rates({"w": Route(name="w", optimizer="matrix", reason="", group=0)})
+        optimizer.require_chosen_rates({"w": Route(name="w", recipe=recipes.Muon(), reason="", group=0)})
         muon, adam, default = optimizer.param_groups
         assert (muon["lr"] * muon["matrix_lr_ratio"], adam["lr"] * adam["scalar_lr_ratio"]) == (0.03, 3e-4)
         assert default["use_muon"] is True and default["lr"] * default["matrix_lr_ratio"] == pytest.approx(0.02)
@@ -258,12 +261,13 @@ class TestParamGroups:
             "betas": np.array([0.5, 0.75])}})
         group, = LayerWiseOptimizer([{"params": params(1), "lr": number(0.125), "muon_lr": number(0.25), "betas": (
             number(0.5), number(0.25)), "momentum": number(0.5), "weight_decay": number(0.0)}], config).param_groups
-        assert (config.lr, config.ns_steps, config.nesterov, config.betas) == (0.25, 4, False, (0.5, 0.75))
+        assert (config.lr, config.betas) == (0.25, (0.5, 0.75))
+        assert (config.matrix.ns_steps, config.matrix.nesterov) == (4, False)
         assert (group["lr"], group["matrix_lr_ratio"], group["betas"]) == (0.125, 2.0, (0.5, 0.25))
         assert group["momentum"] == 0.5
         said = [config.lr, config.muon_lr, *config.betas, *(group[key] for key in (
             "lr", "matrix_lr_ratio", "momentum", "weight_decay")), *group["betas"]]
-        assert {type(value) for value in said} == {float} and type(config.ns_steps) is int
+        assert {type(value) for value in said} == {float} and type(config.matrix.ns_steps) is int
 
     @pytest.mark.parametrize("value", [torch.ones(1), torch.ones(2), np.ones(1), 1j, np.bool_(True), "0.1"])
     def test_what_is_no_number_is_refused(self, value):

@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 
-from ds_layerwise.config import OptimizerConfig, ScalarOptimizer
-from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
-from ds_layerwise.plan.forecast import DEFAULT_BUCKET_NUMEL, STATES_OF, RunConfig
+from ds_layerwise.plan.forecast import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
+from ds_layerwise.recipes.registry import REGISTRY
 from tests.cli import assert_refused, run
 
 ROOT = Path(__file__).parents[2]
@@ -342,11 +343,16 @@ def test_dtypes_are_spelled_as_in_deepspeed(spelling):
     assert f"torch.{parsed}" == str(DtypeEnum(spelling).value)
 
 
-def test_the_number_of_states_is_that_of_the_rules():
-    for scalar in ScalarOptimizer.__args__:
-        chosen = OptimizerConfig(scalar_optimizer=scalar)
-        assert STATES_OF[scalar] == len(scalar_rule(chosen).state_keys)
-    assert STATES_OF["muon"] == len(matrix_rule(OptimizerConfig()).state_keys)
+@pytest.mark.parametrize("shape", [(6, 4), (3, 6, 4)])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_states_of_a_recipe_are_those_of_its_rule(name, shape):
+    recipe = REGISTRY[name].recipe()
+    shape = shape if recipe.whole else (math.prod(shape),)
+    states = rule_of(recipe).init_state(torch.zeros(shape, device="meta"))
+    assert {key: (tuple(value.shape), str(value.dtype), value.device.type) for key, value in states.items()} == {
+        key: (spec.shape, f"torch.{spec.dtype}", "cpu" if spec.on_host else "meta")
+        for key, spec in recipe.states(shape).items()}
+    assert recipe.state_bytes(shape) == sum(value.nbytes for value in states.values() if value.device.type == "meta")
 
 
 def test_what_is_under_way_is_the_worst_of_neighbouring_buckets():

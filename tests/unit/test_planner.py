@@ -365,8 +365,8 @@ params:
 """)
     specs = load_model_specs(file, dtype="float32", method="standard", steps=1)
     assert [spec.name for spec in specs] == ["first", "0.1", "0.2", "0.norm", "1.1", "1.2", "1.norm"]
-    assert specs[1] == ParamSpec("0.1", (2, 5), "float32", True, 4 * 2 * 2 * 5 + 2 * 8)
-    assert specs[3] == ParamSpec("0.norm", (1,), "float32", False)
+    assert specs[1] == ParamSpec("0.1", (2, 5), "float32", True, 4 * 2 * 2 * 5 + 2 * 8, state_bytes=4 * 10)
+    assert specs[3] == ParamSpec("0.norm", (1,), "float32", False, state_bytes=8)
 
 
 @pytest.mark.parametrize("params, message", [

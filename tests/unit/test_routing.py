@@ -6,6 +6,7 @@ from torch import nn
 
 from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.routing.rules import route_parameters
 
 
@@ -26,7 +27,7 @@ def route(model, groups=None, **kwargs):
 
 
 def kinds(routes):
-    return {name: r.optimizer for name, r in routes.items()}
+    return {name: "matrix" if r.whole else "scalar" for name, r in routes.items()}
 
 
 def test_matrices_go_to_the_matrix_optimizer_and_tables_heads_and_vectors_do_not():
@@ -94,10 +95,10 @@ def test_the_users_own_mark_wins_over_every_rule_but_an_override():
     model.embed.weight.use_muon = True
     model.proj.weight.use_muon = False
     routes = route(model)
-    assert routes["embed.weight"].optimizer == "matrix" and routes["proj.weight"].optimizer == "scalar"
+    assert routes["embed.weight"].whole and not routes["proj.weight"].whole
     assert routes["proj.weight"].reason == "param.use_muon = False"
     routes = route(model, overrides=[Override(name="proj.*ht", optimizer="matrix")])
-    assert routes["proj.weight"].optimizer == "matrix"
+    assert routes["proj.weight"].whole
 
 
 def test_a_groups_mark_wins_over_every_rule_but_those_of_a_parameter():
@@ -113,7 +114,7 @@ def test_a_groups_mark_wins_over_every_rule_but_those_of_a_parameter():
     assert routes["out.weight"].reason == "param_groups[1].use_muon = False"
     model.out.weight.use_muon, model.proj.weight.use_muon = True, False
     routes = route(model, groups, overrides=[Override(name="embed.*", optimizer="scalar")])
-    assert {name: r.optimizer for name, r in routes.items() if r.matrix_shape} == {"out.weight": "matrix"}
+    assert {name: r.recipe for name, r in routes.items() if r.matrix_shape} == {"out.weight": Muon()}
     groups[2]["use_muon"] = True
     with pytest.raises(RoutingError, match=r"proj.bias \(8,\) was sent to the matrix optimizer by param_groups\[2\]"):
         route(model, groups)

@@ -9,8 +9,8 @@ from ds_layerwise.optimizers.muon import Muon, scale_factor
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
-from ds_layerwise.plan.cost import gram_segments
 from ds_layerwise.plan.routes import whole_shape
+from ds_layerwise.recipes.newton_schulz import gram_segments
 from tests.peers import on_ranks
 
 SIMPLE5 = coefficients("simple", 5)

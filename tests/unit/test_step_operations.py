@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import matrix_rule, scalar_rule
+from ds_layerwise.optimizers.registry import rules_of
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
@@ -53,13 +53,12 @@ def owned(dtype, accumulation, **params):
     config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
         "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, **params}})
     optimizer = LayerWiseOptimizer(model.parameters(), config)
-    routes = route_parameters(model, optimizer.param_groups)
-    specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes,
-                     config)
+    routes = route_parameters(model, optimizer.param_groups, recipes=config.recipes)
+    specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes)
     layout = plan_layout(specs, 2, bucket_numel=600)
     grads = None if accumulation is None else FlatBuffer(layout, META, {dtype_name(dtype): accumulation})
     return optimizer, Owned(layout, 0, routes, FlatBuffer(layout, META), grads,
-                            {"matrix": matrix_rule(config), "scalar": scalar_rule(config)}, cut_rules={},
+                            rules_of(routes, None),
                             names={spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
 
 

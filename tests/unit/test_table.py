@@ -1,6 +1,7 @@
 """The start-up table: which rates train what, what is decayed, and what changes nothing."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -8,13 +9,16 @@ from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
 from ds_layerwise.plan.report import plan_table, start_up_table
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.elementwise import AdamW
+from ds_layerwise.recipes.muon import Muon
 
+MUON, ADAMW = Muon(), AdamW()
 ROUTES = {
-    "up": Route(name="up", optimizer="matrix", reason="matrix", group=0, matrix_shape=(16, 8)),
-    "down": Route(name="down", optimizer="matrix", reason="matrix", group=1, matrix_shape=(8, 16), lr_scale=0.5),
-    "table": Route(name="table", optimizer="scalar", reason="embedding", group=0),
-    "bias": Route(name="bias", optimizer="scalar", reason="fewer than two axes", group=0, weight_decay=0.0),
-    "norm": Route(name="norm", optimizer="scalar", reason="fewer than two axes", group=0),
+    "up": Route(name="up", recipe=MUON, reason="matrix", group=0, matrix_shape=(16, 8)),
+    "down": Route(name="down", recipe=MUON, reason="matrix", group=1, matrix_shape=(8, 16), lr_scale=0.5),
+    "table": Route(name="table", recipe=ADAMW, reason="embedding", group=0),
+    "bias": Route(name="bias", recipe=ADAMW, reason="fewer than two axes", group=0, weight_decay=0.0),
+    "norm": Route(name="norm", recipe=ADAMW, reason="fewer than two axes", group=0),
 }
 SHAPES = {"up": (16, 8), "down": (8, 16), "table": (4, 8), "bias": (8, ), "norm": (8, )}
 
@@ -22,8 +26,10 @@ SHAPES = {"up": (16, 8), "down": (8, 16), "table": (4, 8), "bias": (8, ), "norm"
 def table(params, groups=(), **changes):
     run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1}, **changes, "optimizer": {
         "type": "LayerWiseMuon", "params": params}})
-    specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), ROUTES, run.optimizer)
-    return start_up_table(ROUTES, specs, forecast(specs, run, 2), run.optimizer, groups=groups,
+    matrix, scalar = run.optimizer.recipes
+    routes = {name: replace(route, recipe=matrix if route.whole else scalar) for name, route in ROUTES.items()}
+    specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
+    return start_up_table(routes, specs, forecast(specs, run, 2), run.optimizer, groups=groups,
                           without_effect=run.without_effect)
 
 
@@ -67,9 +73,9 @@ def test_what_changes_nothing_is_named():
 def test_a_plan_says_the_same():
     run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1, "round_robin_gradients": True}, "optimizer": {
         "type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.05, "weight_decay": 0.1}}})
-    routes = {name: Route(name=name, optimizer=route.optimizer, reason=route.reason, group=0,
+    routes = {name: Route(name=name, recipe=route.recipe, reason=route.reason, group=0,
                           matrix_shape=route.matrix_shape) for name, route in ROUTES.items()}
-    specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes, run.optimizer)
+    specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
     one, other = (plan_table(routes, specs, [forecast(specs, run, n) for n in ranks], run.optimizer,
                              without_effect=run.without_effect) for ranks in ([2], [2, 4]))
     assert rows(one) == rows(other) == {"up": ["0.05", "0.1"], "table": ["0.001", "0.1"], "bias": ["0.001", "0.1"]}

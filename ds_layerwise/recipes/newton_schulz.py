@@ -1,0 +1,41 @@
+"""How a Newton-Schulz iteration is cut into segments, and its FLOPs."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from ds_layerwise.errors import LayoutError
+
+NsMethod = Literal["gram", "standard"]
+
+
+def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
+    """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n counted as 2mnk.
+
+    ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square matrices run as
+    ``standard``, as in DeepSpeed.
+
+    Raises:
+        LayoutError: an argument is out of range or ``method`` is unknown.
+    """
+    if min(rows, cols, steps, batch) < 1:
+        raise LayoutError(f"rows, cols, steps and batch must be at least 1, got {rows}, {cols}, {steps}, {batch}")
+    if method not in get_args(NsMethod):
+        raise LayoutError(f"method must be one of {', '.join(get_args(NsMethod))}, got {method!r}")
+    m, n = sorted((rows, cols))
+    if method == "standard" or m == n:
+        return batch * steps * (4 * m * m * n + 2 * m**3)
+    segments = len(gram_segments(steps))
+    rectangular, square = 2 * segments, 4 * steps - 3 * segments
+    return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
+
+
+def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
+    """Lengths of the runs of steps after which the Gram iteration forms its Gram matrix anew.
+
+    Two steps first; then every two in bf16, and in fp16 where there are more than five, else every three. Five steps
+    in fp16 or float32 so restart once. :mod:`ds_layerwise.orthogonalize.newton_schulz` has the measurements behind it.
+    """
+    every = 2 if bf16 or (fp16 and steps > 5) else 3
+    starts = [0, *range(2, steps, every)]
+    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))

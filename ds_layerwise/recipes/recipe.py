@@ -1,0 +1,91 @@
+"""What a recipe is: the rule of a parameter with all its settings, and what that costs, from a shape alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ds_layerwise.recipes.settings import Section
+
+#: Bytes of one element, by torch's names of dtypes.
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+               "uint8": 1, "bool": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One tensor that an optimizer keeps for a parameter from step to step."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    """As torch calls it."""
+    on_host: bool = False
+    """Whether it lies in host memory for every optimizer, as torch's 0-d ``step`` does."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Recipe(Section):
+    """The rule of a parameter with all its settings: what is computed. Equal recipes update parameters alike.
+
+    A subclass is one optimizer: its fields are the settings that hold for a run, or for the parameters that an override
+    names. What a parameter group may change from step to step (``hyper``) is no field. Shapes are those that the rule
+    sees: of a whole parameter ``(rows, cols)`` or ``(batch, rows, cols)``, of a piece of a split one ``(numel,)``.
+    """
+
+    rule: ClassVar[str]
+    """What a config calls it, and the registry finds its code by."""
+    whole: ClassVar[bool]
+    """Whether it needs whole parameters; else they may be cut anywhere."""
+    family: ClassVar[str]
+    """Equal for recipes that go on from each other's states."""
+    gradient_average: ClassVar[str | None] = None
+    """The state that is an exponential moving average of the gradient: other families may go on from it."""
+    lr_ratio: ClassVar[Literal["matrix_lr_ratio", "scalar_lr_ratio"]] = "matrix_lr_ratio"
+    """What of a parameter group its ``lr`` is multiplied with: the ratio of ``muon_lr``, or of ``adam_lr``."""
+    hyper: ClassVar[tuple[str, ...]] = ()
+    """What it takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """By torch's names, what it keeps of a parameter of ``shape``."""
+        raise NotImplementedError
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """FLOPs of one update beyond what is done to every element; owners are balanced by it."""
+        return 0
+
+    def workspace(self, shape: tuple[int, ...]) -> int:
+        """Bytes that an update of a parameter of ``shape`` takes at most, beside the parameter, gradient and states."""
+        return 4 * math.prod(shape)
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of all states of a parameter of ``shape`` that follow it to its device."""
+        return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
+
+    @property
+    def sees_tensor_shards(self) -> bool:
+        """Whether it takes what tensor parallelism leaves of a matrix for a matrix."""
+        return False
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """Whether a learning rate that is right for AdamW is right for it."""
+        return not self.whole
+
+    def summary(self, hyper: Callable[[str], str]) -> str:
+        """One line for the start-up table, without its name; ``hyper`` gives the text of a group's hyper-parameter."""
+        return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)
+
+    def settings(self) -> dict[str, Any]:
+        """By the names that a config uses, every setting."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+
+def like(shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
+    """Float32 states of the parameter's own shape."""
+    return {name: StateSpec(shape) for name in names}
