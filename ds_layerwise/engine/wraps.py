@@ -15,7 +15,7 @@ Note: what is wrapped, and why there
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,7 +34,7 @@ from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
+from ds_layerwise.config import is_ours
 from ds_layerwise.engine import loading, patches, saving
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
@@ -43,10 +43,11 @@ from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
-from ds_layerwise.plan.ds_config import (refuse_misplaced, refuse_unsupported, type_meant, what_ranks_share,
-                                         with_plain_numbers, without_effect)
+from ds_layerwise.plan.config_file import config_of
+from ds_layerwise.plan.ds_config import refuse_misplaced, type_meant, what_ranks_share, with_plain_numbers
 from ds_layerwise.plan.listing import as_text, listed
 from ds_layerwise.plan.rates import check_peaks
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
 from ds_layerwise.zero import autocast, takeover
@@ -82,9 +83,31 @@ def read_zero_config(given: Any) -> Any:
     return config
 
 
-def _sections(engine: DeepSpeedEngine) -> tuple[OptimizerConfig, LayerWiseConfig]:
-    given = engine._config._param_dict
-    return (OptimizerConfig.from_section(given["optimizer"]), LayerWiseConfig.from_section(given.get("layerwise", {})))
+def _run(engine: DeepSpeedEngine) -> RunConfig:
+    """What the engine's config says to this backend; read once."""
+    config = engine._config
+    if not hasattr(config, "_layerwise_run"):
+        config._layerwise_run = RunConfig.from_ds_config(config._param_dict)
+    run: RunConfig = config._layerwise_run
+    return run
+
+
+def _initialize_params(original: Callable[[Any], Any], config: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
+    """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it, too."""
+    optimizer = given.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else optimizer
+    if not (isinstance(kind, str) and is_ours(kind)):
+        return original(given)
+    # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
+    config_of(given)
+    try:
+        return original(given)
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        try:
+            RunConfig.from_ds_config(given)
+        except ConfigError as ours:
+            raise ours from error
+        raise
 
 
 def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
@@ -139,9 +162,7 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    check_recipes(_sections(engine)[0].recipes)
-    refuse_unsupported(given)
-    autocast.check_section(given)
+    check_recipes(_run(engine).optimizer.recipes)
     _refuse_what_is_not_read(engine._config, given)
     if engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
@@ -174,7 +195,7 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             _check_model(engine)
             sequence.check(engine)
             if pipeline.is_pipeline(engine.module):
-                pipeline.check(engine, engine.module, _sections(engine)[1])
+                pipeline.check(engine, engine.module, _run(engine).layerwise)
         if dist.is_initialized():
             described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
                          f"{' (trained by another engine before)' * takeover.is_trained(param)}"
@@ -210,7 +231,7 @@ def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeed
     if not _uses_us(engine):
         return original(model_parameters)
     with _alike():
-        config = _sections(engine)[0]
+        config = _run(engine).optimizer
         optimizer = LayerWiseOptimizer(model_parameters, config)
         if not engine.client_lr_scheduler:
             check_peaks(engine._config._param_dict.get("scheduler"), optimizer.param_groups, config,
@@ -230,7 +251,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not isinstance(optimizer, LayerWiseOptimizer):
         return original(optimizer)
     optimizer.restore_groups()
-    settings, layerwise = _settings(engine), _sections(engine)[1]
+    settings, layerwise = _settings(engine), _run(engine).layerwise
     if settings.tensor_group is not None and layerwise.save_universal:
         raise ConfigError("layerwise.save_universal is true, and tensor parallelism has cut the model into "
                           f"{engine.mp_world_size} parts, which the universal format would have whole; remove it")
@@ -280,6 +301,7 @@ _ENGINE_WRAPS: dict[str, Callable[..., Any]] = {
     **FOR_LIFE,
 }
 WRAPS: dict[tuple[type, str], Callable[..., Any]] = {
+    (ds_config_module.DeepSpeedConfig, "_initialize_params"): _initialize_params,
     (ds_config_module.DeepSpeedConfig, "_configure_train_batch_size"): _configure_train_batch_size,
     **{(DeepSpeedEngine, name): wrap for name, wrap in _ENGINE_WRAPS.items()},
 }
@@ -290,12 +312,8 @@ def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
 
 
 def _settings(engine: DeepSpeedEngine) -> Settings:
-    config = engine._config
-    model_dtype, accumulation = engine.get_data_types()
-    for key, dtype in (("communication_data_type", config.communication_data_type),
-                       ("data_types.grad_accum_dtype", accumulation)):
-        if dtype is not None and dtype not in DTYPES.values():
-            raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {dtype}")
+    config, run = engine._config, _run(engine)
+    model_dtype, _ = engine.get_data_types()
     autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     compute_dtype = autocast_dtype or model_dtype
     loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
@@ -310,9 +328,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer
-    on_host = offload is not None and offload.device == "cpu"
     return Settings(
-        stage=engine.zero_optimization_stage(),
+        stage=run.stage,
         group=group,
         expert_groups=expert_groups,
         model_group=model_group,
@@ -320,12 +337,12 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         tensor_group=None if pipeline.is_pipeline(engine.module) else tensor_group(
             mpu, autotp_group=_autotp_group(engine)),
         compute_dtype=compute_dtype,
-        accumulation_dtype=None if config.grad_accum_dtype is None else accumulation,
+        accumulation_dtype=None if run.accumulation_dtype is None else DTYPES[run.accumulation_dtype],
         # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
         wire_dtype=config.communication_data_type,
         autocast=autocast_dtype is not None,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
-        bucket_numel=engine.zero_reduce_bucket_size(),
+        bucket_numel=run.bucket_numel,
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=float(engine.gradient_clipping()),
         may_be_unused=engine.zero_ignore_unused_parameters(),
@@ -334,8 +351,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
         loss_scale_args=loss_scale,
-        host_ratio=offload.ratio if on_host else 0.0,
-        pin_memory=on_host and offload.pin_memory,
+        host_ratio=run.host_ratio,
+        pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
-        without_effect=without_effect(config._param_dict),
+        without_effect=run.without_effect,
     )

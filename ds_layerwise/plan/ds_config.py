@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_layerwise.config import belongs_in, only_known
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.settings import NonNegative, Positive, check, nearest, plain
 
 #: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
@@ -185,3 +185,37 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
             isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
         raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."
                           "use_node_local_storage is true; remove one of the two")
+
+
+_AUTOCAST_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "half")
+_AUTOCAST_KEYS = ("enabled", "dtype", "lower_precision_safe_modules")
+
+
+def check_autocast(ds_config: Mapping[str, Any]) -> None:
+    """Check the ``torch_autocast`` section, and what the rest of a DeepSpeed config may not say beside it.
+
+    Raises:
+        ConfigError: names the key, its value and the way out.
+    """
+    section = ds_config.get("torch_autocast") or {}
+    for key in section:
+        if key not in _AUTOCAST_KEYS:
+            raise unknown_key("torch_autocast", key, _AUTOCAST_KEYS)
+    enabled = section.get("enabled", False)
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"torch_autocast.enabled must be true or false, got {enabled!r}")
+    if not enabled:
+        return
+    if section.get("dtype") not in _AUTOCAST_DTYPES:
+        raise ConfigError(f"torch_autocast.dtype must be 'bfloat16' or 'float16', got {section.get('dtype')!r}")
+    modules = section.get("lower_precision_safe_modules")
+    if modules is not None and (isinstance(modules, str) or not isinstance(modules, Sequence)):
+        raise ConfigError("torch_autocast.lower_precision_safe_modules must be a list of names of classes, such as "
+                          f"'torch.nn.Linear', got {modules!r}")
+    for other in ("bf16", "bfloat16", "fp16"):
+        if (ds_config.get(other) or {}).get("enabled"):
+            raise ConfigError(f"torch_autocast.enabled and {other}.enabled are both true: the one keeps weights in "
+                              "float32, the other does not; remove one of the two")
+    if ds_config.get("communication_data_type") is not None:
+        raise ConfigError(f"communication_data_type is {ds_config['communication_data_type']!r}, but torch_autocast "
+                          "decides for each parameter what its gradient travels in; remove one of the two")

@@ -1,7 +1,7 @@
 """What a run costs each rank, from names, shapes and the config alone: the numbers of the start-up table.
 
-Training and ``ds-layerwise plan`` both end in a :class:`Forecast`. What differs is where shapes and dtypes come from:
-from the engine there, from a file and :class:`RunConfig` here.
+Training and ``ds-layerwise plan`` both end in a :class:`Forecast`. What differs is where shapes come from: from the
+model there, from a file here.
 """
 
 from __future__ import annotations
@@ -10,118 +10,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.config_file import config_of
 from ds_layerwise.plan.cost import (LayoutReport, RankMemory, RankTraffic, memory_bytes, state_bytes_of, traffic_bytes,
                                     wire_elements)
-from ds_layerwise.plan.ds_config import refuse_unsupported, without_effect
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.recipe import DTYPE_BYTES, Recipe
-
-#: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
-DEFAULT_BUCKET_NUMEL = 500_000_000
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_ACCUMULATION_DTYPES = {**{spelling: name for short, name in _DTYPES.items()
-                           for spelling in (short, name, f"torch.{name}")}, "half": "float16", "float": "float32"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
-    """What of a DeepSpeed config decides where parameters live and what they cost."""
-
-    optimizer: OptimizerConfig
-    layerwise: LayerWiseConfig
-    stage: int
-    bucket_numel: int
-    param_dtype: str
-    """Of the model, as a Layout names it. In float32 mode the engine casts nothing; this says a float32 model."""
-    accumulation_dtype: str | None
-    wire_dtype: str | None
-    host_ratio: float
-    without_effect: tuple[str, ...]
-    """Keys that are accepted, but change nothing."""
-
-    @classmethod
-    def from_ds_config(cls, given: object) -> RunConfig:
-        """Parse a whole DeepSpeed config, and refuse what training refuses at its start.
-
-        Raises:
-            ConfigError: names the key, its value and what it may say.
-        """
-        given = config_of(given)
-        section = given.get("optimizer") or {}
-        if not is_ours(section.get("type")):
-            raise ConfigError(f"optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got {section.get('type')!r}"
-                              f"{'' if section else ': there is no optimizer section'}")
-        optimizer = OptimizerConfig.from_section(section)
-        layerwise = LayerWiseConfig.from_section(given.get("layerwise", {}))
-        refuse_unsupported(given)
-        check_peaks(given.get("scheduler"), [{"lr": optimizer.lr, "matrix_lr_ratio": optimizer.matrix_lr_ratio,
-                                              "scalar_lr_ratio": optimizer.scalar_lr_ratio}], optimizer)
-        if (given.get("torch_autocast") or {}).get("enabled"):
-            raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
-                              "gradients in half precision; plan without it")
-        if (given.get("tensor_parallel") or {}).get("autotp_size") not in (None, 0, 1):
-            raise ConfigError("tensor_parallel.autotp_size is not 1, and shapes of a whole model do not say how AutoTP "
-                              "cuts them; plan without it")
-        zero = given["zero_optimization"]
-        return cls(
-            optimizer=optimizer, layerwise=layerwise, stage=zero["stage"],
-            bucket_numel=_bucket_numel(zero.get("reduce_bucket_size", "auto")), param_dtype=_param_dtype(given),
-            accumulation_dtype=_dtype("data_types.grad_accum_dtype",
-                                      (given.get("data_types") or {}).get("grad_accum_dtype"), _ACCUMULATION_DTYPES),
-            wire_dtype=_dtype("communication_data_type", given.get("communication_data_type"), _DTYPES),
-            host_ratio=_host_ratio(zero), without_effect=without_effect(given))
-
-    def stored_as(self, dtype: str) -> str:
-        """What gradients of parameters of ``dtype`` are accumulated in."""
-        return "float32" if self.stage == 2 else self.accumulation_dtype or dtype
-
-    def sent_as(self, dtype: str) -> str:
-        """What gradients of parameters of ``dtype`` travel in."""
-        return self.wire_dtype or (dtype if self.stage == 2 else self.stored_as(dtype))
-
-
-def _bucket_numel(value: object) -> int:
-    if value == "auto":
-        return DEFAULT_BUCKET_NUMEL
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf or value % 1:
-        raise ConfigError(f"zero_optimization.reduce_bucket_size must be a whole number of at least 1, got {value!r}")
-    return int(value)
-
-
-def _host_ratio(zero: Mapping[str, Any]) -> float:
-    offload = zero.get("offload_optimizer") or {}
-    if zero.get("cpu_offload") is True:
-        return 1.0
-    ratio = offload.get("ratio", 1.0)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
-    return float(ratio) if offload.get("device") == "cpu" else 0.0
-
-
-def _param_dtype(given: Mapping[str, Any]) -> str:
-    halves = [name for section, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
-              if (given.get(section) or {}).get("enabled")]
-    if len(set(halves)) > 1:
-        raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
-    return halves[0] if halves else "float32"
-
-
-def _dtype(key: str, value: Any, known: Mapping[str, str]) -> str | None:
-    if value is None:
-        return None
-    name = known.get(value.lower() if isinstance(value, str) else "")
-    if name is None:
-        raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {value!r}")
-    return name
 
 
 def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route], *,

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.config_file import fill_in, read_config
-from ds_layerwise.plan.forecast import Forecast, RunConfig, forecast, specs_of
+from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.model_file import find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,10 @@ class DryRun:
         hf = None
         if is_hf_config(path):
             from ds_layerwise.tools.hf_model import HfShapes
-            RunConfig.from_ds_config(fill_in(given)[0])  # its mistakes come before building anything
+            _read(fill_in(given)[0])  # its mistakes come before building anything
             hf = HfShapes(path)
         filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
-        run = RunConfig.from_ds_config(filled)
+        run = _read(filled)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
         if hf is not None:
             shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes)
@@ -63,3 +66,22 @@ class DryRun:
         group = {"weight_decay": chosen.weight_decay, "matrix_lr_ratio": chosen.matrix_lr_ratio,
                  "scalar_lr_ratio": chosen.scalar_lr_ratio}
         return listed(self.routes, self.specs, plan.layout, [group])
+
+
+def _read(given: Mapping[str, Any]) -> RunConfig:
+    """The config, as far as shapes alone can tell what becomes of it.
+
+    Raises:
+        ConfigError: training refuses it, or they cannot.
+    """
+    run = RunConfig.from_ds_config(given)
+    chosen = run.optimizer
+    check_peaks(given.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
+                                          "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen)
+    if run.autocast:
+        raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
+                          "gradients in half precision; plan without it")
+    if (given.get("tensor_parallel") or {}).get("autotp_size") not in (None, 0, 1):
+        raise ConfigError("tensor_parallel.autotp_size is not 1, and shapes of a whole model do not say how AutoTP "
+                          "cuts them; plan without it")
+    return run

@@ -32,8 +32,9 @@ from measuring import anonymous_mb, run_ranks, settle
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.model_file import ModelParam, route_model
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks import comm
 
 #: How far off a prediction may be, in percent.
@@ -156,9 +157,9 @@ def measure(job: Job, watched: Any) -> None:
     with Peak(optimizer, tensors + others) as peak:
         train(engine, job)
     run = RunConfig.from_ds_config(job.ds_config())
-    routes = route_model([ModelParam(p.name, p.shape, "matrix" if optimizer.routes[p.name].whole else "scalar") for p in params])
-    plan = forecast(specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes), run,
-                    job.ranks)
+    routes = route_model([ModelParam(p.name, p.shape, "matrix" if optimizer.routes[p.name].whole else "scalar")
+                          for p in params])
+    plan = forecast(specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes), run, job.ranks)
     if plan.layout.digest() != optimizer.layout.digest():
         raise RuntimeError("the plan is for another layout than the engine's")
     held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]

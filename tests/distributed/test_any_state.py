@@ -75,10 +75,8 @@ KEYS = {"fp32", "exp_avg", "exp_avg_sq", "fast_avg", "row_avg", "left", "right",
 
 def engine_of(monkeypatch, **changes):
     monkeypatch.setitem(REGISTRY, "preconditioned", Entry(Recipe_, f"{__name__}:Rule"))
-    changes.setdefault("params", {"matrix_optimizer": "preconditioned", "fast": 0.25})
-    config = ds_config(**changes)
-    config["optimizer"]["type"] = "LayerWise"
-    return start(Net(), config)
+    params = {"matrix_optimizer": "preconditioned", "fast": 0.25, "lr": 0.003, "muon_lr": 0.01}
+    return start(Net(), ds_config(**changes, optimizer={"type": "LayerWise", "params": params}))
 
 
 def bytes_of_states(engine):
@@ -127,8 +125,8 @@ class TestAnyState(DistributedTest):
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("ratio", [0.4, 1.0])
     def test_5_on_the_host(self, ratio, monkeypatch):
-        plain, hosted = engine_of(monkeypatch), engine_of(monkeypatch, zero={"offload_optimizer": {
-            "device": "cpu", "ratio": ratio}})
+        plain, hosted = engine_of(monkeypatch), engine_of(monkeypatch, zero_optimization={
+            "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": ratio}})
         held = hosted.optimizer.forecast().memory[hosted.global_rank]
         assert sum(t.nbytes for t in hosted.optimizer._owned.host.tensors) == held.host
         for engine in (plain, hosted):

@@ -19,11 +19,10 @@ from ds_layerwise.config import OptimizerConfig, params_model
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.plan.ds_config import refuse_unsupported, type_meant, without_effect
-from ds_layerwise.plan.forecast import RunConfig
+from ds_layerwise.plan.ds_config import check_autocast, refuse_unsupported, type_meant, without_effect
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.zero.autocast import check_section
 from tests.config_table import DOCUMENT, config_with, read_table
 
 TESTS = Path(__file__).parents[1]
@@ -82,7 +81,7 @@ def parse(row, **changes):
     config = {**config_with(row.path, changes.pop("value", row.value), BASE), **changes}
     OptimizerConfig.from_section(config["optimizer"])
     refuse_unsupported(config)
-    check_section(config)
+    check_autocast(config)
 
 
 def rows(*verdicts):
@@ -281,7 +280,7 @@ def test_what_does_not_go_with_autocast(changes, message):
     section = {"enabled": True, "dtype": "bfloat16"}
     section.update({key: changes.pop(key) for key in list(changes) if key == "lower_precision_safe_modules"})
     with pytest.raises(ConfigError, match=message):
-        check_section({"torch_autocast": section, **changes})
+        check_autocast({"torch_autocast": section, **changes})
 
 
 def test_hyper_parameters_reach_the_groups():

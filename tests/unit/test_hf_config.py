@@ -7,8 +7,9 @@ import pytest
 from transformers import (AutoConfig, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel,
                           LlamaConfig, LlamaForCausalLM)
 
-from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.report import as_json, plan_table
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.routing.rules import route_parameters
 from tests.cli import assert_refused, run
 

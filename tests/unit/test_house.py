@@ -31,7 +31,8 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
-    "plan": ("config_file ds_config layout rates routes", "cost listing planner", "forecast", "model_file report"),
+    "plan": ("config_file ds_config layout rates routes", "cost listing planner run_config", "forecast",
+             "model_file report"),
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names regular reshard", "aside pipeline universal", "folder tags",

@@ -18,8 +18,8 @@ from transformers import TrainingArguments
 
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
-from ds_layerwise.plan.forecast import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.recipes.registry import REGISTRY
 from tests.cli import assert_refused, run
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.plan.forecast import RunConfig, forecast, specs_of
+from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.report import plan_table, start_up_table
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 
