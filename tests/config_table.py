@@ -1,4 +1,4 @@
-"""The tables of docs/config_keys.md, as data."""
+"""The tables of docs/config_keys.md, and what is tried with each key and where, as data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "config_keys.md"
+
+#: By the path of each key: the ``releases`` that have it ("ours": no key of stock), a value to ``try`` that is not the
+#: default, and the ``test`` of what the document says of it.
+TRIED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "config_keys.json").read_text())
+
+#: What the document's column "here" says, and what it is called in tests.
+VERDICTS = {"works": "honoured", "error": "refused", "same result": "same", "no effect": "not ours"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,8 @@ class Row:
     """One that is not the default."""
     verdict: str
     test: str
+    says: str
+    """The document's own words."""
 
     @property
     def path(self) -> str:
@@ -30,19 +39,31 @@ class Row:
         return f"{self.section}.{self.key}" if self.section else self.key
 
 
-def read_table(text: str) -> list[Row]:
-    """Every row of every table in ``text``."""
-    rows, section = [], None
+def documented(text: str) -> dict[str, tuple[str, str]]:
+    """By the path of each key in the tables of ``text``: its verdict, and what it means."""
+    found: dict[str, tuple[str, str]] = {}
+    section = None
     for line in text.splitlines():
         if line.startswith("## "):
             section = "" if line == "## Top level" else line[3:].strip("`")
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
         if section is None or not line.startswith("| `"):
             continue
-        keys, _, releases, value, verdict, _, test = cells
+        keys, verdict, means = (cell.strip() for cell in line.strip("|").split("|"))
         for key in re.findall(r"`(\w+)`", keys):
-            rows.append(Row(section, key, releases, json.loads(value.strip("`")), verdict, test.strip("`")))
-    return rows
+            path = f"{section}.{key}" if section else key
+            if path in found:
+                raise ValueError(f"{DOCUMENT.name} has {path} twice")
+            found[path] = (VERDICTS[verdict], means)
+    return found
+
+
+def read_table(text: str) -> list[Row]:
+    """Every key of every table in ``text``, with what is tried; each has to be in both."""
+    tables = documented(text)
+    if tables.keys() != TRIED.keys():
+        raise ValueError(f"in {DOCUMENT.name} or in config_keys.json alone: {sorted(tables.keys() ^ TRIED.keys())}")
+    return [Row(path.rpartition(".")[0], path.rpartition(".")[2], TRIED[path]["releases"], TRIED[path]["try"], verdict,
+                TRIED[path]["test"], means) for path, (verdict, means) in tables.items()]
 
 
 def config_with(path: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:

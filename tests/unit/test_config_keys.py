@@ -95,6 +95,17 @@ def test_the_table_is_read():
     assert len({row.path for row in ROWS}) == len(ROWS)
 
 
+@pytest.mark.parametrize("releases", ["newest only", "oldest only"])
+def test_the_document_says_which_release_has_a_key(releases):
+    assert {row.path for row in ROWS if releases in row.says} == {row.path for row in ROWS if row.releases == releases}
+
+
+def test_the_document_says_which_keys_are_ours():
+    rows = [row for row in ROWS if row.section == "optimizer.params"]
+    assert {row.path for row in rows if row.says.startswith("ours")} == {
+        row.path for row in rows if row.releases == "ours"}
+
+
 @pytest.mark.parametrize("section", MODELS)
 def test_every_key_is_in_the_table_and_no_other(section):
     installed, old = keys_of(MODELS[section]), set(OLD_KEYS[section].split())
