@@ -32,7 +32,7 @@ class ParamSync:
         memory, as ``param.data`` or a ``state_dict`` that was kept; parameters of a class of their own; scripted
         modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A forward
         pass within a transform of torch.func, which unpacks parameters unasked, waits for everything at its start.
-        Nobody sees C++ code that a module hands the weight of another one: README says so.
+        Nobody sees C++ code that a module hands the weight of another one: docs/training.md says so.
     """
 
     def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
