@@ -1,0 +1,433 @@
+"""README.md and docs/ against the package: configs, commands, options, names, links, and what they say is shown."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from configparser import ConfigParser
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from deepspeed.launcher import runner
+from torch import nn
+from torch.distributed import run as torchrun
+
+from ds_layerwise import cli
+from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.tools.dry_run import DryRun
+from tests.documents import (DOCS, PAGES, ROOT, USERS_FILES, anchors_of, as_config, blocks, blocks_of, names_in,
+                             prose_of, tables_of)
+
+each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+
+
+def each_block(language):
+    return pytest.mark.parametrize("block", blocks(language), ids=str)
+
+
+#: The parsers of our commands.
+COMMANDS = next(action.choices for action in cli._parser()._actions if action.dest == "command")
+
+
+def options_of(command):
+    """The options of a command of ours, without --help."""
+    return {option for action in COMMANDS[command]._actions for option in action.option_strings} - {"-h", "--help"}
+
+
+# --- code ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_block_is_in_a_language_that_is_tested():
+    found = {block.language for path in PAGES for block in blocks_of(path)}
+    assert found <= {"json", "python", "sh", ""}
+    # Drawings of a folder and of a path, in the page for those who work on the package.
+    assert {block.page for path in PAGES for block in blocks_of(path) if not block.language} <= {"docs/design.md"}
+
+
+#: Names as the pages' overrides have them.
+MODEL = """
+model: small
+numel: 1416
+params:
+  - {name: model.embed.weight, shape: [40, 8], optimizer: scalar}
+  - {name: model.layers.0.proj.weight, shape: [32, 32], optimizer: matrix}
+  - {name: model.layers.0.proj.bias, shape: [32], optimizer: scalar}
+  - {name: model.norm.weight, shape: [40], optimizer: scalar}
+"""
+
+
+@each_block("json")
+def test_configs_are_planned(block, tmp_path):
+    config, _ = as_config(block)
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "model.yaml").write_text(MODEL)
+
+    def plan():
+        return DryRun.of(str(tmp_path / "model.yaml"), tmp_path / "ds.json", [1, 2])
+
+    if "tensor_parallel" in config:
+        # All that comes before is in order.
+        with pytest.raises(ConfigError, match="autotp_size is not 1, and shapes of a whole model do not say how"):
+            plan()
+        return
+    assert plan().run.optimizer == OptimizerConfig.from_section(config["optimizer"])
+    assert [forecast.layout.world_size for forecast in plan().forecasts] == [1, 2]
+
+
+#: Variables that pages set, and where they are read.
+VARIABLES = {"CLIENTS": ROOT / "tests" / "clients" / "run.py", "THOROUGH": ROOT / "tests" / "conftest.py",
+             "GLOO_SOCKET_IFNAME": None}
+
+
+@each_block("sh")
+def test_commands_exist_with_their_options_and_files(block):
+    lines = [line for line in block.text.replace("\\\n", " ").splitlines() if shlex.split(line, comments=True)]
+    assert lines
+    for line in lines:
+        check_command(shlex.split(line, comments=True))
+
+
+def check_command(words):
+    while match := re.fullmatch(r"(\w+)=(.*)", words[0]):
+        assert_variable(match[1])
+        words = words[1:]
+    program, *arguments = words
+    checks = {"ds-layerwise": check_ours, "python": check_python, "bash": check_bash, "deepspeed": check_deepspeed,
+              "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None,
+              "export": lambda given: [assert_variable(each.partition("=")[0]) for each in given]}
+    checks[program](arguments)
+
+
+def assert_variable(name):
+    assert name in VARIABLES and (VARIABLES[name] is None or name in VARIABLES[name].read_text()), name
+
+
+def assert_file(name):
+    assert name in USERS_FILES or (ROOT / name).is_file(), f"{name} is neither of the repository nor a user's"
+
+
+def check_ours(arguments):
+    options = cli._parser().parse_args(arguments)
+    if options.command == "plan":
+        assert_file(str(options.config))
+        models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.yaml")}
+        assert options.model in models or options.model in USERS_FILES
+        return
+    for path in (options.path, getattr(options, "other", None), getattr(options, "out", None)):
+        assert path is None or str(path) in USERS_FILES
+    assert options.command != "consolidate" or options.config is None or str(options.config) in USERS_FILES
+
+
+def check_python(arguments):
+    if arguments[0] == "-m":
+        module = importlib.import_module(arguments[1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", arguments[1:])
+            parsed = module.parse_arguments()
+        assert str(parsed.input_folder) in USERS_FILES
+    else:
+        check_script(*arguments)
+
+
+def check_script(name, *arguments):
+    assert_file(name)
+    if name in USERS_FILES:
+        # What its author has said of its arguments: those that DeepSpeed's and Hugging Face's scripts have.
+        allowed, files = {"--deepspeed_config", "--deepspeed"}, arguments
+    else:
+        calls = [node for node in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(node, ast.Call)]
+        of_name = {getattr(call.func, "attr", ""): call for call in calls}
+        allowed = {call.args[0].value for call in calls if getattr(call.func, "attr", "") == "add_argument"
+                   and isinstance(call.args[0], ast.Constant)}
+        allowed |= {"--deepspeed_config"} if "add_config_arguments" in of_name else set()
+        files = arguments
+    for argument in arguments:
+        assert not argument.startswith("-") or argument in allowed, argument
+    for argument in files:
+        assert not argument.endswith((".json", ".py")) or argument in USERS_FILES or (ROOT / argument).is_file()
+
+
+def check_bash(arguments):
+    assert (ROOT / arguments[0]).is_file()
+    if len(arguments) > 1:
+        check_script("examples/train_gpt.py", *arguments[1:])
+
+
+def check_deepspeed(arguments):
+    parsed = runner.parse_args(arguments)
+    if parsed.hostfile != runner.DLTS_HOSTFILE:
+        assert parsed.hostfile in USERS_FILES
+    if parsed.module:
+        check_module(parsed.user_script, *parsed.user_args)
+    else:
+        check_script(parsed.user_script, *parsed.user_args)
+
+
+def check_torchrun(arguments):
+    parsed = torchrun.parse_args(arguments)
+    assert parsed.module
+    check_module(parsed.training_script, *parsed.training_script_args)
+
+
+def check_accelerate(arguments):
+    from accelerate.commands import launch
+    assert arguments[0] == "launch"
+    parsed = launch.launch_command_parser().parse_args(arguments[1:])
+    assert parsed.use_deepspeed and parsed.deepspeed_config_file in USERS_FILES and parsed.module
+    check_module(parsed.training_script, *parsed.training_script_args)
+
+
+def check_module(module, script, *arguments):
+    assert module == "ds_layerwise.run" and importlib.util.find_spec(module)
+    check_script(script, *arguments)
+
+
+def check_pip(arguments):
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert arguments[0] == "install"
+    for wanted in arguments[1:]:
+        if match := re.fullmatch(r"\.(?:\[(\w+)\])?", wanted):
+            assert match[1] is None or match[1] in setup["options.extras_require"]
+
+
+@each_page
+def test_commands_of_ours_in_a_sentence_exist(path):
+    not_built = {name for row in not_built_yet() for name in names_in(row[1])}
+    for name in names_in(prose_of(path)):
+        if match := re.match(r"ds-layerwise ([a-z][a-z-]*)(.*)", name):
+            if " | " in name or f"ds-layerwise {match[1]}" in not_built:
+                continue
+            assert match[1] in COMMANDS
+            assert set(re.findall(r"--[\w-]+", match[2])) <= options_of(match[1])
+
+
+def test_the_page_of_the_command_line_has_every_command_and_option():
+    text = prose_of(DOCS / "cli.md")
+    parts = dict(zip(re.findall(r"^## (.+)$", text, flags=re.MULTILINE), re.split(r"^## .+$", text, flags=re.M)[1:]))
+    assert {name for part in parts for name in names_in(part)} == set(COMMANDS)
+    whole = (DOCS / "cli.md").read_text()
+    for command in COMMANDS:
+        for option in options_of(command):
+            assert option in whole, f"{command} {option}"
+    known = set().union(*map(options_of, COMMANDS))
+    assert set(re.findall(r"(?<![\w-])--[\w-]+", whole)) <= known
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+#: Defaults that are other keys: what each is where the other is given, or nothing is.
+FOLLOWS = {"lr": "`adam_lr`", "adam_lr": "`lr`, else 3e-4"}
+
+
+def option_tables(kind, head):
+    """Key and default, of every row of the tables on all pages with this column for a head."""
+    found = []
+    for path in PAGES:
+        for header, *rows in tables_of(path):
+            if header[:2] in ([head, "default"], ["key", "default"]):
+                for keys, default, *_ in rows:
+                    names = names_in(keys)
+                    if set(names) <= {field.name for field in fields(kind)}:
+                        found.append((path, names, default))
+    return found
+
+
+def assert_defaults(kind, head, defaults):
+    tables = option_tables(kind, head)
+    for path, names, default in tables:
+        if names[0] in FOLLOWS and default == FOLLOWS[names[0]]:
+            continue
+        values = json.loads(f"[{default}]")
+        assert len(values) == len(names), (path.name, names)
+        for name, value in zip(names, values):
+            assert value == json.loads(json.dumps(getattr(defaults, name))) and type(value) is not str or (
+                value == getattr(defaults, name)), (path.name, name)
+    return tables
+
+
+def test_defaults_of_the_optimizer_are_as_the_pages_say():
+    tables = assert_defaults(OptimizerConfig, "`optimizer.params`", OptimizerConfig.from_section({"type": "LayerWise"}))
+    whole = {name for path, names, _ in tables if path.name == "optimizers.md" for name in names}
+    assert whole == {field.name for field in fields(OptimizerConfig)} - {"matrix_optimizer"}
+    assert any(path.name == "README.md" for path, *_ in tables)
+    assert OptimizerConfig.from_section({"params": {"adam_lr": 0.5}}).lr == 0.5
+    assert OptimizerConfig.from_section({"params": {"lr": 0.5, "muon_lr": 1}}).adam_lr == 0.5
+    assert OptimizerConfig.from_section({}).adam_lr == 3e-4
+
+
+def test_defaults_of_the_layout_are_as_the_pages_say():
+    tables = assert_defaults(LayerWiseConfig, "`layerwise`", LayerWiseConfig.from_section({}))
+    whole = {name for path, names, _ in tables if path.name == "training.md" for name in names}
+    assert whole == {field.name for field in fields(LayerWiseConfig)}
+    assert any(path.name == "README.md" for path, *_ in tables)
+
+
+@pytest.mark.parametrize("key, page, quoted", [
+    ("scale_mode", "optimizers.md", 0), ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizers.md", 2),
+    ("ns_dtype", "optimizers.md", 2), ("ns_coefficients", "optimizers.md", 2)])
+def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
+    if quoted:
+        row, = [row for _, *rows in tables_of(DOCS / page) for row in rows if names_in(row[0]) == [key]]
+        values = set(re.findall(r'"(\w+)"', row[1] + row[2]))
+    else:
+        table, = [rows for (head, *_), *rows in tables_of(DOCS / page) if head in (f"`{key}`", "mode")]
+        values = {json.loads(row[0]) for row in table}
+    for value in values:
+        OptimizerConfig.from_section({"params": {key: value}})
+    if key == "ns_coefficients":
+        from ds_layerwise.orthogonalize.newton_schulz import TABLES
+        assert values == set(TABLES)
+    else:
+        with pytest.raises(ConfigError) as refused:
+            OptimizerConfig.from_section({"params": {key: "none of them"}})
+        assert values == set(re.findall(r"'(\w+)'", str(refused.value).partition(", got")[0]))
+
+
+# --- names of modules ------------------------------------------------------------------------------------------------
+
+
+def named(head):
+    """Of the one table with this second column: each name, with ``any`` instead of a star, and what is said of it."""
+    table, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[1] == head]
+    return [(name.replace("*", "any"), row[1]) for row in table for name in names_in(row[0])]
+
+
+@pytest.mark.parametrize("name, goes_to", named("goes to"))
+def test_a_module_of_this_name_goes_where_the_page_says(name, goes_to):
+    # Neither the first nor the last, and of no embedding's shape: it is its name that decides.
+    model = nn.Sequential()
+    for each, module in {"embed": nn.Embedding(9, 8), "first": nn.Linear(8, 8), name: nn.Linear(8, 5),
+                         "last": nn.Linear(5, 7), "norm": nn.LayerNorm(7)}.items():
+        model.add_module(each, module)
+    routes = route_parameters(model, [{"params": list(model.parameters())}])
+    assert routes[f"{name}.weight"].optimizer == goes_to
+    assert goes_to == "matrix" or routes[f"{name}.weight"].reason == "output head (by name)"
+    assert routes["first.weight"].optimizer == routes["last.weight"].optimizer == "matrix"
+    in_a_list = nn.ModuleDict({"layers": nn.ModuleList([model]), "norm": nn.LayerNorm(7)})
+    routes = route_parameters(in_a_list, [{"params": list(in_a_list.parameters())}])
+    assert routes[f"layers.0.{name}.weight"].optimizer == "matrix"
+
+
+#: What the page says of each name: rows of the projection, and how many heads of 4 they are, where a model of width 16
+#: has 4 heads and 2 key-value heads.
+HEADS = {"the model's attention heads": (16, 4), "its key-value heads": (8, 2),
+         "queries, keys and values of all heads: outputs over the width of a head": (32, 8)}
+
+
+def attention_with(name, rows):
+    model, attention = nn.Module(), nn.Module()
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=16, head_dim=4)
+    if name == "in_proj_weight":
+        attention.in_proj_weight = nn.Parameter(nn.Linear(16, rows).weight)
+    else:
+        attention.add_module(name, nn.Linear(16, rows, bias=False))
+    model.layers, model.norm = nn.ModuleList([attention]), nn.LayerNorm(16)
+    return model
+
+
+@pytest.mark.parametrize("name, heads", named("heads"))
+def test_a_projection_of_this_name_is_cut_into_the_heads_that_the_page_says(name, heads):
+    rows, count = HEADS[heads]
+    model = attention_with(name, rows)
+    routes = route_parameters(model, [{"params": list(model.parameters())}], per_head=True)
+    route, = [route for route in routes.values() if name in route.name.split(".")]
+    assert route.matrix_shape == (count, 4, 16) and f"{count} heads" in route.reason
+
+
+def test_no_projection_is_missing_on_the_page():
+    model = attention_with("other", 16)
+    with pytest.raises(RoutingError, match="per_head_muon found no query, key or value projection") as refused:
+        route_parameters(model, [{"params": list(model.parameters())}], per_head=True)
+    known = re.search(r"known: ([\w, ]+)", str(refused.value))[1].split(", ")
+    assert sorted(known) == sorted(name for name, _ in named("heads"))
+
+
+# --- links and evidence ----------------------------------------------------------------------------------------------
+
+
+@each_page
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(path)):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        assert there.is_relative_to(ROOT) and there.exists(), target
+        assert not anchor or anchor in anchors_of(there), target
+
+
+def test_every_page_is_linked_from_the_first():
+    linked = set(re.findall(r"\]\((docs/[\w.]+)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/{path.name}" for path in PAGES[1:]}
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@each_page
+def test_files_in_backticks_exist(path):
+    not_built = {name for row in not_built_yet() for name in names_in(row[1])}
+    for name in names_in(prose_of(path)):
+        if re.fullmatch(r"(examples|tests|ds_configs|ds_layerwise|docs)/[\w./-]*", name) and name not in not_built:
+            assert (ROOT / name).exists(), name
+
+
+def test_what_the_evidence_names_is_there():
+    tables = tables_of(DOCS / "evidence.md")
+    assert len(tables) >= 5
+    for _, *rows in tables:
+        for row in rows:
+            sources = names_in(row[-1])
+            assert sources or "](" in row[-1], row
+            for source in sources:
+                assert_source(source)
+    for path in PAGES:
+        for name in names_in(prose_of(path)):
+            if re.fullmatch(r"test_\w+\.py(::\w+)*", name):
+                assert_source(name)
+
+
+def assert_source(source):
+    file, *names = source.split("::")
+    if file.startswith("20"):
+        assert (ROOT / "examples" / "benchmarks" / "results" / file).is_file(), source
+        return
+    found = list((ROOT / "tests").rglob(file))
+    assert found, f"tests/ has no {file}"
+    assert not names or any(defines(path, names) for path in found), f"{file} has no {'::'.join(names)}"
+
+
+def defines(path: Path, names):
+    body = ast.parse(path.read_text()).body
+    for name in names:
+        found = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+def not_built_yet():
+    table, = [rows for header, *rows in tables_of(DOCS / "design.md") if header[0] == "not built yet"]
+    return table
+
+
+@pytest.mark.parametrize("what, missing", not_built_yet(), ids=[row[0][:30] for row in not_built_yet()])
+def test_what_is_called_not_built_is_not_there(what, missing):
+    assert names_in(missing)
+    for name in names_in(missing):
+        if name.startswith("ds-layerwise "):
+            there = name.split()[1] in COMMANDS
+        elif ": " in name:
+            key, value = name.split(": ")
+            with pytest.raises(ConfigError):
+                OptimizerConfig.from_section({"type": "LayerWise", "params": {key: value}})
+            there = False
+        else:
+            there = (ROOT / name).exists()
+        assert not there, f"{name} is built: take it out of the table in docs/design.md, and its mark where it stands"
