@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 from configparser import ConfigParser
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,10 @@ from torch import nn
 from torch.distributed import run as torchrun
 
 from ds_layerwise import cli
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.recipes.elementwise import AdamW
+from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.documents import (DOCS, PAGES, ROOT, USERS_FILES, anchors_of, as_config, blocks, blocks_of, names_in,
@@ -119,7 +120,7 @@ def check_ours(arguments):
         models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.yaml")}
         assert options.model in models or options.model in USERS_FILES
         return
-    for path in (options.path, getattr(options, "other", None), getattr(options, "out", None)):
+    for path in (getattr(options, "path", None), getattr(options, "other", None), getattr(options, "out", None)):
         assert path is None or str(path) in USERS_FILES
     assert options.command != "consolidate" or options.config is None or str(options.config) in USERS_FILES
 
@@ -234,7 +235,7 @@ def option_tables(kind, head):
             if header[:2] in ([head, "default"], ["key", "default"]):
                 for keys, default, *_ in rows:
                     names = names_in(keys)
-                    if set(names) <= {field.name for field in fields(kind)}:
+                    if set(names) <= set(kind.keys()):
                         found.append((path, names, default))
     return found
 
@@ -247,15 +248,16 @@ def assert_defaults(kind, head, defaults):
         values = json.loads(f"[{default}]")
         assert len(values) == len(names), (path.name, names)
         for name, value in zip(names, values):
-            assert value == json.loads(json.dumps(getattr(defaults, name))) and type(value) is not str or (
-                value == getattr(defaults, name)), (path.name, name)
+            assert value == json.loads(json.dumps(defaults[name])) and type(value) is not str or (
+                value == defaults[name]), (path.name, name)
     return tables
 
 
 def test_defaults_of_the_optimizer_are_as_the_pages_say():
-    tables = assert_defaults(OptimizerConfig, "`optimizer.params`", OptimizerConfig.from_section({"type": "LayerWise"}))
+    kind, config = params_model(Muon, AdamW, True), OptimizerConfig.from_section({"type": "LayerWise"})
+    tables = assert_defaults(kind, "`optimizer.params`", {**config.model_dump(), **config.for_the_run()})
     whole = {name for path, names, _ in tables if path.name == "optimizers.md" for name in names}
-    assert whole == {field.name for field in fields(OptimizerConfig)} - {"matrix_optimizer"}
+    assert whole == set(kind.keys()) - {"matrix_optimizer"}
     assert any(path.name == "README.md" for path, *_ in tables)
     assert OptimizerConfig.from_section({"params": {"adam_lr": 0.5}}).lr == 0.5
     assert OptimizerConfig.from_section({"params": {"lr": 0.5, "muon_lr": 1}}).adam_lr == 0.5
@@ -263,9 +265,9 @@ def test_defaults_of_the_optimizer_are_as_the_pages_say():
 
 
 def test_defaults_of_the_layout_are_as_the_pages_say():
-    tables = assert_defaults(LayerWiseConfig, "`layerwise`", LayerWiseConfig.from_section({}))
+    tables = assert_defaults(LayerWiseConfig, "`layerwise`", LayerWiseConfig.from_section({}).model_dump())
     whole = {name for path, names, _ in tables if path.name == "training.md" for name in names}
-    assert whole == {field.name for field in fields(LayerWiseConfig)}
+    assert whole == set(LayerWiseConfig.keys())
     assert any(path.name == "README.md" for path, *_ in tables)
 
 
@@ -307,12 +309,12 @@ def test_a_module_of_this_name_goes_where_the_page_says(name, goes_to):
                          "last": nn.Linear(5, 7), "norm": nn.LayerNorm(7)}.items():
         model.add_module(each, module)
     routes = route_parameters(model, [{"params": list(model.parameters())}])
-    assert routes[f"{name}.weight"].optimizer == goes_to
+    assert routes[f"{name}.weight"].whole is (goes_to == "matrix")
     assert goes_to == "matrix" or routes[f"{name}.weight"].reason == "output head (by name)"
-    assert routes["first.weight"].optimizer == routes["last.weight"].optimizer == "matrix"
+    assert routes["first.weight"].whole and routes["last.weight"].whole
     in_a_list = nn.ModuleDict({"layers": nn.ModuleList([model]), "norm": nn.LayerNorm(7)})
     routes = route_parameters(in_a_list, [{"params": list(in_a_list.parameters())}])
-    assert routes[f"layers.0.{name}.weight"].optimizer == "matrix"
+    assert routes[f"layers.0.{name}.weight"].whole
 
 
 #: What the page says of each name: rows of the projection, and how many heads of 4 they are, where a model of width 16
