@@ -56,7 +56,8 @@ class Route:
     def described(self) -> str:
         """All that is computed for it, as far as its group does not say: ranks that hold it must agree."""
         own = ", ".join(f"{key} {getattr(self, key)}" for key in _OF_ROUTES)
-        return f"{self.recipe.rule} ({self.recipe}), {own}"
+        kind, settings = "matrix" if self.whole else "scalar", self.recipe.settings()
+        return f"the {kind} optimizer, {self.recipe.rule}{f' with {settings}' * bool(settings)}, {own}"
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that."""

@@ -290,7 +290,7 @@ class TestRouting(DistributedTest):
             found.append({name: route for routes in everyone for name, route in routes.items()})
             engine.destroy()
         assert found[0] == found[1]
-        assert {name for name, route in found[0].items() if route[0] == "matrix"} == {"1.weight", "2.weight"}
+        assert {name for name, route in found[0].items() if route[0].whole} == {"1.weight", "2.weight"}
 
     def test_no_matrix_and_no_match_in_any_stage(self):
         norms = [LayerSpec(nn.LayerNorm, 8), LayerSpec(nn.LayerNorm, 8)]
