@@ -30,6 +30,7 @@ from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely, num_
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks import comm, disks
+from ds_layerwise.zero.load import Load
 from ds_layerwise.zero.optimizer import uses_us
 
 
@@ -57,14 +58,12 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
     with comm.Alike(None):
         is_universal = _check_files(engine, folder, states=states)
     disks.check_one_save(folder, own_disks=own_disks)
-    if is_universal or states:
-        engine.optimizer.prepare_load(
-            folder, universal=is_universal, states=states, strict=load_module_strict,
-            masters=is_universal or engine.zero_load_from_fp32_weights())
-    config, asked = engine._config, engine._config.load_universal_checkpoint
-    config.load_universal_checkpoint = is_universal
-    engine._layerwise_wants_scheduler = load_lr_scheduler_states and not load_module_only
-    try:
+    checkpointing = engine.optimizer.checkpointing
+    wanted = Load(checkpointing.prepare_load(
+        folder, universal=is_universal, states=states, strict=load_module_strict,
+        masters=is_universal or engine.zero_load_from_fp32_weights()) if is_universal or states else None,
+        wants_scheduler=load_lr_scheduler_states and not load_module_only)
+    with checkpointing.loading(wanted), _read_as(engine, universal=is_universal):
         if is_universal or pipeline.is_pipeline(engine.module):
             with comm.Alike(None):
                 if not is_universal:
@@ -72,10 +71,17 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
                 _check_model_file(engine, load_dir, str(tag))
         with _mapped(engine.checkpoint_engine), _literal(engine.module):
             return load(str(tag))
+
+
+@contextmanager
+def _read_as(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
+    """Let the engine read what there is, whatever its config says."""
+    config, asked = engine._config, engine._config.load_universal_checkpoint
+    config.load_universal_checkpoint = universal
+    try:
+        yield
     finally:
-        engine.optimizer.forget_prepared()
         config.load_universal_checkpoint = asked
-        del engine._layerwise_wants_scheduler
 
 
 @contextmanager
@@ -191,7 +197,7 @@ def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine,
                           **options: Any) -> Any:
     if not uses_us(engine):
         return original(load_dir, tag, **options)
-    engine.optimizer.finish_load()
+    engine.optimizer.checkpointing.finish_load()
     return True
 
 
@@ -256,7 +262,8 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
 
 def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
     # Who calls load_module_state_dict loads no scheduler.
-    wants = getattr(engine, "_layerwise_wants_scheduler", False)
+    load: Load | None = engine.optimizer.checkpointing.load
+    wants = load is not None and load.wants_scheduler
     if engine.lr_scheduler is not None and wants and not checkpoint.get("lr_scheduler"):
         raise LayerWiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
                              "with load_lr_scheduler_states=False to start the schedule afresh")

@@ -70,9 +70,7 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
             _check_kind(place / f"{tag}_universal", is_universal=True)
     comm.check_alike("the checkpoint's tag", tag, [tag], group=None)
     _commit_decoupled(engine)
-    engine.optimizer.agree_on_point()
-    with ExitStack() as undo:
-        undo.callback(engine.optimizer.forget_point)
+    with engine.optimizer.checkpointing.saving(), ExitStack() as undo:
         save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=engine.use_node_local_storage()))
         undo.callback(_abandon, save)
         with _recorded(engine.checkpoint_engine) as written:
@@ -85,7 +83,6 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
         else:
             _commit(engine, save)
         undo.pop_all()
-        engine.optimizer.forget_point()
     return done
 
 
@@ -224,7 +221,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             aside.begin(folder)
     staged, rank = aside.staged(folder), engine.global_rank
     with comm.Alike(None), _saying_where(save.save_dir):
-        saved = engine.optimizer.open_regular(regular)
+        saved = engine.optimizer.checkpointing.open_regular(regular)
         names = universal.write_parameters(saved, staged, universal.shares(saved, dist.get_world_size())[rank])
         if rank == 0:
             names += universal.write_common(saved.state_dict(0), staged)

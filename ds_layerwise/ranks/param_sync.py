@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from ds_layerwise.plan.layout import Layout
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer
+from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import LaunchStream
 from ds_layerwise.ranks.under_way import can_mark, mark, references, unmark
 
@@ -57,8 +58,9 @@ class ParamSync:
                 self._apart[index] = _apart(memory)
             memory = self._apart[index]
         self._launched_on = LaunchStream()
-        self._pending[index] = comm.gather_from_owners(memory, bucket.shard_numels,
-                                                       group=self._groups[bucket.variants])
+        with profiled("gather"):
+            self._pending[index] = comm.gather_from_owners(memory, bucket.shard_numels,
+                                                           group=self._groups[bucket.variants])
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is under way."""

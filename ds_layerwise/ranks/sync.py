@@ -1,8 +1,7 @@
-"""When a bucket of gradients is launched to its owners, and when it is waited for."""
+"""From the gradients of a step to their averages at the owners: how they add up, and what there is of them when."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,16 +11,8 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.plan.cost import MAX_UNDER_WAY
 from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.side_stream import SideStream
-
-
-def late_gradient(name: str, bucket: int) -> StepError:
-    """The error for a gradient that comes when its bucket is gone."""
-    return StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; with several "
-                     "backward passes in one step, or reentrant activation checkpointing, set "
-                     "zero_optimization.overlap_comm to false and mark only the last backward pass as the boundary "
-                     "(engine.set_gradient_accumulation_boundary)")
 
 
 def nothing_reduced() -> StepError:
@@ -36,140 +27,7 @@ def no_gradient() -> StepError:
                      "accumulation (at stage 2, any backward pass) and the step, not now")
 
 
-class _BucketOrder:
-    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most.
-
-    Note: what a backward pass may wait for
-        Nothing that depends on the backward pass of another rank: that one may not use a parameter, so that its bucket
-        starts there when the pass is over, and may stand before that in a collective of the model, such as that of
-        SyncBatchNorm, in which it waits for this rank. So on a device with streams reductions have a stream of their
-        own, and computation waits for it when the pass is over. On a host a bucket that may start does so in the hook
-        of its last gradient if enough of those before it are over by then; else in a later hook, or after the pass.
-
-    Note: one order for all ranks
-        Collectives of a group must begin in the same order on every rank, though gradients arrive in another on each.
-        Buckets start in the order of their index. Where one takes two hops, the second begins just before the first of
-        the bucket that is ``in_flight`` later.
-    """
-
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: comm.Groups,
-                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
-        self.layout, self.reduced = layout, reduced
-        self._params, self._groups = params, groups
-        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
-        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
-        self._pending: deque[comm.Pending] = deque()
-        self._side = SideStream()
-        self._ready = self._launched = 0
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all gradients: the next one starts a new step."""
-        # A backward pass that an exception ended may have left buckets under way, which read what it writes next. Which
-        # of them have started depends on how fast others are, which may start, on gradients alone.
-        self._advance(wait=True)
-        self._wait()
-        self._start_pass()
-        self.finished = False
-        self.got: set[str] = set()
-        """Parameters that got a gradient on this rank in this step, whichever micro-batch it came from."""
-        self._late: StepError | None = None
-
-    @property
-    def is_reducing(self) -> bool:
-        """Whether some buckets of a pass have been launched, and that pass has not ended."""
-        return self._launched > 0
-
-    def _start_pass(self) -> None:
-        self._arrived: set[str] = set()
-        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
-        self._ready = self._launched = 0
-
-    @torch.no_grad()
-    def accumulate(self, name: str, *, launch: bool) -> None:
-        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that may start now.
-
-        A gradient whose bucket was reduced already, and which would be lost, is an error of :meth:`finish`.
-        """
-        if self._params[name].grad is None:
-            return
-        bucket = self._bucket_of[name]
-        if bucket < self._ready:
-            # Not at once: the other ranks need what is left of this backward pass to come to an end.
-            self._late = self._late or late_gradient(name, bucket)
-            return
-        self.got.add(name)
-        self._take(name)
-        if launch and name not in self._arrived:
-            self._arrived.add(name)
-            self._missing[bucket] -= 1
-            while self._ready < len(self._missing) and not self._missing[self._ready]:
-                self._ready += 1
-        if launch:
-            self._side.follow()
-            self._advance(wait=False)
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait."""
-        for name, param in self._params.items():
-            # One that waits for the start of its bucket is no new one.
-            if param.grad is not None and not self._launched <= self._bucket_of[name] < self._ready:
-                self.accumulate(name, launch=False)
-        self._ready = len(self.layout.buckets)
-        self._side.follow()
-        self._advance(wait=True)
-        self._wait()
-        self._end_pass()
-
-    def finish(self) -> None:
-        """Make sure that ``reduced`` holds the averages of this step.
-
-        Raises:
-            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
-        """
-        if self._late is not None:
-            raise self._late
-        # The step may be on another stream than the end of the backward pass.
-        self._side.join()
-
-    def _advance(self, *, wait: bool) -> None:
-        """Start buckets that may start; without ``wait``, as far as that takes no waiting for another rank."""
-        while self._launched < self._ready:
-            if len(self._pending) >= self._in_flight:
-                if wait:
-                    self._pending[0].wait()
-                elif not self._pending[0].advance():
-                    return
-                self._pending.popleft()
-            self._launch()
-
-    def _wait(self) -> None:
-        """Wait until nothing is under way."""
-        while self._pending:
-            self._pending.popleft().wait()
-        self._side.join()
-
-    def _start(self, pending: comm.Pending) -> None:
-        """Take over the next bucket, which has begun to travel; ``with self._side``."""
-        if self._side.exists:
-            # Its stream waits, and neither the host nor the computation.
-            pending.wait()
-        else:
-            self._pending.append(pending)
-        self._launched += 1
-
-    def _take(self, name: str) -> None:
-        """Do what must be done with a gradient before its bucket starts."""
-
-    def _launch(self) -> None:
-        """Start the next bucket."""
-
-    def _end_pass(self) -> None:
-        """All buckets have arrived."""
-
-
-class GradSync(_BucketOrder):
+class GradSync(BucketOrder):
     """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners' shards.
 
     Args:
@@ -193,9 +51,20 @@ class GradSync(_BucketOrder):
         super().reset()
         self._has_grad: set[str] = set()
 
+    @property
+    def gradients(self) -> Gradients:
+        """What there is of the gradients of the step at hand."""
+        if self._finished:
+            return Gradients.AVERAGES
+        if self._ready:
+            return Gradients.UNDER_WAY
+        return Gradients.SUMS if self._has_grad else Gradients.NONE
+
     def accumulated(self) -> dict[str, Tensor]:
         """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
-        return {} if self._ready else {name: self._grads.param(name) for name in sorted(self._has_grad)}
+        if self.gradients is not Gradients.SUMS:
+            return {}
+        return {name: self._grads.param(name) for name in sorted(self._has_grad)}
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """This rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros where it has none so far.
@@ -205,7 +74,7 @@ class GradSync(_BucketOrder):
         Args:
             to_write: whether what it holds is to count.
         """
-        if not self._has_grad or self._launched:
+        if self.gradients is not Gradients.SUMS:
             return None
         whole = self._grads.param(name)
         if name not in self._has_grad:
@@ -221,7 +90,7 @@ class GradSync(_BucketOrder):
         Raises:
             StepError: it holds none now.
         """
-        if not self.finished:
+        if self.gradients is not Gradients.AVERAGES:
             raise no_gradient()
         return 1.0
 
@@ -259,7 +128,7 @@ class GradSync(_BucketOrder):
         param.grad = None
 
     def _end_pass(self) -> None:
-        self.finished = True
+        self._finished = True
 
     def finish(self) -> None:
         """Make sure that ``reduced`` holds the averages of this step.
@@ -268,7 +137,7 @@ class GradSync(_BucketOrder):
             StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
         """
         super().finish()
-        if not self.finished:
+        if self.gradients is not Gradients.AVERAGES:
             raise nothing_reduced()
 
     def _launch(self) -> None:
@@ -282,7 +151,7 @@ class GradSync(_BucketOrder):
                 group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
 
 
-class EagerGradSync(_BucketOrder):
+class EagerGradSync(BucketOrder):
     """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients of other owners.
 
     Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then they are copied
@@ -305,6 +174,15 @@ class EagerGradSync(_BucketOrder):
         self._empty = [True] * len(self.layout.buckets)
         self._passes = 0
 
+    @property
+    def gradients(self) -> Gradients:
+        """What there is of the gradients of the step at hand."""
+        if self._ready:
+            return Gradients.UNDER_WAY
+        if self._finished:
+            return Gradients.AVERAGES
+        return Gradients.SUMS if self._passes else Gradients.NONE
+
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """None: every backward pass is reduced, and there are averages of the step so far."""
         return None
@@ -315,9 +193,9 @@ class EagerGradSync(_BucketOrder):
         Raises:
             StepError: it holds none now.
         """
-        if not self._passes or self._ready:
+        if self.gradients not in (Gradients.SUMS, Gradients.AVERAGES):
             raise no_gradient()
-        return 1.0 if self.finished else self._divide_by
+        return 1.0 if self.gradients is Gradients.AVERAGES else self._divide_by
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
@@ -336,7 +214,7 @@ class EagerGradSync(_BucketOrder):
 
     def accumulated(self) -> dict[str, Tensor]:
         """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""
-        if self.finished or self._ready or not self._passes:
+        if self.gradients is not Gradients.SUMS:
             return {}
         return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
 
@@ -351,14 +229,14 @@ class EagerGradSync(_BucketOrder):
             StepError: there was no backward pass; or a gradient came too late.
         """
         super().finish()
-        if self.finished:
+        if self._finished:
             return
         if not self._passes:
             raise nothing_reduced()
         for index in range(len(self.layout.buckets)):
             if self._divide_by != 1:
                 self.reduced.bucket(index).div_(self._divide_by)
-        self.finished = True
+        self._finished = True
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]

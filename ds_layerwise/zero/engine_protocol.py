@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import nn
+
+from ds_layerwise.zero.loss_scaling import LossScaling
+from ds_layerwise.zero.settings import Timers
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
@@ -21,20 +23,12 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     optimizer: torch.optim.Optimizer
     bit16_groups: list[list[nn.Parameter]]
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: LossScaling) -> None:
         super().__init__()
-        self.overflow = False
+        self.scaling = scaling
+        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
         self._global_grad_norm: torch.Tensor | None = None
         self._coalesce_grad_reduction = False
-
-    def _init_loss_scaling(self, dtype: torch.dtype, *, static_scale: float, dynamic: bool,
-                           args: dict[str, Any] | None) -> None:
-        """Build DeepSpeed's scaler: dynamic or static for fp16, 1 for every other dtype."""
-        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
-        self.loss_scaler = CreateLossScaler(dtype=dtype, static_loss_scale=static_scale, dynamic_scaling=dynamic,
-                                            dynamic_loss_args=args)
-        # The engine's own flag is true for every dtype by default; with it, a plain loss.backward() would be refused.
-        self.dynamic_loss_scale = self.loss_scaler.dynamic
 
     # --- what users and schedulers look at --------------------------------------------------------------------------
 
@@ -47,6 +41,25 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def state(self) -> Any:
         """By parameter, the states of what this rank owns of it."""
         return self.optimizer.state
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self.scaling.overflow
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows what overflows."""
+        return self.scaling.is_dynamic
+
+    @property
+    def loss_scaler(self) -> Any:
+        """DeepSpeed's, which a checkpoint has in it."""
+        return self.scaling.scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: Any) -> None:
+        self.scaling.scaler = scaler
 
     @property
     def loss_scale(self) -> float:
@@ -120,7 +133,7 @@ def norm_tensor(norm: float, device: torch.device) -> torch.Tensor:
 
 
 @contextmanager
-def timed(timers: Any, name: str) -> Iterator[None]:
+def timed(timers: Timers, name: str) -> Iterator[None]:
     """Run a phase under one of DeepSpeed's named timers."""
     timers(name).start()
     try:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks import comm
+
+
+class Timer(Protocol):
+    """One of DeepSpeed's timers."""
+
+    def start(self) -> None:
+        """Begin to count."""
+
+    def stop(self) -> None:
+        """Add up what has passed."""
+
+
+class Timers(Protocol):
+    """DeepSpeed's timers by name, or what stands in for them where nobody looks."""
+
+    def __call__(self, name: str) -> Timer:
+        """The timer of that name."""
+
+    def log(self, names: list[str]) -> None:
+        """Print what they have counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +67,7 @@ class Settings:
     host_ratio: float
     """How much of masters and states lives in host memory, from 0 to 1."""
     pin_memory: bool
-    timers: Any
+    timers: Timers
     may_be_unused: bool
     """Whether a step may be without a gradient of a parameter that requires one."""
     without_effect: tuple[str, ...] = ()

@@ -15,8 +15,7 @@ _owners: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
 #: What an engine calls in its forward and backward passes, its step, and when it saves and loads.
 _USES = ("clear_backward_seen_flag", "backward_prologue", "enter_backward", "step", "zero_grad", "state_dict",
-         "prepare_load", "checkpoint_event_prologue", "refresh_fp32_params", "update_lp_params", "offload_states",
-         "reload_states")
+         "checkpoint_event_prologue", "refresh_fp32_params", "update_lp_params", "offload_states", "reload_states")
 
 #: Where DeepSpeed's engine keeps what it has hooked into the model.
 _HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
@@ -44,6 +43,7 @@ def retire_owners(params: Iterable[Tensor]) -> None:
         optimizer.destroy()
         for name in _USES:
             setattr(optimizer, name, _refuse)
+        optimizer.checkpointing.prepare_load = _refuse
         engine = optimizer._engine()
         for name in _HANDLES:
             if (handle := getattr(engine, name, None)) is not None:

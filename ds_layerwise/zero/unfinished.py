@@ -21,6 +21,7 @@ from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.bucket_order import Gradients
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero.settings import Settings
@@ -53,9 +54,11 @@ class Point:
 
 
 class Progress:
-    """How far the step at hand is."""
+    """How far training is: the updates that were made, and the backward passes of the step at hand."""
 
     def __init__(self) -> None:
+        self.updates = 0
+        """How many there were; a step that is skipped makes none."""
         self.updating = False
         """Whether an update is under way, or has failed and left the engine between two steps."""
         self.restart()
@@ -72,12 +75,12 @@ class Progress:
         self._complete = engine.optimizer._coalesce_grad_reduction or (
             engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt)
 
-    def where(self, engine: Any, *, is_whole: bool, is_reduced: bool, is_pipeline: bool) -> Point:
+    def where(self, engine: Any, gradients: Gradients, *, inside_pass: bool, is_pipeline: bool) -> Point:
         """Where ``engine`` is now.
 
         Args:
-            is_whole: whether the sums of gradients are those of whole backward passes.
-            is_reduced: whether they have become averages.
+            gradients: what there is of them.
+            inside_pass: whether that is in a backward pass, so that the sums are not those of whole ones.
 
         Raises:
             StepError: inside an update.
@@ -86,9 +89,9 @@ class Progress:
             raise StepError("a checkpoint cannot be saved inside engine.step(), or after one that failed on the way, "
                             "when not all parameters have moved; let a signal handler set a flag and save after "
                             "step(), and after an error load a checkpoint")
-        if self._complete or is_reduced:
+        if self._complete or gradients is Gradients.AVERAGES:
             return Point(dropped="between the last backward pass of a step and engine.step()")
-        if not is_whole:
+        if inside_pass or gradients is Gradients.UNDER_WAY:
             return Point(dropped="inside a backward pass, or after one that failed")
         if is_pipeline:
             return Point(dropped="inside train_batch()" if self.passes else "")

@@ -175,8 +175,8 @@ def leave_a_gradient(engine):
 
 def offload(engine):
     # Alone: engine.offload_states is for all ranks.
-    parking, kind = engine.optimizer._parking, OffloadStateTypeEnum.optim_states
-    parking.park(parking.find_room({kind.value: engine.optimizer._memory()[kind]}, pin_memory=False))
+    parking, kind = engine.optimizer.offloading.parking, OffloadStateTypeEnum.optim_states
+    parking.park(parking.find_room({kind.value: engine.optimizer.offloading.memory()[kind]}, pin_memory=False))
     return parking.unpark
 
 

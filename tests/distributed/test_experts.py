@@ -189,7 +189,7 @@ class TestExperts(DistributedTest):
         optimizer = engine.optimizer
         memory = memory_bytes(optimizer.layout, host_ratio=0.5)[optimizer.rank]
         found = {kind.value: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-                 for kind, tensors in optimizer._memory().items()}
+                 for kind, tensors in optimizer.offloading.memory().items()}
         assert (found["hp_params"], found["optim_states"]) == (memory.masters, memory.states)
         assert sum(t.nbytes for t in optimizer._owned.host.tensors) == memory.host > 0
 

@@ -159,7 +159,7 @@ class TestMemory(DistributedTest):
             optimizer, memory = engine.optimizer, predicted(engine)
             owned = optimizer._owned
             host, sizes = on_host(engine), {}
-            for kind, tensors in optimizer._memory().items():
+            for kind, tensors in optimizer.offloading.memory().items():
                 assert not storages(tensors).keys() & host.keys()
                 sizes[kind] = sum(storages(tensors).values())
             assert sizes[Kind.hp_params] == memory.masters and sizes[Kind.optim_states] == memory.states
@@ -289,11 +289,12 @@ class TestAccess(DistributedTest):
                 safe_set_full_optimizer_state(other, values[1], key)
         self.compare(engine, plain, first=2)
         host = on_host(engine)
-        before = {kind: sum(storages(tensors).values()) for kind, tensors in engine.optimizer._memory().items()}
+        memory = engine.optimizer.offloading.memory
+        before = {kind: sum(storages(tensors).values()) for kind, tensors in memory().items()}
         assert before[Kind.optim_states] and (before[Kind.hp_params] or precision == "fp32")
         engine.offload_states(include=include)
         away = list(Kind) if include is None else include
-        assert {kind: sum(storages(tensors).values()) for kind, tensors in engine.optimizer._memory().items()} == {
+        assert {kind: sum(storages(tensors).values()) for kind, tensors in memory().items()} == {
             kind: 0 if kind in away else size for kind, size in before.items()}
         assert on_host(engine) == host
         with pytest.raises(StepError, match="are offloaded; call engine.reload_states"):

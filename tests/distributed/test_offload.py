@@ -16,7 +16,7 @@ from tests.training import Net, assert_same_on_all_ranks, ds_config, start, trai
 def memory(engine):
     """Bytes by kind; what two kinds share counts for the first."""
     found, seen = {}, set()
-    for kind, tensors in engine.optimizer._memory().items():
+    for kind, tensors in engine.optimizer.offloading.memory().items():
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
         found[kind] = sum(size for key, size in storages.items() if key not in seen)
         seen |= storages.keys()
@@ -102,7 +102,7 @@ class TestOffload(DistributedTest):
             with pytest.raises(LayerWiseError, match="^no host memory" if dist.get_rank() else
                                "rank 1 failed: LayerWiseError: no host memory"):
                 engine.offload_states()
-        assert memory(engine) == before and not engine.optimizer._parking.kinds
+        assert memory(engine) == before and not engine.optimizer.offloading.parking.kinds
         for each in (engine, plain):
             train_engine(each, 1, first=1)
         assert_equal_states(whole_states(engine), whole_states(plain))

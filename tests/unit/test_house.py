@@ -38,12 +38,12 @@ INSIDE = {
     "checkpoint": ("manifest plain record", "keeping names regular reshard", "aside pipeline universal", "folder tags",
                    "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise muon", "registry"),
-    "ranks": ("buffers host_group host_memory side_stream under_way writes", "comm owned",
-              "agreement disks own_groups param_sync same_weights sync"),
+    "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
+              "agreement bucket_order disks own_groups param_sync same_weights", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast engine_protocol guard interrupted resumed_groups settings skipped state_access takeover",
-             "unfinished", "checkpointing", "optimizer"),
+    "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups settings skipped state_access "
+             "takeover", "engine_protocol planned unfinished", "before_update load", "checkpointing", "optimizer"),
     "engine": ("as_bytes loading patches saving", "wraps", "register"),
 }
 

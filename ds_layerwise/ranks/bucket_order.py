@@ -1,0 +1,168 @@
+"""In which order buckets of gradients start on their way to their owners, and what may be waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.plan.cost import MAX_UNDER_WAY
+from ds_layerwise.plan.layout import Bucket, Layout
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import ShardBuffer
+from ds_layerwise.ranks.profiling import profiled
+from ds_layerwise.ranks.side_stream import SideStream
+
+
+def late_gradient(name: str, bucket: int) -> StepError:
+    """The error for a gradient that comes when its bucket is gone."""
+    return StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; with several "
+                     "backward passes in one step, or reentrant activation checkpointing, set "
+                     "zero_optimization.overlap_comm to false and mark only the last backward pass as the boundary "
+                     "(engine.set_gradient_accumulation_boundary)")
+
+
+class Gradients(Enum):
+    """What there is of the gradients of a step."""
+
+    NONE = auto()
+    """No backward pass has left any."""
+    SUMS = auto()
+    """They add up: at stage 1 each rank's own, at stage 2, after every backward pass, those of all ranks."""
+    UNDER_WAY = auto()
+    """Some buckets are being reduced, or have been in a backward pass that has not ended: neither sums nor averages."""
+    AVERAGES = auto()
+    """The averages over all ranks, at their owners: nothing is to come before the step."""
+
+
+class BucketOrder:
+    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a time at most.
+
+    Note: what a backward pass may wait for
+        Nothing that depends on the backward pass of another rank: that one may not use a parameter, so that its bucket
+        starts there when the pass is over, and may stand before that in a collective of the model, such as that of
+        SyncBatchNorm, in which it waits for this rank. So on a device with streams reductions have a stream of their
+        own, and computation waits for it when the pass is over. On a host a bucket that may start does so in the hook
+        of its last gradient if enough of those before it are over by then; else in a later hook, or after the pass.
+
+    Note: one order for all ranks
+        Collectives of a group must begin in the same order on every rank, though gradients arrive in another on each.
+        Buckets start in the order of their index. Where one takes two hops, the second begins just before the first of
+        the bucket that is ``in_flight`` later.
+    """
+
+    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: comm.Groups,
+                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
+        self.layout, self.reduced = layout, reduced
+        self._params, self._groups = params, groups
+        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
+        self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+        self._pending: deque[comm.Pending] = deque()
+        self._side = SideStream()
+        self._ready = self._launched = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all gradients: the next one starts a new step."""
+        # A backward pass that an exception ended may have left buckets under way, which read what it writes next. Which
+        # of them have started depends on how fast others are, which may start, on gradients alone.
+        self._advance(wait=True)
+        self._wait()
+        self._start_pass()
+        self._finished = False
+        self.got: set[str] = set()
+        """Parameters that got a gradient on this rank in this step, whichever micro-batch it came from."""
+        self._late: StepError | None = None
+
+    def _start_pass(self) -> None:
+        self._arrived: set[str] = set()
+        self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
+        self._ready = self._launched = 0
+
+    @torch.no_grad()
+    def accumulate(self, name: str, *, launch: bool) -> None:
+        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that may start now.
+
+        A gradient whose bucket was reduced already, and which would be lost, is an error of :meth:`finish`.
+        """
+        if self._params[name].grad is None:
+            return
+        bucket = self._bucket_of[name]
+        if bucket < self._ready:
+            # Not at once: the other ranks need what is left of this backward pass to come to an end.
+            self._late = self._late or late_gradient(name, bucket)
+            return
+        self.got.add(name)
+        self._take(name)
+        if launch and name not in self._arrived:
+            self._arrived.add(name)
+            self._missing[bucket] -= 1
+            while self._ready < len(self._missing) and not self._missing[self._ready]:
+                self._ready += 1
+        if launch:
+            self._side.follow()
+            self._advance(wait=False)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what is left, including parameters without a gradient, and wait."""
+        for name, param in self._params.items():
+            # One that waits for the start of its bucket is no new one.
+            if param.grad is not None and not self._launched <= self._bucket_of[name] < self._ready:
+                self.accumulate(name, launch=False)
+        self._ready = len(self.layout.buckets)
+        self._side.follow()
+        self._advance(wait=True)
+        self._wait()
+        self._end_pass()
+
+    def finish(self) -> None:
+        """Make sure that ``reduced`` holds the averages of this step.
+
+        Raises:
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
+        """
+        if self._late is not None:
+            raise self._late
+        # The step may be on another stream than the end of the backward pass.
+        self._side.join()
+
+    def _advance(self, *, wait: bool) -> None:
+        """Start buckets that may start; without ``wait``, as far as that takes no waiting for another rank."""
+        while self._launched < self._ready:
+            if len(self._pending) >= self._in_flight:
+                if wait:
+                    self._pending[0].wait()
+                elif not self._pending[0].advance():
+                    return
+                self._pending.popleft()
+            with profiled("reduce"):
+                self._launch()
+
+    def _wait(self) -> None:
+        """Wait until nothing is under way."""
+        while self._pending:
+            self._pending.popleft().wait()
+        self._side.join()
+
+    def _start(self, pending: comm.Pending) -> None:
+        """Take over the next bucket, which has begun to travel; ``with self._side``."""
+        if self._side.exists:
+            # Its stream waits, and neither the host nor the computation.
+            pending.wait()
+        else:
+            self._pending.append(pending)
+        self._launched += 1
+
+    def _take(self, name: str) -> None:
+        """Do what must be done with a gradient before its bucket starts."""
+
+    def _launch(self) -> None:
+        """Start the next bucket."""
+
+    def _end_pass(self) -> None:
+        """All buckets have arrived."""

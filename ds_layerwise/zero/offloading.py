@@ -1,0 +1,88 @@
+"""What an engine holds on its device, moved to the host for a while: ``engine.offload_states``, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import Tensor, nn
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import FlatBuffer
+from ds_layerwise.ranks.host_memory import Parking
+from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.ranks.param_sync import ParamSync
+
+
+class Offloading:
+    """Moves parameters, gradients, masters and states to the host, kind by kind, and brings them back.
+
+    Args:
+        params: the trained parameters by name, which look into ``values``.
+        values, grads: their memory and that of their gradients; None where gradients are only at their owners.
+        owned: masters, averaged gradients and states.
+        param_sync: what may have parameters under way.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], values: FlatBuffer, grads: FlatBuffer | None, owned: Owned,
+                 param_sync: ParamSync) -> None:
+        self._params, self._values, self._grads, self._owned = params, values, grads, owned
+        self._param_sync, self._shapes = param_sync, {name: param.shape for name, param in params.items()}
+        self.parking = Parking()
+
+    def offload(self, include: Container[Any] | None = None, *, pin_memory: bool = True) -> None:
+        """Move what ``include`` names to the host; see :meth:`.LayerWiseZeroOptimizer.offload_states`.
+
+        Raises:
+            LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing has moved then.
+        """
+        self._param_sync.finish()
+        with comm.Alike(None):
+            room = self.parking.find_room({kind.value: tensors for kind, tensors in self.memory().items()
+                                           if include is None or kind in include}, pin_memory=pin_memory)
+        self.parking.park(room)
+        if OffloadStateTypeEnum.lp_params.value in self.parking.kinds:
+            for param in self._params.values():
+                # Whoever uses it meets an error of its shape.
+                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        get_accelerator().empty_cache()
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` has moved.
+
+        Raises:
+            LayerWiseError: on every rank, if the device of any rank has no memory for it.
+        """
+        with comm.Alike(None):
+            self.parking.unpark()
+        for name, param in self._params.items():
+            if not param.numel():
+                param.data = self._values.param(name).view(self._shapes[name])
+
+    def check_not_offloaded(self) -> None:
+        """Refuse to go on without what is away.
+
+        Raises:
+            StepError: something is.
+        """
+        if self.parking.kinds:
+            raise StepError(f"{', '.join(self.parking.kinds)} are offloaded; call engine.reload_states() first")
+
+    def memory(self) -> dict[OffloadStateTypeEnum, list[Tensor]]:
+        """Every tensor on the device by its kind; memory that two kinds share belongs to the first."""
+        kind, owned = OffloadStateTypeEnum, self._owned
+        tensors = {kind.lp_params: self._values.tensors,
+                   kind.contiguous_grad_buffer: () if self._grads is None else self._grads.tensors,
+                   kind.lp_grads: owned.reduced.tensors, kind.hp_params: owned.masters.tensors,
+                   kind.optim_states: [value for state in owned.states.values() for value in state.values()
+                                       if value.dim()]}
+        taken = {t.untyped_storage()._cdata for t in owned.host.tensors}
+        memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
+        for each, those in tensors.items():
+            memory[each] = [t for t in those if t.untyped_storage()._cdata not in taken]
+            taken |= {t.untyped_storage()._cdata for t in memory[each]}
+        return memory

@@ -1,0 +1,120 @@
+"""Where every parameter goes, and what a checkpoint calls it: one value that all ranks agree on before all else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from deepspeed.moe.utils import is_moe_param
+from torch import nn
+
+from ds_layerwise.checkpoint.names import expert_names
+from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
+from ds_layerwise.parallel import pipeline
+from ds_layerwise.parallel.tensor import check_copies
+from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.routes import Route
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import dtype_name
+from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.zero import autocast
+from ds_layerwise.zero.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the ranks have agreed on for a model."""
+
+    routes: dict[str, Route]
+    specs: list[ParamSpec]
+    layout: Layout
+    names: dict[str, tuple[str, ...]]
+    """By parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`."""
+    recipes_elsewhere: dict[str, Recipe]
+    """The recipes of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
+    counted_elsewhere: frozenset[str]
+    """Parameters that another rank of the same model holds, too, and counts in the norm."""
+    saved_elsewhere: frozenset[str]
+    """Parameters that are in the files of another stage."""
+
+    @property
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name in a checkpoint, of the parameters of all ranks."""
+        return {saved: spec.shape for spec in self.specs for saved in self.names[spec.name]}
+
+
+def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfig, settings: Settings) -> Planned:
+    """Route and place every parameter of ``model``; ranks compare the outcome before anything else.
+
+    Raises:
+        RoutingError, ConfigError, LayoutError: on every rank alike.
+    """
+    rules, elsewhere = optimizer.config, pipeline.elsewhere(model, settings.model_group)
+    tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
+    with comm.Alike(None):
+        routes = route_parameters(model, optimizer.param_groups, overrides=config.overrides,
+                                  per_head=rules.per_head_muon, recipes=rules.recipes, tp_size=tp_size,
+                                  elsewhere=elsewhere)
+        optimizer.require_chosen_rates(routes)
+        trained = {name: param for name, param in model.named_parameters() if name in routes}
+        specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
+                         routes, tp_size=tp_size,
+                         variants={name: settings.variants(name, getattr(param, "group_name"))
+                                   for name, param in trained.items() if is_moe_param(param)},
+                         wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
+        layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
+                             policy=config.layout, alignment=config.alignment)
+        names = expert_names({spec.name: spec.variants for spec in specs})
+    recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
+        routes, optimizer.param_groups, settings.model_group)
+    _compare(routes, specs, layout, optimizer, settings)
+    if settings.tensor_group is not None:
+        with comm.Alike(None):
+            check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
+                         group=settings.tensor_group)
+    counted_elsewhere = _replicated(trained, routes, settings)
+    return Planned(routes=routes, specs=specs, layout=layout, names=names, recipes_elsewhere=recipes_elsewhere,
+                   counted_elsewhere=counted_elsewhere,
+                   saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
+
+
+def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:
+    """What the gradient of ``param`` travels in."""
+    if settings.autocast:
+        return autocast.travels_in(param)
+    accumulated = settings.accumulation_dtype if settings.stage == 1 else None
+    return settings.wire_dtype or accumulated or param.dtype
+
+
+def _compare(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layout, optimizer: LayerWiseOptimizer,
+             settings: Settings) -> None:
+    """Compare over ranks what was planned.
+
+    Raises:
+        LayerWiseError: it differs; on every rank.
+    """
+    described = [f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
+                 f"{spec.variants} variants, gradient sent in {spec.wire}"
+                 f"{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
+                 for spec in specs for route in [routes[spec.name]]]
+    described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
+                  for i, group in enumerate(optimizer.param_groups)]
+    digest = comm.digest_of([layout.digest(), *described])
+    with comm.Alike(None):
+        comm.check_alike("the layout", digest, described, group=settings.group)
+    if settings.tensor_group is not None:
+        with comm.Alike(None):
+            # Owners of parts of the same matrices update them in the same order, so that their collectives meet.
+            comm.check_alike("the layout of tensor-parallel parts", digest, described, group=settings.tensor_group)
+
+
+def _replicated(trained: Mapping[str, nn.Parameter], routes: Mapping[str, Route],
+                settings: Settings) -> frozenset[str]:
+    first = settings.tensor_group is None or comm.rank_of(settings.tensor_group) == 0
+    return frozenset(name for name, param in trained.items() if getattr(param, "ds_pipe_replicated", False)
+                     or not (first or routes[name].is_cut))
