@@ -3,84 +3,169 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.runtime import config as ds_config_module
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero import utils as zero_utils
-from deepspeed.runtime.zero.config import get_zero_config
-
 from ds_layerwise.config import OPTIMIZER_TYPES
+from ds_layerwise.engine import contract, lookup
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.takeover import is_trained
 
 #: Engines of this backend.
-engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+#: What is added to lists of DeepSpeed, by their names in the contract.
+_ADDED: dict[str, tuple[object, ...]] = {"DEEPSPEED_OPTIMIZERS": OPTIMIZER_TYPES,
+                                         "ZERO_SUPPORTED_OPTIMIZERS": (LayerWiseOptimizer,)}
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    """An attribute of a class or module of DeepSpeed that was replaced."""
+
+    owner: Any
+    name: str
+    original: Any
+    """What it had there itself; ``_NOTHING`` if that was inherited, or nowhere."""
+    ours: Any
+    for_life: bool
+    """Whether it stays as long as there is an engine that was not destroyed."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+    def now(self) -> Any:
+        """What is there now."""
+        return vars(self.owner).get(self.name, _NOTHING)
+
+    def put(self) -> None:
+        setattr(self.owner, self.name, self.ours)
+
+    def undo(self) -> bool:
+        """Put back what was there, unless somebody has replaced it since; returns whether it is there."""
+        if self.now() is self.ours:
+            if self.original is _NOTHING:
+                delattr(self.owner, self.name)
+            else:
+                setattr(self.owner, self.name, self.original)
+        return self.now() is self.original
+
+    def is_called(self) -> bool:
+        """Whether what is there now is ours, or says that it goes around it."""
+        within = self.now()
+        while within is not self.ours and hasattr(within, "__wrapped__"):
+            within = within.__wrapped__
+        return within is self.ours
+
+
+#: By key of the contract.
+_patches: dict[str, _Patch] = {}
 
 
 def is_registered() -> bool:
-    """Whether DeepSpeed knows this backend now."""
-    return LayerWiseOptimizer in zero_utils.ZERO_SUPPORTED_OPTIMIZERS
+    """Whether DeepSpeed is to know this backend now."""
+    return any(not patch.for_life for patch in _patches.values())
 
 
-def wrap(wraps: Mapping[tuple[type, str], Callable[..., Any]], read_zero_config: Callable[[Any], Any]) -> None:
-    """Let DeepSpeed's methods go through ``wraps``, unless they do."""
-    if is_registered():
-        return
-    ds_config_module.DEEPSPEED_OPTIMIZERS.extend(OPTIMIZER_TYPES)
-    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.append(LayerWiseOptimizer)
-    for (owner, name), wrapper in wraps.items():
+def alias_renamed() -> None:
+    """Let what the installed DeepSpeed has renamed answer to the name that this package uses, too."""
+    for owner, name, path in contract.renamed():
+        if not hasattr(owner, name):
+            ours: Any = _under_new_name(path.rpartition(".")[2]) if inspect.isclass(owner) else lookup.find(path)
+            _replace(f"{owner.__name__}.{name}", owner, name, ours, for_life=True)
+
+
+def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -> None:
+    """Let DeepSpeed's methods and functions go through ``wraps``, by their keys in the contract.
+
+    Args:
+        for_life: what stays until no engine is left that was not destroyed.
+
+    Raises:
+        ConfigError: they went through them before, and somebody has replaced one since.
+    """
+    targets = {key: contract.resolve(key) for key in wraps}
+    for patch in _patches.values():
+        if patch.now() is patch.original:
+            patch.put()
+    if lost := [patch.path for patch in _patches.values() if not patch.is_called()]:
+        raise ConfigError(f"{_were_replaced(lost)}, by what does not say that it calls what was there; undo that, or "
+                          "write it with functools.wraps")
+    for key, values in _ADDED.items():
+        there = _list(key)
+        there.extend(value for value in values if value not in there)
+    for key, wrapper in wraps.items():
         # What an engine still needs has stayed.
-        if (owner, name) not in _originals:
+        if key not in _patches:
+            owner, name = targets[key]
             original = getattr(owner, name)
-            _originals[owner, name] = original
-            setattr(owner, name, _wrapped(original, wrapper))
-    ds_config_module.get_zero_config = read_zero_config
+            _replace(key, owner, name, _wrapped(original, wrapper, is_method=inspect.isclass(owner)),
+                     for_life=key in for_life)
 
 
-def unwrap(read_zero_config: Callable[[Any], Any], *, for_life: Container[str]) -> None:
-    """Undo :func:`wrap`; methods ``for_life`` stay until no engine is left that was not destroyed.
+def unwrap() -> None:
+    """Undo :func:`wrap`, except for what is ``for_life``.
 
     Raises:
         ConfigError: somebody else has wrapped the engine since.
     """
     if not is_registered():
         return
-    for owner, name in _originals:
-        if not hasattr(getattr(owner, name), "_ds_layerwise"):
-            raise ConfigError(f"{owner.__name__}.{name} was replaced after ds_layerwise.register(); undo that first")
-    if ds_config_module.get_zero_config is not read_zero_config:
-        raise ConfigError("deepspeed.runtime.config.get_zero_config was replaced after ds_layerwise.register(); undo "
-                          "that first")
-    ds_config_module.get_zero_config = get_zero_config
-    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.remove(LayerWiseOptimizer)
-    for optimizer_type in OPTIMIZER_TYPES:
-        ds_config_module.DEEPSPEED_OPTIMIZERS.remove(optimizer_type)
-    _put_back(for_life)
+    if lost := [patch.path for patch in _patches.values() if patch.now() not in (patch.ours, patch.original)]:
+        raise ConfigError(f"{_were_replaced(lost)}; undo that first")
+    for key, values in _ADDED.items():
+        there = _list(key)
+        there[:] = [value for value in there if value not in values]
+    for key, patch in list(_patches.items()):
+        if not patch.for_life:
+            _patches.pop(key).undo()
+    _put_back()
     for engine in engines:
-        weakref.finalize(engine, _put_back, for_life).atexit = False
+        weakref.finalize(engine, _put_back).atexit = False
 
 
-def _put_back(for_life: Container[str]) -> None:
+def _were_replaced(paths: Sequence[str]) -> str:
+    return f"{', '.join(paths)} {'were' if len(paths) > 1 else 'was'} replaced after ds_layerwise.register()"
+
+
+def _list(key: str) -> list[Any]:
+    found: list[Any] = getattr(*contract.resolve(key))
+    return found
+
+
+def _put_back() -> None:
     """Put back what no engine needs, unless somebody has registered again, or wrapped it since."""
-    if is_registered():
+    if is_registered() or any(is_trained(param) for engine in engines for param in engine.module.parameters()):
         return
-    needed = any(is_trained(param) for engine in engines for param in engine.module.parameters())
-    for (owner, name), original in list(_originals.items()):
-        if not (needed and name in for_life) and hasattr(getattr(owner, name), "_ds_layerwise"):
-            setattr(owner, name, original)
-            del _originals[owner, name]
+    for key, patch in list(_patches.items()):
+        if patch.undo():
+            del _patches[key]
 
 
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+def _replace(key: str, owner: Any, name: str, ours: Any, *, for_life: bool) -> None:
+    _patches[key] = _Patch(owner, name, vars(owner).get(name, _NOTHING), ours, for_life)
+    _patches[key].put()
+
+
+def _under_new_name(name: str) -> property:
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value),
+                    lambda self: delattr(self, name))
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(functools.partial(original, owner), owner, *args, **kwargs)
 
-    method._ds_layerwise = True  # type: ignore[attr-defined]
-    return method
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return method if is_method else function

@@ -30,7 +30,6 @@ from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
@@ -60,7 +59,7 @@ def _uses_us(engine: DeepSpeedEngine) -> bool:
     return is_ours(engine._config.optimizer_name)
 
 
-def read_zero_config(given: Any) -> Any:
+def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at stage 3 alone.
 
     Raises:
@@ -71,14 +70,14 @@ def read_zero_config(given: Any) -> Any:
         refuse_misplaced(given)
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
     if not isinstance(offload, dict) or not is_ours((given.get("optimizer") or {}).get("type")):
-        return get_zero_config(given)
+        return original(given)
     ratio = offload.get("ratio", "auto")
     if ratio == "auto":
-        return get_zero_config(given)
+        return original(given)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
         raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
     rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
-    config = get_zero_config({**given, "zero_optimization": rest})
+    config = original({**given, "zero_optimization": rest})
     config.offload_optimizer.ratio = ratio
     return config
 
@@ -284,14 +283,17 @@ def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine
     return False if _uses_us(engine) else original()
 
 
-#: What an engine of this backend needs after it was made.
+#: What an engine of this backend needs after it was made. Here and below by keys of :mod:`.engine.contract`.
 FOR_LIFE: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
     "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
     **saving.WRAPS,
     **loading.WRAPS,
 }
-_ENGINE_WRAPS: dict[str, Callable[..., Any]] = {
+WRAPS: dict[str, Callable[..., Any]] = {
+    "get_zero_config": _get_zero_config,
+    "_initialize_params": _initialize_params,
+    "_configure_train_batch_size": _configure_train_batch_size,
     "_configure_with_arguments": _configure_with_arguments,
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
@@ -299,11 +301,6 @@ _ENGINE_WRAPS: dict[str, Callable[..., Any]] = {
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
     **FOR_LIFE,
-}
-WRAPS: dict[tuple[type, str], Callable[..., Any]] = {
-    (ds_config_module.DeepSpeedConfig, "_initialize_params"): _initialize_params,
-    (ds_config_module.DeepSpeedConfig, "_configure_train_batch_size"): _configure_train_batch_size,
-    **{(DeepSpeedEngine, name): wrap for name, wrap in _ENGINE_WRAPS.items()},
 }
 
 

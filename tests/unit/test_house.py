@@ -44,7 +44,7 @@ INSIDE = {
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups settings skipped state_access "
              "takeover", "engine_protocol planned unfinished", "before_update load", "checkpointing", "optimizer"),
-    "engine": ("as_bytes loading patches saving", "wraps", "register"),
+    "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.

@@ -1,0 +1,54 @@
+"""Walk the list of ds_layerwise/engine/contract.py against releases of DeepSpeed, each in a process of its own.
+
+    pip install --no-deps --target FOLDER deepspeed==0.18.9
+    python -m tests.contract_releases FOLDER [FOLDER ...]
+
+prints what is missing or differs, and where ``since`` and ``until`` are not true; without a folder, of the installed
+release.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MARK = "walked: "
+
+
+def walk(folder: str | Path | None) -> tuple[str, list[str]]:
+    """The release in ``folder``, or the installed one, and what is wrong with it."""
+    paths = [str(ROOT)] if folder is None else [str(folder), str(ROOT)]
+    code = "from tests.contract_releases import walk_here; walk_here()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in result.stdout.splitlines() if line.startswith(MARK)]
+    if result.returncode or not lines:
+        raise RuntimeError(f"{folder}: {result.stdout}{result.stderr}")
+    file, release, wrong = json.loads(lines[-1].removeprefix(MARK))
+    if folder is not None and Path(folder).resolve() not in Path(file).resolve().parents:
+        raise RuntimeError(f"{folder} holds no DeepSpeed; {file} was imported")
+    return release, wrong
+
+
+def walk_here() -> None:
+    """Print what is wrong with the release that this process imports."""
+    import deepspeed
+
+    from ds_layerwise.engine.contract import CONTRACT, missing
+    release = deepspeed.__version__
+    untrue = [f"{name.path} is there, and is to be since {name.since}, until {name.until}" for name in CONTRACT
+              if not name.is_in(release) and name.problem(release) is None]
+    print(MARK + json.dumps([deepspeed.__file__, release, missing() + untrue]))
+
+
+if __name__ == "__main__":
+    failed = False
+    for each in sys.argv[1:] or [None]:
+        walked, problems = walk(each)
+        failed = failed or bool(problems)
+        print(f"deepspeed {walked}:", *problems or ["all there"], sep="\n  ")
+    sys.exit(failed)

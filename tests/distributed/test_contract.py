@@ -1,0 +1,30 @@
+"""What ds_layerwise/engine/contract.py finds in code, on an engine that is there."""
+
+from deepspeed.accelerator import get_accelerator
+
+from ds_layerwise.engine.contract import CONTRACT
+from tests.harness import DistributedTest
+from tests.training import Net, ds_config, start, train_engine
+
+
+class TestALiveEngine(DistributedTest):
+    world_size = 1
+
+    def test_it_has_what_is_read_of_it(self):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        objects = {
+            "DeepSpeedEngine": engine, "DeepSpeedConfig": engine._config, "ZeROOptimizer": engine.optimizer,
+            "BackwardHookStateManager": engine.optimizer._backward_hook_state, "EngineTimers": engine.engine_timers,
+            "DeepSpeedZeroConfig": engine._config.zero_config, "DeepSpeedBF16Config": engine._config.bfloat16_config,
+            "TPTrainingConfig": engine.tensor_parallel_config(), "LossScalerBase": engine.optimizer.loss_scaler,
+            "TPConfig": engine.tensor_parallel_config().tensor_parallel, "CheckpointEngine": engine.checkpoint_engine,
+            "DeepSpeedAccelerator": get_accelerator(),
+        }
+        import deepspeed
+        read = [(objects[name.known_as.split(".")[-2]], name.key) for name in CONTRACT if name.kind in (
+            "wrapped", "read") and name.is_in(deepspeed.__version__) and name.known_as.split(".")[-2] in objects]
+        assert len(read) > 100
+        assert not [name for owner, name in read if not hasattr(owner, name)]
+        answered = [name.key for name in CONTRACT if name.kind == "asked" and "DeepSpeedEngine" in name.path]
+        assert not [name for name in answered if not hasattr(engine.optimizer, name)]

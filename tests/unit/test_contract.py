@@ -1,0 +1,388 @@
+"""The list of what is taken from DeepSpeed: that it is whole, that it holds, and what happens where it does not.
+
+``OTHER_DEEPSPEEDS=<folder>[:<folder>...]`` walks it against more releases than the installed one; see
+tests/contract_releases.py for what a folder holds.
+"""
+
+import ast
+import copy
+import functools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe import utils as moe_utils
+from deepspeed.runtime import config as config_module
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.zero import utils as zero_utils
+
+from ds_layerwise.engine import contract, lookup, patches
+from ds_layerwise.engine.contract import CONTRACT, Name
+from ds_layerwise.engine.register import register, unregister
+from ds_layerwise.engine.wraps import WRAPS
+from ds_layerwise.errors import ConfigError
+from tests.contract_releases import ROOT, walk
+
+TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
+         if path.name != "contract.py"}
+KNOWN = {name.known_as for name in CONTRACT}
+ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+
+#: As what the package has objects of DeepSpeed at hand, wherever it has one.
+AT_HAND = {
+    "engine": ENGINE,
+    "engine._config": "deepspeed.runtime.config.DeepSpeedConfig",
+    "engine.checkpoint_engine": "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
+    "engine.engine_timers": "deepspeed.runtime.engine.EngineTimers",
+    "engine.mpu": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
+    "grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
+    "accelerator": "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator",
+    "get_accelerator()": "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator",
+    "self._backward_hook_state": "deepspeed.runtime.base_optimizer.BackwardHookStateManager",
+}
+
+
+def imported(tree):
+    """By the name that a file has for it, what of DeepSpeed it imports."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+        elif isinstance(node, ast.Import):
+            found.update({alias.asname or alias.name: alias.name for alias in node.names
+                          if alias.name.split(".")[0] == "deepspeed"})
+    return found
+
+
+def identifiers(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        for field in ("id", "attr", "name"):
+            if isinstance(getattr(node, field, None), str):
+                yield getattr(node, field)
+
+
+def test_every_import_is_on_the_list_and_no_other():
+    found = {path for tree in TREES.values() for path in imported(tree).values()}
+    assert found - {"deepspeed"} == {name.known_as for name in CONTRACT if name.kind == "imported"}
+
+
+@pytest.mark.parametrize("path", TREES, ids=[str(path.relative_to(ROOT)) for path in TREES])
+def test_what_is_read_is_on_the_list(path):
+    tree = TREES[path]
+    objects = imported(tree) | (AT_HAND if path.parent.name in ("engine", "zero", "parallel") else {})
+    objects |= {name: AT_HAND[name] for name in ("accelerator", "get_accelerator()")}
+    ours = {"_layerwise_save", "_layerwise_wants_scheduler", "__dict__", "__name__"}
+    # Of a logger everything is Python's own, and a class has what it is wrapped for.
+    read = {f"{objects[owner]}.{node.attr}" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+            and (owner := ast.unparse(node.value)) in objects and owner != "logger" and node.attr not in ours}
+    assert {name for name in read if not any(name.startswith(enum) for enum in (
+        "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum.",))} <= KNOWN
+
+
+def test_every_entry_is_used():
+    written = {name for tree in TREES.values() for name in identifiers(tree)}
+    assert {name.key for name in CONTRACT} <= written
+
+
+def test_an_entry_is_there_once_and_what_is_wrapped_is_found_by_its_name():
+    assert len({(name.path, name.kind) for name in CONTRACT}) == len(CONTRACT)
+    wrapped = [name.key for name in CONTRACT if name.kind == "wrapped"]
+    assert sorted(wrapped) == sorted(WRAPS)
+    assert contract.resolve("load_checkpoint") == (DeepSpeedEngine, "load_checkpoint")
+    assert contract.resolve("get_zero_config") == (config_module, "get_zero_config")
+
+
+def test_the_supported_releases_are_those_of_setup_cfg():
+    assert f"deepspeed>={contract.OLDEST},<{contract.BELOW}\n" in (ROOT / "setup.cfg").read_text()
+
+
+def test_the_installed_release_has_all_of_it():
+    assert walk(None) == (deepspeed.__version__, [])
+
+
+@pytest.mark.may_skip("more releases have to be installed beside this one")
+def test_other_releases_have_all_of_it():
+    folders = [folder for folder in os.environ.get("OTHER_DEEPSPEEDS", "").split(os.pathsep) if folder]
+    if not folders:
+        pytest.skip("OTHER_DEEPSPEEDS names no folder with another release")
+    walked = dict(walk(folder) for folder in folders)
+    assert walked == {release: [] for release in walked} and len(walked) == len(folders)
+
+
+@pytest.fixture
+def unregistered():
+    unregister()
+    yield
+    unregister()
+
+
+def snapshot():
+    """Everything that DeepSpeed's modules and classes hold, lists by value."""
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] == "deepspeed" and module is not None:
+            owners = [module, *(value for value in vars(module).values() if isinstance(value, type)
+                                and value.__module__ == module_name)]
+            found.update({(module_name, owner.__name__, name): copy.copy(value) if isinstance(value, list) else value
+                          for owner in owners for name, value in list(vars(owner).items())})
+    return found
+
+
+def changed(before, after):
+    return [key for key in before.keys() | after.keys()
+            if before.get(key) is not after.get(key) and not (
+                isinstance(before.get(key), list) and before[key] == after.get(key))]
+
+
+def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all(unregistered, monkeypatch):
+    def _broadcast_model(self, source_rank):
+        """Another signature."""
+
+    def allreduce_gradients(self, bucket_size=0):
+        """It asks an optimizer for nothing."""
+
+    monkeypatch.delattr(DeepSpeedEngine, "_configure_zero_optimizer")
+    monkeypatch.delattr(DeepSpeedEngine, "zero_grad")
+    monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", _broadcast_model)
+    monkeypatch.setattr(DeepSpeedEngine, "use_node_local_storage", property(lambda self: False))
+    monkeypatch.setattr(DeepSpeedEngine, "allreduce_gradients", allreduce_gradients)
+    monkeypatch.setattr(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", ())
+    monkeypatch.delattr(config_module, "DEEPSPEED_OPTIMIZERS")
+    monkeypatch.delattr(moe_utils, "is_moe_param")
+    monkeypatch.delattr(PipelineParallelGrid, "get_stage_id")
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.bwc", None)
+    before = snapshot()
+    with pytest.raises(ConfigError) as raised:
+        register()
+    assert not changed(before, snapshot()) and not patches.is_registered()
+    expected = [
+        f"{ENGINE}._configure_zero_optimizer is not there",
+        f"{ENGINE}.zero_grad is not there",
+        f"{ENGINE}._broadcast_model takes (self, source_rank), not (self)",
+        f"{ENGINE}.use_node_local_storage cannot be called",
+        f"{ENGINE}.reduce_gradients is not asked for",
+        "deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS is no list",
+        "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS is not there",
+        "deepspeed.moe.utils.is_moe_param is not there",
+        "deepspeed.runtime.pipe.topology.PipelineParallelGrid.get_stage_id is not there",
+        *(f"deepspeed.utils.bwc.{name} is not there" for name in (
+            "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+            "bwc_tensor_model_parallel_world_size")),
+    ]
+    first, *lines, last = str(raised.value).splitlines()
+    assert sorted(line.strip() for line in lines) == sorted(expected)
+    assert first == f"DeepSpeed {deepspeed.__version__} is not what ds_layerwise knows (>=0.18.9,<0.20):"
+    assert last == "nothing was patched; install deepspeed==0.19.8, or report this list"
+    monkeypatch.undo()
+    register()
+    assert DeepSpeedEngine.zero_grad.__wrapped__
+
+
+@pytest.mark.parametrize("name", [name for name in CONTRACT if name.kind in ("wrapped", "extended")],
+                         ids=lambda name: name.key)
+def test_one_missing_name_leaves_the_others_alone(unregistered, monkeypatch, name):
+    monkeypatch.delattr(*lookup.owner_of(name.path))
+    before = snapshot()
+    with pytest.raises(ConfigError, match=f"(?s)\n  {re.escape(name.path)} is not there\n.*nothing was patched"):
+        register()
+    assert not changed(before, snapshot())
+
+
+def test_nothing_is_imported_before_it_is_looked_up():
+    code = """if True:
+        import ds_layerwise
+        from deepspeed.moe import utils
+        from deepspeed.runtime import config
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        del utils.is_moe_param, DeepSpeedEngine._save_checkpoint
+        before, known = dict(vars(DeepSpeedEngine)), list(config.DEEPSPEED_OPTIMIZERS)
+        for _ in range(2):
+            try:
+                ds_layerwise.register()
+            except ds_layerwise.ConfigError as error:
+                said = str(error)
+                assert "_save_checkpoint is not there" in said and "is_moe_param is not there" in said, said
+            else:
+                raise SystemExit("registered")
+            ds_layerwise.unregister()
+        assert dict(vars(DeepSpeedEngine)) == before and config.DEEPSPEED_OPTIMIZERS == known
+    """
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+class TestASecondCall:
+
+    def test_it_changes_nothing(self, unregistered):
+        register()
+        before = snapshot()
+        register()
+        assert not changed(before, snapshot())
+
+    def test_what_was_put_back_is_wrapped_again(self, unregistered, monkeypatch):
+        original = DeepSpeedEngine.save_checkpoint
+        register()
+        before = snapshot()
+        DeepSpeedEngine.save_checkpoint = original
+        zero_utils.ZERO_SUPPORTED_OPTIMIZERS.pop()
+        config_module.DEEPSPEED_OPTIMIZERS.remove("layerwise")
+        register()
+        assert not changed(before, snapshot())
+        assert config_module.DEEPSPEED_OPTIMIZERS.count("layerwise") == 1
+        DeepSpeedEngine.save_checkpoint = original
+        unregister()
+        assert DeepSpeedEngine.save_checkpoint is original
+
+    def test_who_shows_what_is_wrapped_may_stay_and_is_not_dropped(self, unregistered, monkeypatch):
+        register()
+        ours = DeepSpeedEngine.save_checkpoint
+
+        @functools.wraps(ours)
+        def logged(*args, **kwargs):
+            return ours(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DeepSpeedEngine, "save_checkpoint", logged)
+            register()
+            assert DeepSpeedEngine.save_checkpoint is logged
+            with pytest.raises(ConfigError, match="^DeepSpeedEngine.save_checkpoint was replaced after"):
+                unregister()
+            assert DeepSpeedEngine.save_checkpoint is logged and patches.is_registered()
+
+    def test_who_replaced_something_is_told(self, unregistered, monkeypatch):
+        register()
+        with monkeypatch.context() as patch:
+            patch.setattr(DeepSpeedEngine, "_configure_zero_optimizer", lambda self, optimizer: None)
+            patch.setattr(config_module, "get_zero_config", lambda given: None)
+            patch.delattr(DeepSpeedEngine, "zero_use_cpu_optimizer")
+            for call in (register, unregister):
+                with pytest.raises(ConfigError) as raised:
+                    call()
+                said, _, way_out = str(raised.value).partition(" were replaced after ds_layerwise.register()")
+                assert set(said.split(", ")) == {
+                    "DeepSpeedEngine._configure_zero_optimizer", "deepspeed.runtime.config.get_zero_config",
+                    "DeepSpeedEngine.zero_use_cpu_optimizer"}
+                assert "undo that" in way_out
+        register()
+
+
+class TestWhatWasRenamed:
+
+    @pytest.fixture
+    def renaming(self, unregistered, monkeypatch):
+        def rename(path, new, since):
+            owner, old = lookup.owner_of(path)
+            monkeypatch.setattr(owner, new, vars(owner)[old], raising=False)
+            monkeypatch.delattr(owner, old)
+            entries = {part: tuple(replace(name, path=path.replace(old, new), was=((path, since), )) if
+                                   name.path == path else name for name in getattr(contract, part))
+                       for part in ("CONTRACT", "_WRAPPED")}
+            for part, names in entries.items():
+                monkeypatch.setattr(contract, part, names)
+            return owner, old
+        yield rename
+        unregister()
+
+    @pytest.mark.parametrize("path", [f"{ENGINE}.zero_reduce_bucket_size", f"{ENGINE}._commit_decoupled_checkpoint",
+                                      "deepspeed.moe.utils.is_moe_param",
+                                      "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS"])
+    def test_it_is_there_under_its_old_name_while_registered(self, renaming, path):
+        before = snapshot()
+        owner, old = renaming(path, "renamed", deepspeed.__version__)
+        after = snapshot()
+        register()
+        if isinstance(owner, type):
+            it = owner.__new__(owner)
+            torch.nn.Module.__init__(it)
+            assert getattr(it, old) == it.renamed
+            it.__dict__["renamed"] = 7
+            assert getattr(it, old) == 7
+            setattr(it, old, 8)
+            assert it.__dict__["renamed"] == 8
+            delattr(it, old)
+            assert "renamed" not in it.__dict__
+        else:
+            assert getattr(owner, old) is owner.renamed
+        unregister()
+        assert not changed(after, snapshot()) and changed(before, after)
+
+    def test_what_is_wrapped_is_wrapped_under_its_new_name(self, renaming):
+        renaming(f"{ENGINE}._configure_zero_optimizer", "renamed", deepspeed.__version__)
+        original = DeepSpeedEngine.renamed
+        register()
+        assert DeepSpeedEngine.renamed.__wrapped__ is original
+        unregister()
+        assert DeepSpeedEngine.renamed is original and not hasattr(DeepSpeedEngine, "_configure_zero_optimizer")
+
+    def test_a_release_that_is_older_has_the_old_one(self, renaming):
+        renaming(f"{ENGINE}.zero_grad", "renamed", "1.0")
+        with pytest.raises(ConfigError, match=f":\n  {ENGINE}.zero_grad is not there\nnothing"):
+            register()
+
+
+def test_releases_are_those_of_the_change():
+    name = Name("deepspeed.c", "read", since="0.19.2", until="0.19.10",
+                was=(("deepspeed.a", "0.19.3"), ("deepspeed.b", "0.19.9")))
+    assert [release for release in ("0.18.9", "0.19.1", "0.19.2", "0.19.9", "0.19.9+abc", "0.19.10", "0.20")
+            if name.is_in(release)] == ["0.19.2", "0.19.9", "0.19.9+abc"]
+    assert [name.path_in(release)[-1] for release in ("0.19.2", "0.19.3", "0.19.8+cpu", "0.19.9", "0.19.10")] == [
+        "a", "b", "b", "c", "c"]
+    assert (name.known_as, name.key) == ("deepspeed.a", "a")
+
+
+@pytest.mark.parametrize("function, differs", [
+    (lambda self, a: None, False),
+    (lambda self, a, b=1, *c, d=2, **e: None, False),
+    (lambda *args, **kwargs: None, False),
+    (lambda self, b: None, True),
+    (lambda a, self: None, True),
+    (lambda self: None, True),
+    (lambda self, a, b: None, True),
+    (lambda self, a, *, b: None, True),
+    (lambda self, *args, **kwargs: None, True),
+    (lambda *args: None, True),
+    (7, True),
+])
+def test_what_a_signature_may_be(function, differs):
+    assert (lookup.difference(function, ("self", "a")) is not None) is differs
+
+
+def test_what_only_instances_have_is_found_in_the_code_that_sets_it():
+    def hidden(function):
+        return lambda *args: function(*args)
+
+    class Base:
+        def __init__(self):
+            self.of_base = self.only_read
+
+    class Derived(Base):
+        @hidden
+        def decorated(self):
+            self.__dict__["by_dict"] = 1
+            self.other["by_item"] = 1
+
+        @property
+        def computed(self):
+            def inner():
+                self.nested = 1
+            return inner
+
+    found = {name for name in ("of_base", "by_dict", "computed", "nested", "by_item", "only_read", "nowhere")
+             if lookup.is_attribute(Derived, name)}
+    assert found == {"of_base", "by_dict", "computed", "nested"}
+    assert lookup.is_asked_for(Derived, "only_read") and not lookup.is_asked_for(Derived, "nowhere")
+
+
+def test_a_broken_import_is_said_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "layerwise_probe.py").write_text("import layerwise_nowhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(lookup.Absent, match="layerwise_probe cannot be imported: No module named 'layerwise_nowhere'"):
+        lookup.find("layerwise_probe.something")
