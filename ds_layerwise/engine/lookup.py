@@ -13,7 +13,7 @@ from importlib import import_module
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-_NOTHING = object()
+_NOTHING: Any = object()
 
 
 class Absent(Exception):

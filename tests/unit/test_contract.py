@@ -173,7 +173,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
         "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS is not there",
         "deepspeed.moe.utils.is_moe_param is not there",
         "deepspeed.runtime.pipe.topology.PipelineParallelGrid.get_stage_id is not there",
-        *(f"deepspeed.utils.bwc.{name} is not there" for name in (
+        *(f"deepspeed.utils.bwc.{name} is not there, as deepspeed.utils.bwc is not there" for name in (
             "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
             "bwc_tensor_model_parallel_world_size")),
     ]
