@@ -210,7 +210,7 @@ _READ = (
         gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_universal_checkpoint
         loss_scale tensor_parallel_config torch_autocast_dtype torch_autocast_enabled use_node_local_storage
         wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
-        zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm zero_reduce_bucket_size""",
+        zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm""",
             ("self",)),
     Name(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     Name(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),

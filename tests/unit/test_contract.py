@@ -44,6 +44,10 @@ AT_HAND = {
     "grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
     "accelerator": "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator",
     "get_accelerator()": "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator",
+    "engine._config.zero_config": "deepspeed.runtime.zero.config.DeepSpeedZeroConfig",
+    "engine._config.zero_config.offload_optimizer":
+        "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig",
+    "engine._config.bfloat16_config": "deepspeed.runtime.precision_config.DeepSpeedBF16Config",
     "self._backward_hook_state": "deepspeed.runtime.base_optimizer.BackwardHookStateManager",
 }
 
@@ -58,6 +62,27 @@ def imported(tree):
             found.update({alias.asname or alias.name: alias.name for alias in node.names
                           if alias.name.split(".")[0] == "deepspeed"})
     return found
+
+
+def read_of(scope, objects):
+    """The names that ``scope``, a file or a function of it, reads of ``objects``, under whatever names it has them."""
+    called = {}
+    for node in ast.walk(scope) if isinstance(scope, ast.FunctionDef) else ():
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            pairs = zip(target.elts, getattr(node.value, "elts", ())) if isinstance(target, ast.Tuple) else (
+                (target, node.value), )
+            called |= {each.id: value for each, value in pairs if isinstance(each, ast.Name)}
+
+    def said(node):
+        text = ast.unparse(node)
+        first, _, rest = text.partition(".")
+        if text not in objects and first in called and ast.unparse(called[first]).split(".")[0] != first:
+            return said(called[first]) + f".{rest}" * bool(rest)
+        return text
+
+    return {f"{objects[owner]}.{node.attr}" for node in ast.walk(scope)
+            if isinstance(node, ast.Attribute) and (owner := said(node.value)) in objects}
 
 
 def identifiers(tree):
@@ -79,12 +104,18 @@ def test_what_is_read_is_on_the_list(path):
     tree = TREES[path]
     objects = imported(tree) | (AT_HAND if path.parent.name in ("engine", "zero", "parallel") else {})
     objects |= {name: AT_HAND[name] for name in ("accelerator", "get_accelerator()")}
-    ours = {"_layerwise_save", "_layerwise_wants_scheduler", "__dict__", "__name__"}
-    # Of a logger everything is Python's own, and a class has what it is wrapped for.
-    read = {f"{objects[owner]}.{node.attr}" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-            and (owner := ast.unparse(node.value)) in objects and owner != "logger" and node.attr not in ours}
-    assert {name for name in read if not any(name.startswith(enum) for enum in (
-        "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum.",))} <= KNOWN
+    scopes = [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]
+    read = {name for scope in scopes for name in read_of(scope, objects)}
+    # What this package has put there, what everything has, and of a logger everything is Python's.
+    ours = re.compile(r".*(\._layerwise_\w+|\.__dict__|\.__name__|\.logger\.\w+|OffloadStateTypeEnum\.\w+)")
+    assert {name for name in read if not ours.fullmatch(name)} <= KNOWN
+
+
+def test_what_is_read_is_seen():
+    code = ast.parse("def f(engine):\n  config, b = engine._config, 1\n  zero = config.zero_config\n  zero.a\n  b.c\n"
+                     "def g(engine):\n  zero.d\n  engine.e\n  engine._config.h")
+    read = {name.split(".")[-1] for scope in code.body for name in read_of(scope, AT_HAND)}
+    assert read == {"_config", "zero_config", "a", "e", "h"}
 
 
 def test_every_entry_is_used():
@@ -291,7 +322,7 @@ class TestWhatWasRenamed:
         yield rename
         unregister()
 
-    @pytest.mark.parametrize("path", [f"{ENGINE}.zero_reduce_bucket_size", f"{ENGINE}._commit_decoupled_checkpoint",
+    @pytest.mark.parametrize("path", [f"{ENGINE}.zero_overlap_comm", f"{ENGINE}._commit_decoupled_checkpoint",
                                       "deepspeed.moe.utils.is_moe_param",
                                       "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS"])
     def test_it_is_there_under_its_old_name_while_registered(self, renaming, path):
