@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import OwnDistributedTest, get_accelerator, num_ranks_of
+from tests.support.harness import OwnDistributedTest, get_accelerator, num_ranks_of
+from tests.support.rooms import marker_lines
 
 SKIPPED = pytest.StashKey[list[str]]()
 
@@ -18,6 +19,8 @@ def _is_distributed(item: Any) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SKIPPED] = []
+    for line in marker_lines():
+        config.addinivalue_line("markers", line)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

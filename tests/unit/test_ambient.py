@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from ds_layerwise.zero.ambient import set_aside
+from tests.support.rooms import rooms
+
+pytestmark = rooms("ambient")
 
 CPU = torch.device("cpu")
 HAS_PRECISION_BY_BACKEND = hasattr(torch._C, "_get_fp32_precision_getter")

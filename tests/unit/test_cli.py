@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from ds_layerwise import cli
+from tests.support.rooms import rooms
+
+pytestmark = rooms("cli")
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,6 +6,9 @@ from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_o
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.ds_config import refuse_unsupported
 from ds_layerwise.recipes.muon import Muon
+from tests.support.rooms import rooms
+
+pytestmark = rooms("config")
 
 
 def optimizer(params=None, kind="LayerWiseMuon"):

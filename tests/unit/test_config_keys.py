@@ -23,7 +23,10 @@ from ds_layerwise.plan.ds_config import check_autocast, refuse_unsupported, type
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
-from tests.config_table import DOCUMENT, config_with, read_table
+from tests.support.config_table import DOCUMENT, config_with, read_table
+from tests.support.rooms import rooms
+
+pytestmark = rooms("ds_config", "run_config", "register")
 
 TESTS = Path(__file__).parents[1]
 ROWS = read_table(DOCUMENT.read_text())

@@ -14,7 +14,10 @@ from ds_layerwise.plan.cost import (LayoutReport, RankMemory, even_cuts, max_ove
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
-from tests.costs import memory_bytes, pieces_on_host
+from tests.support.costs import memory_bytes, pieces_on_host
+from tests.support.rooms import rooms
+
+pytestmark = rooms("cost")
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])

@@ -7,6 +7,9 @@ from deepspeed.accelerator import get_accelerator
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.registry import rule_of
+from tests.support.rooms import rooms
+
+pytestmark = rooms("devices")
 
 
 def rule(ns_dtype, **params):

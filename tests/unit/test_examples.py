@@ -18,6 +18,9 @@ import pytest
 import torch
 
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
+from tests.support.rooms import rooms
+
+pytestmark = rooms("outside")
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))

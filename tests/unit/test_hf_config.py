@@ -11,7 +11,10 @@ from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.report import as_json, plan_table
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.routing.rules import route_parameters
-from tests.cli import assert_refused, run
+from tests.support.cli import assert_refused, run
+from tests.support.rooms import rooms
+
+pytestmark = rooms("hf_model")
 
 CONFIG = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}, "bf16": {"enabled": True},
           "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02}}}

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rooms import rooms
+
+pytestmark = rooms("outside")
+
 PACKAGE = Path(__file__).parents[2] / "ds_layerwise"
 
 #: Folders, and files beside them, from the bottom: a module imports only from lower lines. What is not listed here
@@ -178,6 +182,20 @@ def test_the_top_is_short():
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert sum(path.is_file() for path in entries) <= MAX_AT_THE_TOP["files"]
     assert sum(path.is_dir() for path in entries) <= MAX_AT_THE_TOP["folders"]
+
+
+def test_every_test_file_says_what_it_guards_and_every_room_is_guarded():
+    guarded = set()
+    for path in sorted((PACKAGE.parent / "tests").rglob("test_*.py")):
+        said = next((node for node in parse(path).body if isinstance(node, ast.Assign)
+                     and ast.unparse(node.targets[0]) == "pytestmark"), None)
+        assert said is not None, f"{path} has no pytestmark = rooms(...)"
+        calls = [node for node in ast.walk(said.value)
+                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "rooms"]
+        assert len(calls) == 1, path
+        guarded |= {ast.literal_eval(argument) for argument in calls[0].args}
+    modules = {path.stem for path in FILES} - {"__init__"}
+    assert modules - guarded == {"errors"}, "errors are everywhere"
 
 
 @each_file

@@ -8,7 +8,10 @@ import pytest
 from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
+from tests.support.rooms import rooms
 from tests.unit.test_staging import Killed, commit, dying_at, holds, mount, write
+
+pytestmark = rooms("keeping")
 
 WAYS = ["exchange", "two renames", "is in user space", "renames no folder"]
 

@@ -12,7 +12,10 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, dtype_name
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from ds_layerwise.routing.rules import route_parameters
-from tests.costs import memory_bytes
+from tests.support.costs import memory_bytes
+from tests.support.rooms import rooms
+
+pytestmark = rooms("layout", "buffers")
 
 LIMIT = 2**31
 

@@ -10,6 +10,9 @@ import torch
 from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
+from tests.support.rooms import rooms
+
+pytestmark = rooms("manifest")
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize.batching import batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
 from ds_layerwise.recipes.newton_schulz import gram_segments
+from tests.support.rooms import rooms
+
+pytestmark = rooms("newton_schulz", "batching")
 
 #: (method, dtype) -> relative error and largest singular value allowed on a condition number of 100. The exact
 #: result's largest is about 1.2; an iteration that has lost its precision overshoots.

@@ -8,6 +8,9 @@ import torch
 
 from ds_layerwise.ranks import host_memory
 from ds_layerwise.ranks.host_memory import HostMemory
+from tests.support.rooms import rooms
+
+pytestmark = rooms("host_memory")
 
 
 class Stream:

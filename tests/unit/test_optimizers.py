@@ -17,6 +17,9 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.elementwise import AdamW
+from tests.support.rooms import rooms
+
+pytestmark = rooms("muon", "elementwise", "registry", "param_groups", "rule")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 SIMPLE5 = coefficients("simple", 5)

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_layerwise.output import announce, say
+from tests.support.rooms import rooms
+
+pytestmark = rooms("output")
 
 ROOT = Path(__file__).parents[2]
 

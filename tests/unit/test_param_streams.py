@@ -12,6 +12,9 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import comm, side_stream
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
+from tests.support.rooms import rooms
+
+pytestmark = rooms("param_sync")
 
 
 class Stream:

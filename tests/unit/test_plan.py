@@ -1,5 +1,5 @@
 """``ds-layerwise plan``: its refusals, its two forms, and that its parsing is DeepSpeed's. An engine's own numbers are
-in tests/distributed/test_plan.py."""
+in tests/distributed/ecosystem/test_plan.py."""
 
 import copy
 import json
@@ -21,7 +21,10 @@ from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
 from ds_layerwise.plan.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.recipes.registry import REGISTRY
-from tests.cli import assert_refused, run
+from tests.support.cli import assert_refused, run
+from tests.support.rooms import rooms
+
+pytestmark = rooms("dry_run", "forecast", "model_file", "config_file")
 
 ROOT = Path(__file__).parents[2]
 

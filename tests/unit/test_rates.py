@@ -8,6 +8,9 @@ from deepspeed.runtime import lr_schedules
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.rates import PEAKS, check_peaks
+from tests.support.rooms import rooms
+
+pytestmark = rooms("rates")
 
 PARAMS = {"lr": 3e-4, "muon_lr": 0.02}
 

@@ -11,6 +11,9 @@ from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.planner import plan_layout
+from tests.support.rooms import rooms
+
+pytestmark = rooms("reshard", "record")
 
 SPECS = [ParamSpec("embed", (50, 7), "float32", False), ParamSpec("a", (12, 20), "float32", True, 10),
          ParamSpec("bias", (33,), "float32", False), ParamSpec("b", (9, 9), "bfloat16", True, 5),

@@ -8,6 +8,9 @@ from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.routing.rules import route_parameters
+from tests.support.rooms import rooms
+
+pytestmark = rooms("rules", "routes")
 
 
 class Model(nn.Module):

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from ds_layerwise.run import main_and_leave
+from tests.support.rooms import rooms
+
+pytestmark = rooms("run")
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,10 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
 from ds_layerwise.plan.routes import whole_shape
 from ds_layerwise.recipes.newton_schulz import gram_segments
-from tests.peers import on_ranks
+from tests.support.peers import on_ranks
+from tests.support.rooms import rooms
+
+pytestmark = rooms("tensor_shards")
 
 SIMPLE5 = coefficients("simple", 5)
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)

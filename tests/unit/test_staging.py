@@ -15,6 +15,9 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
 from ds_layerwise.checkpoint.tags import check_tag
 from ds_layerwise.errors import LayerWiseError
+from tests.support.rooms import rooms
+
+pytestmark = rooms("aside", "tags")
 
 FILES = {"old": ["a.pt", "old.pt", "sub/b.pt"], "new": ["a.pt", "sub/b.pt", "new/c.pt", "new/d.pt"]}
 

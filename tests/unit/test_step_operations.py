@@ -18,7 +18,10 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.routing.rules import route_parameters
-from tests.training import Net
+from tests.support.rooms import rooms
+from tests.support.training import Net
+
+pytestmark = rooms("owned")
 
 META = torch.device("meta")
 

@@ -13,6 +13,9 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import comm, side_stream
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
+from tests.support.rooms import rooms
+
+pytestmark = rooms("sync", "side_stream")
 
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2)}
 

@@ -12,6 +12,9 @@ from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from tests.support.rooms import rooms
+
+pytestmark = rooms("report", "listing")
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {

@@ -9,6 +9,9 @@ from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.routing.tensor_marks import AUTOTP_META
+from tests.support.rooms import rooms
+
+pytestmark = rooms("tensor_marks")
 
 
 def cut(*shape, dim=None, **marks):

@@ -9,6 +9,10 @@ from shutil import copytree, ignore_patterns
 
 import pytest
 
+from tests.support.rooms import rooms
+
+pytestmark = rooms("outside")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -7,6 +7,9 @@ import torch
 
 from ds_layerwise.ranks import same_weights, writes
 from ds_layerwise.ranks.writes import follow_
+from tests.support.rooms import rooms
+
+pytestmark = rooms("writes")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

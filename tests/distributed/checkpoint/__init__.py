@@ -1,0 +1,1 @@
+"""Saves, loads, conversions, and what goes wrong between them."""

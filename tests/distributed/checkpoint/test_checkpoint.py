@@ -1,0 +1,344 @@
+"""Regular checkpoints through the engine: exact resume, and what DeepSpeed's own tools read in them."""
+
+import os
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+import ds_layerwise
+from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.manifest import FILE_NAME
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import (Net, allow_fp16, ds_config, start, start_adamw, train_engine, weights,
+                                    whole_gradients)
+
+pytestmark = rooms("regular", "record", "checkpointing", "load")
+
+
+def micro_batches(engine, first, last, *, gas):
+    """Run micro-batches ``first`` to ``last`` of the whole run; returns their losses."""
+    losses = []
+    for step, micro in (divmod(i, gas) for i in range(first, last)):
+        loss = engine((step, micro, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return torch.stack(losses)
+
+
+class TestResume(DistributedTest):
+    world_size = [1, 2, 3]
+    thorough_on = (1,)
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    @pytest.mark.parametrize("stage, gas, more", [(1, 1, 0), (1, 4, 0), (1, 4, 2), (2, 1, 0), (2, 4, 2)])
+    def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(self, precision, stage, gas, more, tmp_path):
+        allow_fp16()
+        sections = {} if precision == "fp32" else {precision: {"enabled": True}}
+        if precision == "fp16":
+            sections["fp16"]["initial_scale_power"] = 4
+        config = ds_config(stage=stage, gas=gas, clip=5.0, layerwise={"overlap_param_gather": gas == 4}, scheduler={
+            "type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 15}}, **sections)
+        saved_at, end = 10 * gas + more, 20 * gas
+        engine = start(Net(odd=True), config)
+        micro_batches(engine, 0, saved_at, gas=gas)
+        engine.save_checkpoint(tmp_path)
+        expected = micro_batches(engine, saved_at, end, gas=gas)
+
+        resumed = start(Net(odd=True), config)
+        micro_batches(resumed, 400, 400 + gas + more // 2, gas=gas)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.global_steps == resumed.optimizer.step_count == 10
+        assert torch.equal(micro_batches(resumed, saved_at, end, gas=gas), expected)
+        for each in (engine, resumed):
+            each.optimizer.wait_for_params()
+        assert torch.equal(weights(resumed.module), weights(engine.module))
+        assert_equal_states(states(resumed), states(engine))
+        assert resumed.get_lr() == engine.get_lr() and resumed.global_steps == engine.global_steps == 20
+
+
+class TestInsideAStep(DistributedTest):
+    """Gradients of a step that is not over are part of the state."""
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_1_save(self, class_tmpdir, precision):
+        # 1 and 3 ranks save at stage 1, 2 and 4 at stage 2.
+        engine = start(Net(odd=True), self.config(precision, stage=2 - dist.get_world_size() % 2))
+        micro_batches(engine, 0, 6, gas=4)
+        folder = class_tmpdir / f"{precision} {dist.get_world_size()}"
+        engine.save_checkpoint(folder)
+        self.reduce(engine)
+        whole = whole_gradients(engine)
+        on_rank_0(lambda: torch.save(whole, folder / "expected.pt"))
+
+    @pytest.mark.world_size([1, 2, 3, 4])
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_2_resume(self, class_tmpdir, precision, stage):
+        """The average over all ranks of what has accumulated is what it was, on any number of ranks."""
+        engine = start(Net(odd=True), self.config(precision, stage=stage, bucket_numel=10**6))
+        for saved_by in (1, 2, 3, 4):
+            folder = class_tmpdir / f"{precision} {saved_by}"
+            micro_batches(engine, 80, 83, gas=4)
+            engine.load_checkpoint(folder)
+            assert engine.micro_steps % 4 == 2 and engine.global_steps == 1
+            assert not engine.is_gradient_accumulation_boundary()
+            self.reduce(engine)
+            expected = torch.load(folder / "expected.pt")
+            for name, value in whole_gradients(engine).items():
+                atol = 1e-5 if precision == "fp32" else 0.25
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=atol if saved_by % 2 else 1e-6)
+            engine.optimizer.zero_grad()
+
+    @pytest.mark.world_size(2)
+    def test_3_another_number_of_micro_batches_is_refused(self, class_tmpdir):
+        engine = start(Net(odd=True), ds_config(gas=2))
+        with pytest.raises(LayerWiseError, match="saved after 2 of 4 micro-batches of a step, and this run accumulat"):
+            engine.load_checkpoint(class_tmpdir / "fp32 1")
+
+    def test_between_backward_and_step_the_step_is_repeated(self, tmp_path):
+        engine, other = start(Net(), ds_config()), start(Net(), ds_config())
+        train_engine(engine, 2)
+        before = states(engine)
+        engine.backward(engine((2, 0, dist.get_rank())))
+        engine.save_checkpoint(tmp_path)
+        engine.step()
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), before)
+        train_engine(other, 1, first=2)
+        assert_equal_states(states(other), states(engine))
+
+    def reduce(self, engine):
+        """Have the average of what has accumulated so far, as at the boundary."""
+        if engine.zero_optimization_stage() == 1:
+            engine.optimizer._grad_sync.reduce()
+
+    def config(self, precision, **changes):
+        return ds_config(gas=4, **({"bf16": {"enabled": True}} if precision == "bf16" else {}), **changes)
+
+
+class TestDeepSpeedsTools(DistributedTest):
+    world_size = [1, 2, 3]
+    thorough_on = (1,)
+
+    @pytest.mark.parametrize("variant", [{}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_zero_to_fp32_gives_the_masters(self, variant, precision, tmp_path):
+        engine = start(Net(**variant), ds_config(**({"bf16": {"enabled": True}} if precision == "bf16" else {})))
+        train_engine(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        expected = masters(engine)
+        script = SourceFileLoader("dropped", str(tmp_path / "zero_to_fp32.py")).load_module()
+        found = script.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+        held = engine.module.state_dict(keep_vars=True)
+        assert found.keys() == held.keys()
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        for name, value in held.items():
+            master = expected.get(names[id(value)], value.detach().float())
+            assert torch.equal(found[name].float(), master.view(value.shape)), name
+
+    def test_stocks_own_result_lacks_frozen_parameters(self, tmp_path):
+        """What the script makes of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
+        stock = start_adamw(Net(frozen=True))
+        train_engine(stock, 1)
+        stock.save_checkpoint(tmp_path)
+        found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+        assert stock.module.state_dict().keys() - found.keys() == {"tall.weight", "norm.bias"}
+
+    def test_the_converter_finds_every_state(self, tmp_path):
+        engine = start(Net(), ds_config(bf16={"enabled": True}))
+        train_engine(engine, 3)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        expected = masters(engine)
+        if dist.get_rank() == 0:
+            subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
+                            str(tmp_path / "saved"), "--output_folder", str(tmp_path / "universal"),
+                            "--num_extract_workers", "1", "--num_merge_workers", "1"],
+                           check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+        dist.barrier()
+        for name, value in expected.items():
+            folder = tmp_path / "universal" / "zero" / name
+            found = torch.load(folder / "fp32.pt", weights_only=False)["param"]
+            assert torch.equal(found.view(value.shape), value), name
+        for (name, key), value in states(engine).items():
+            if key == "step":
+                continue
+            travels_as = "exp_avg" if key == "momentum_buffer" else key
+            found = torch.load(tmp_path / "universal" / "zero" / name / f"{travels_as}.pt", weights_only=False)["param"]
+            piece = next(p for pieces in engine.optimizer._owned.pieces for p in pieces if p.name == name)
+            assert torch.equal(found.flatten()[piece.param_start:piece.param_start + piece.numel], value.flatten())
+
+
+class TestRefusedLoads(DistributedTest):
+    world_size = 2
+
+    def saved(self, folder):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder, tag="tag")
+        dist.barrier()
+        return folder / "tag"
+
+    def assert_refused(self, folder, message, **config):
+        engine = start(Net(), ds_config(**config))
+        before = weights(engine.module).clone()
+        with pytest.raises(LayerWiseError, match=message):
+            engine.load_checkpoint(folder, tag="tag")
+        assert torch.equal(weights(engine.module), before)
+        train_engine(engine, 1)
+
+    def test_a_missing_file(self, tmp_path):
+        folder = self.saved(tmp_path)
+        on_rank_0((folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink)
+        self.assert_refused(tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing")
+
+    def test_a_truncated_file_that_one_rank_finds(self, tmp_path):
+        folder = self.saved(tmp_path)
+        path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        on_rank_0(lambda: path.write_bytes(path.read_bytes()[:2000]))
+        self.assert_refused(tmp_path, "zero_pp_rank_0_mp_rank_00_optim_states.pt has 2000 bytes, .* were saved")
+
+    def test_what_one_rank_finds_wrong_all_refuse(self, tmp_path, monkeypatch):
+        self.saved(tmp_path)
+        if dist.get_rank() == 1:
+            def broken(path):
+                raise LayerWiseError("only rank 1 sees it")
+            monkeypatch.setattr(regular, "read", broken)
+        self.assert_refused(tmp_path, "only rank 1 sees it")
+
+    def test_files_of_two_saves(self, tmp_path):
+        folder = self.saved(tmp_path)
+        engine = start(Net(), ds_config())
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="later")
+        name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        on_rank_0(lambda: (folder / name).write_bytes((tmp_path / "later" / name).read_bytes()))
+        self.assert_refused(tmp_path, f"{name} (has .* bytes|is damaged or of another save)")
+
+    def test_no_optimizer_states(self, tmp_path):
+        folder = self.saved(tmp_path)
+        on_rank_0(lambda: [path.unlink() for path in [*folder.glob("*optim_states.pt"), folder / FILE_NAME]])
+        self.assert_refused(tmp_path, "no files named .*load_optimizer_states=False")
+
+    def test_stocks_own_checkpoint(self, tmp_path):
+        stock = start_adamw(Net())
+        train_engine(stock, 1)
+        stock.save_checkpoint(tmp_path, tag="tag")
+        self.assert_refused(tmp_path, "was not written by ds_layerwise|cannot be read")
+
+    def test_weights_alone_can_always_be_loaded(self, tmp_path):
+        engine = start(Net(), ds_config(bucket_numel=600, bf16={"enabled": True}))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        other = start(Net(), ds_config(bucket_numel=10**9, bf16={"enabled": True}))
+        other.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=True)
+        assert torch.equal(weights(other.module), weights(engine.module))
+        for name, value in masters(other).items():
+            assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
+
+
+class TestWhatIsLoaded(DistributedTest):
+    world_size = 2
+
+    def test_the_loss_scale_goes_on_from_where_it_was(self, tmp_path):
+        allow_fp16()
+        config = ds_config(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3})
+        engine = start(Net(), config)
+        engine.backward(engine((0, 0, dist.get_rank())) * float("inf"))
+        engine.step()
+        assert engine.optimizer.loss_scale == 8
+        engine.save_checkpoint(tmp_path)
+        resumed = start(Net(), config)
+        resumed.load_checkpoint(tmp_path)
+        for step in range(5):
+            assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale
+            train_engine(engine, 1, first=step)
+            train_engine(resumed, 1, first=step)
+        assert engine.optimizer.loss_scale == 16
+
+    @pytest.mark.parametrize("changed", [False, True])
+    def test_a_rank_opens_no_file_that_it_does_not_need(self, changed, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config(bucket_numel=600))
+        engine.save_checkpoint(tmp_path)
+        opened = []
+        read = regular.read
+        monkeypatch.setattr(regular, "read", lambda path: opened.append(path.name) or read(path))
+        start(Net(), ds_config(bucket_numel=10**9 if changed else 600)).load_checkpoint(tmp_path)
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+        assert sorted(opened) == (names if changed else [names[dist.get_rank()]])
+
+    def test_what_is_saved_shares_the_memory_of_what_is_trained(self):
+        """A copy of all masters and states would not fit beside them."""
+        engine = start(Net(), ds_config(bf16={"enabled": True}))
+        train_engine(engine, 1)
+        owned, saved = engine.optimizer._owned, engine.optimizer.state_dict()
+        live = {t.data_ptr() for p in owned.record().pieces for t in (p.master, *p.state.values())}
+        held = [*saved["single_partition_of_fp32_groups"],
+                *(t for state in saved["base_optimizer_state"]["state"].values() for t in state.values())]
+        for tensor in held:
+            assert tensor.data_ptr() in live or tensor.untyped_storage().nbytes() <= 4
+            assert tensor.untyped_storage().nbytes() <= tensor.nbytes
+
+    def test_masters_come_from_the_weights_where_the_config_says_so(self, tmp_path):
+        config = ds_config(bf16={"enabled": True})
+        config["zero_optimization"]["load_from_fp32_weights"] = False
+        engine = start(Net(), config)
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        resumed = start(Net(), config)
+        resumed.load_checkpoint(tmp_path)
+        for name, value in masters(resumed).items():
+            assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
+
+    def test_a_piece_knows_where_in_its_parameter_it_starts(self):
+        engine = start(Net(), ds_config(bucket_numel=1))
+        starts = engine.optimizer.state_dict()["layerwise"]["param_starts"]
+        assert starts == {p.name: p.param_start for pieces in engine.optimizer._owned.pieces for p in pieces}
+        assert dist.get_rank() == 0 or any(starts.values())
+
+    def test_nothing_to_load_changes_nothing(self, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        before = weights(engine.module)
+        assert engine.load_checkpoint(tmp_path / "missing") == (None, None)
+        assert torch.equal(weights(engine.module), before)
+
+    def test_loading_into_the_module_waits_for_what_is_under_way(self):
+        engine = start(Net(), ds_config(layerwise={"overlap_param_gather": True}))
+        zeros = {name: torch.zeros_like(value) for name, value in engine.module.state_dict().items()}
+        train_engine(engine, 1)
+        engine.module.load_state_dict(zeros)
+        assert not engine.optimizer._param_sync._pending
+
+
+class TestRefusedOptimizers(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("saved, wanted", [("adam", "lion"), ("lion", "adamw"), ("sgd", "adamw")])
+    def test_another_optimizer_is_refused_before_anything_is_taken_over(self, saved, wanted, tmp_path):
+        engine = start(Net(), ds_config(params={"scalar_optimizer": saved}))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        other = start(Net(), ds_config(params={"scalar_optimizer": wanted}))
+        with pytest.raises(LayerWiseError, match=f"updated by {saved}.*this run updates it by .*on_optimizer_change"):
+            other.load_checkpoint(tmp_path)
+        assert other.optimizer.step_count == 0
+
+    def test_other_groups_are_refused(self, tmp_path):
+        engine = start(Net(), ds_config())
+        engine.save_checkpoint(tmp_path)
+        module = Net()
+        params = list(module.parameters())
+        other, *_ = ds_layerwise.initialize(model=module, config=ds_config(), model_parameters=[
+            {"params": params[:3]}, {"params": params[3:]}])
+        with pytest.raises(LayerWiseError, match="has 1 parameter groups, this run 2"):
+            other.load_checkpoint(tmp_path)

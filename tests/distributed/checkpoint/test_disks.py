@@ -1,0 +1,352 @@
+"""Who sees what a save writes: one disk for all ranks, one for every node, files that come late or never."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import deepspeed.comm as dist
+import pytest
+
+from ds_layerwise.checkpoint import aside
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.engine import saving
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.ranks import disks
+from tests.support.checkpoints import assert_equal_states, on_rank_0, states
+from tests.support.harness import DistributedTest, free_port
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine, weights
+
+pytestmark = rooms("disks", "aside", "tags", "saving")
+
+OWN_DISKS = {"checkpoint": {"use_node_local_storage": True}}
+ZERO_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def names_in(folder):
+    """Without DeepSpeed's scripts."""
+    return {path.name for path in folder.iterdir() if path.suffix != ".py"}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(disks, "PATIENCE", 0.3)
+
+
+class TestOneDisk(DistributedTest):
+    world_size = 2
+
+    def saved(self, folder):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder, tag="tag")
+        return engine, states(engine)
+
+    def assert_the_first_is_there(self, folder, first):
+        dist.barrier()
+        assert names_in(folder) == {"tag", "latest"}
+        other = start(Net(), ds_config())
+        other.load_checkpoint(folder)
+        assert other.global_steps == 1
+        assert_equal_states(states(other), first)
+
+    def test_a_rank_that_sees_another_folder(self, tmp_path, impatient):
+        engine, first = self.saved(tmp_path)
+        train_engine(engine, 1, first=1)
+        mine = tmp_path if dist.get_rank() == 0 else tmp_path.with_name(f"{tmp_path.name} of 1")
+        with pytest.raises(LayerWiseError, match="rank 1 finds nothing of this save in .* of 1 after 0.3 s.*save to "
+                                                 "one folder .*use_node_local_storage"):
+            engine.save_checkpoint(mine, tag="tag")
+        assert dist.get_rank() == 0 or not mine.exists()
+        self.assert_the_first_is_there(tmp_path, first)
+
+    @pytest.mark.parametrize("how, message", [
+        ("gone", f"{ZERO_1} is missing"), ("cut", f"{ZERO_1} has 1000 bytes"),
+        ("older", f"{ZERO_1} is damaged or of another save")])
+    def test_a_file_that_does_not_arrive(self, how, message, tmp_path, impatient, monkeypatch):
+        engine, first = self.saved(tmp_path)
+        train_engine(engine, 1, first=1)
+        check = disks.check_arrived
+
+        def on_its_way(folder, *args):
+            path = aside.staged(folder) / ZERO_1
+            if how == "gone":
+                path.unlink()
+            else:
+                content = path.read_bytes()
+                path.write_bytes(content[:1000] if how == "cut" else content[:-100] + bytes(100))
+            check(folder, *args)
+
+        monkeypatch.setattr(disks, "check_arrived", on_its_way)
+        with pytest.raises(LayerWiseError, match=f"rank 0, which puts the checkpoint in place, does not see.* rank 1 .*"
+                                                 f"{message}.*; what was saved before is still there; save to one"):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        self.assert_the_first_is_there(tmp_path, first)
+
+    def test_a_file_that_arrives_late(self, tmp_path, monkeypatch):
+        engine, _ = self.saved(tmp_path)
+        train_engine(engine, 1, first=1)
+        check = disks.check_arrived
+
+        def late(folder, *args):
+            path = aside.staged(folder) / ZERO_1
+            path.rename(tmp_path / "on its way")
+            threading.Timer(0.2, lambda: (tmp_path / "on its way").rename(path)).start()
+            check(folder, *args)
+
+        monkeypatch.setattr(disks, "check_arrived", late)
+        engine.save_checkpoint(tmp_path, tag="tag")
+        other = start(Net(), ds_config())
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), states(engine))
+
+    def test_a_file_that_is_gone_before_its_rank_is_done(self, tmp_path, monkeypatch):
+        engine, first = self.saved(tmp_path)
+        train_engine(engine, 1, first=1)
+        if dist.get_rank() == 1:
+            listed = saving._listed
+            monkeypatch.setattr(saving, "_listed", lambda engine, folder, names: (
+                [(folder / name).unlink() for name in names], listed(engine, folder, names))[1])
+        with pytest.raises(LayerWiseError, match=f"{ZERO_1} is gone, or was never written"):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        monkeypatch.undo()
+        self.assert_the_first_is_there(tmp_path, first)
+
+    def test_an_engine_that_leaves_out_a_file(self, tmp_path, monkeypatch):
+        engine, first = self.saved(tmp_path)
+        train_engine(engine, 1, first=1)
+        monkeypatch.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
+        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 resu"):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        self.assert_the_first_is_there(tmp_path, first)
+
+    def test_another_job_saves_to_the_same_place(self, tmp_path, monkeypatch):
+        engine, first = self.saved(tmp_path)
+        train_engine(engine, 1, first=1)
+        check = disks.check_arrived
+        monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (aside.begin(folder), check(folder, *args)))
+        with pytest.raises(LayerWiseError, match="was made anew while this save was under way: another job"):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        self.assert_the_first_is_there(tmp_path, first)
+
+    def test_a_link_and_a_relative_path_and_a_process_that_moves_on(self, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        on_rank_0(lambda: ((tmp_path / "disk").mkdir(), (tmp_path / "link").symlink_to(tmp_path / "disk")))
+        monkeypatch.chdir(tmp_path)
+        on_rank_0((tmp_path / "elsewhere").mkdir)
+        check = disks.check_arrived
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(disks, "check_arrived", lambda *args: (os.chdir(tmp_path / "elsewhere"), check(*args)))
+            engine.save_checkpoint("link", tag="tag")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        engine.save_checkpoint("../link", tag="again")
+        assert (tmp_path / "link").is_symlink() and not names_in(tmp_path / "elsewhere")
+        for tag in ("tag", "again"):
+            Manifest.read(tmp_path / "disk" / tag).check(tmp_path / "disk" / tag)
+            other = start(Net(), ds_config())
+            other.load_checkpoint(tmp_path / "disk", tag=tag)
+            assert_equal_states(states(other), states(engine))
+
+
+class TestWhatIsLoaded(DistributedTest):
+    world_size = 2
+
+    def saved(self, folder):
+        engine = start(Net(), ds_config())
+        for step in range(2):
+            train_engine(engine, 1, first=step)
+            engine.save_checkpoint(folder)
+        return engine
+
+    @pytest.mark.parametrize("tags, message", [
+        (("global_step1", "global_step2"), "rank 0 'global_step1', which was passed, in .* rank 1 'global_step2', whi"),
+        (("global_step1", None), "rank 0 'global_step1', which was passed, .* rank 1 'global_step2', which latest nam"),
+        (("latest is", "other"), "rank 0 'global_step2', which latest names, in .* rank 1 'global_step1', which late"),
+        (("latest is", "missing"), "rank 0 'global_step2', .* and rank 1 .* of 1, where no file latest names a tag")])
+    def test_ranks_agree_on_a_tag_before_anything_is_read(self, tags, message, tmp_path):
+        engine, rank, folder = self.saved(tmp_path), dist.get_rank(), tmp_path
+        tag = tags[rank]
+        if tags[0] == "latest is":
+            tag = None
+            if rank == 1:
+                folder = tmp_path.with_name(f"{tmp_path.name} of 1")
+                folder.mkdir()
+                for name in names_in(tmp_path) - {"latest"}:
+                    (folder / name).symlink_to(tmp_path / name)
+                if tags[1] == "other":
+                    (folder / "latest").write_text("global_step1")
+        train_engine(engine, 1, first=2)
+        before = weights(engine.module).clone()
+        for states_too in (True, False):
+            with pytest.raises(LayerWiseError, match=f"ranks would load different checkpoints: {message}.*pass one"):
+                engine.load_checkpoint(folder, tag=tag, load_optimizer_states=states_too)
+        assert engine.global_steps == 3 and (weights(engine.module) == before).all()
+
+    @pytest.mark.parametrize("version", ["0.1", "now"])
+    def test_another_save_under_the_same_tag(self, version, tmp_path, monkeypatch):
+        if version == "0.1":
+            monkeypatch.setattr(Manifest, "write", lambda self, folder, write=Manifest.write: write(
+                Manifest(self.files), folder))
+        engine = self.saved(tmp_path)
+        mine = tmp_path if dist.get_rank() == 0 else tmp_path.with_name(f"{tmp_path.name} of 1")
+        if dist.get_rank() == 1:
+            mine.mkdir()
+            (mine / "global_step1").symlink_to(tmp_path / "global_step2")
+        before = weights(engine.module).clone()
+        for states_too in (True, False):
+            with pytest.raises(LayerWiseError, match="ranks see different saves: rank 0 in .*/global_step1 another"):
+                engine.load_checkpoint(mine, tag="global_step1", load_optimizer_states=states_too)
+        assert engine.global_steps == 2 and (weights(engine.module) == before).all()
+
+
+class TestDisksOfNodes(DistributedTest):
+    world_size = 2
+
+    def started(self, **config):
+        engine = start(Net(), ds_config(**OWN_DISKS, **config))
+        engine.local_rank = 0  # as on two nodes with a rank each
+        return engine
+
+    def test_each_has_what_its_ranks_resume_from(self, tmp_path):
+        mine, rank = tmp_path / f"node {dist.get_rank()}", dist.get_rank()
+        engine = self.started(bf16={"enabled": True})
+        for step in range(3):
+            train_engine(engine, 1, first=step)
+            engine.save_checkpoint(mine, tag=("a", "b", "b")[step])
+            assert names_in(mine / engine_tag(mine)) == {
+                FILE_NAME, "mp_rank_00_model_states.pt", f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"}
+        assert names_in(mine) == {"a", "b", "latest"}
+        other = self.started(bf16={"enabled": True})
+        other.load_checkpoint(mine)
+        assert other.global_steps == 3
+        assert_equal_states(states(other), states(engine))
+        assert (weights(other.module) == weights(engine.module)).all()
+
+    def test_all_on_one_disk(self, tmp_path):
+        engine = self.started()
+        train_engine(engine, 1)
+        for _ in range(2):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        assert names_in(tmp_path) == {"tag", "latest"}
+        assert len(Manifest.read(tmp_path / "tag").files) == 3
+        other = self.started()
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), states(engine))
+
+    @pytest.mark.parametrize("victim", [0, 1])
+    def test_a_save_that_is_in_place_on_one_of_them(self, victim, tmp_path, monkeypatch):
+        mine = tmp_path / f"node {dist.get_rank()}"
+        engine = self.started()
+        train_engine(engine, 1)
+        engine.save_checkpoint(mine, tag="tag")
+        train_engine(engine, 1, first=1)
+
+        def fails(folder):
+            raise OSError("not now")
+
+        if dist.get_rank() == victim:
+            monkeypatch.setattr(aside, "publish", fails)
+        with pytest.raises((OSError, LayerWiseError), match="not now"):
+            engine.save_checkpoint(mine, tag="tag")
+        monkeypatch.undo()
+        other = self.started()
+        other.load_checkpoint(mine)
+        assert other.global_steps == 2
+        assert_equal_states(states(other), states(engine))
+        assert names_in(mine) == {"tag", "latest"}
+
+    def test_a_save_that_is_whole_on_one_of_them(self, tmp_path, monkeypatch):
+        mine = tmp_path / f"node {dist.get_rank()}"
+        engine = self.started()
+        train_engine(engine, 1)
+        engine.save_checkpoint(mine, tag="tag")
+        first = states(engine)
+        train_engine(engine, 1, first=1)
+
+        def fails(folder, manifest):
+            raise OSError("no room")
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(aside, "seal", fails)
+        with pytest.raises((OSError, LayerWiseError), match="no room"):
+            engine.save_checkpoint(mine, tag="tag")
+        other = self.started()
+        other.load_checkpoint(mine)
+        assert other.global_steps == 1
+        assert_equal_states(states(other), first)
+
+
+def engine_tag(folder):
+    return (folder / "latest").read_text()
+
+
+SCRIPT = """
+    import os
+    import sys
+
+    import deepspeed
+    import torch
+
+    from ds_layerwise.errors import LayerWiseError
+    from ds_layerwise.ranks import disks
+    from ds_layerwise.run import leave
+    from tests.support.checkpoints import assert_equal_states, states
+    from tests.support.training import Net, ds_config, start, train_engine
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    assert os.environ["LOCAL_RANK"] == "0" and os.environ["CROSS_RANK"] == os.environ["RANK"]
+    disks.PATIENCE = 0.2
+    engine = start(Net(), ds_config())
+    train_engine(engine, 1)
+    try:
+        engine.save_checkpoint("saved")
+        raise SystemExit("saved in two places as if it were one")
+    except LayerWiseError as e:
+        assert "rank 1 finds nothing of this save" in str(e), e
+    own = ds_config(checkpoint={"use_node_local_storage": True})
+    engine, other = start(Net(), own), start(Net(), own)
+    for step in range(2):
+        train_engine(engine, 1, first=step)
+        engine.save_checkpoint("saved")
+    other.load_checkpoint("saved")
+    assert other.global_steps == 2, other.global_steps
+    assert_equal_states(states(other), states(engine))
+    open("done", "w").close()
+    leave()
+"""
+
+
+def test_two_nodes_started_as_deepspeeds_launcher_starts_them(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    world = base64.urlsafe_b64encode(json.dumps({"one": [0], "other": [0]}).encode()).decode()
+    port, nodes = str(free_port()), []
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    for rank in range(2):
+        (tmp_path / f"node {rank}").mkdir()
+        nodes.append(subprocess.Popen(
+            [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--node_rank={rank}",
+             "--master_addr=127.0.0.1", f"--master_port={port}", tmp_path / "script.py"],
+            cwd=tmp_path / f"node {rank}", env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    until = time.monotonic() + 300
+    try:
+        said = [node.communicate(timeout=max(1, until - time.monotonic()))[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait()
+    for rank, text in enumerate(said):
+        assert nodes[rank].returncode == 0, text[-3000:]
+        folder = tmp_path / f"node {rank}" / "saved"
+        assert (folder / "latest").read_text() == "global_step2"
+        assert names_in(folder / "global_step2") == {
+            FILE_NAME, "mp_rank_00_model_states.pt", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"}
+        assert (tmp_path / f"node {rank}" / "done").exists()

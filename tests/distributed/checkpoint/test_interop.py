@@ -1,0 +1,232 @@
+"""Between this package and others: DeepSpeed's own AdamW under every ZeRO stage, and weights of a dense model."""
+
+import contextlib
+import io
+import logging
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils import logger
+
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.support.universal import (MATRICES, convert, start_stock, start_with_loss, stock_states, train_with_loss,
+                                     write_dense)
+
+pytestmark = rooms("universal", "regular", "reshard")
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def names_in(states):
+    """Of the parameters that ``states`` are of."""
+    return {name for name, _ in states}
+
+
+@contextlib.contextmanager
+def debug_lines():
+    """What DeepSpeed's logger gets to say at its lowest level."""
+    lines = []
+
+    class Collect(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler, level = Collect(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield lines
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+
+
+class TestStockIntoOurs(DistributedTest):
+    """Saved by two ranks of DeepSpeed's AdamW, converted by DeepSpeed, loaded by any number of ranks of ours."""
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_1_save(self, stage, class_tmpdir):
+        engine = start_stock(stage)
+        train_with_loss(engine, 0, 3)
+        folder = class_tmpdir / str(stage)
+        engine.module.seen.fill_(2**24 + stage)
+        engine.save_checkpoint(folder, tag="saved")
+        convert(folder / "saved", folder / "converted", inject=True)
+        states = stock_states(engine)
+        if dist.get_rank() == 0:
+            torch.save(states, folder / "expected.pt")
+        dist.barrier()
+
+    @pytest.mark.world_size([1, 2, 3])
+    @pytest.mark.parametrize("policy", ["reset", "keep_shared"])
+    def test_2_load(self, policy, class_tmpdir):
+        engine = start_with_loss(layerwise={"on_optimizer_change": policy}, **BF16)
+        train_with_loss(engine, 20, 21)
+        for stage in (1, 2, 3):
+            expected = torch.load(class_tmpdir / str(stage) / "expected.pt")
+            assert names_in(expected) == {name for name, _ in engine.module.named_parameters()} > MATRICES
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                engine.load_checkpoint(class_tmpdir / str(stage), tag="converted")
+            self.check(engine, expected, policy, printed.getvalue())
+            assert (engine.global_steps, engine.optimizer.step_count) == (3, 3)
+            assert engine.module.seen == 2**24 + stage
+            for name, value in masters(engine).items():
+                assert torch.equal(engine.module.get_parameter(name), value.bfloat16()), name
+            assert_same_on_all_ranks(engine.module)
+            assert train_with_loss(engine, 3, 4).isfinite().all()
+            assert whole_states(engine)["inner.norm.weight", "step"] == 4
+
+    def check(self, engine, expected, policy, printed):
+        found = whole_states(engine)
+        for name in names_in(expected):
+            assert torch.equal(found[name, "fp32"], expected[name, "fp32"]), name
+            if name not in MATRICES:
+                assert found[name, "step"] == 3
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(found[name, key], expected[name, key]), (name, key)
+                continue
+            average = expected[name, "exp_avg"]
+            assert average.any()
+            kept = average if policy == "keep_shared" else torch.zeros_like(average)
+            assert torch.equal(found[name, "momentum_buffer"], kept), name
+        why = "adam before, muon now" + ", went on from exp_avg" * (policy == "keep_shared")
+        assert engine.optimizer.fresh_states == dict.fromkeys(MATRICES, why)
+        report = [line for line in printed.splitlines() if line.startswith("ds_layerwise:")]
+        if dist.get_rank() == 0:
+            assert len(report) == 1 and f"{len(MATRICES)} of {len(names_in(expected))} parameters do not" in report[0]
+            assert report[0].endswith(f": {len(MATRICES)} x {why}")
+        else:
+            assert not report
+
+    @pytest.mark.world_size([1, 3])
+    def test_3_refused_unless_the_config_allows_it(self, class_tmpdir):
+        engine = start_with_loss(**BF16)
+        train_with_loss(engine, 20, 21)
+        before = whole_states(engine)
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        names = "|".join(sorted(MATRICES))
+        for stage in (1, 2, 3):
+            with pytest.raises(LayerWiseError, match=rf"({names}) was updated by adam .*layerwise.on_optimizer_change"):
+                engine.load_checkpoint(class_tmpdir / str(stage), tag="converted")
+        assert_equal_states(whole_states(engine), before)
+        assert_equal_states(engine.module.state_dict(), weights)
+        assert (engine.global_steps, engine.optimizer.step_count) == (1, 1)
+
+
+class TestOursIntoStock(DistributedTest):
+    """And from there back again."""
+
+    @pytest.mark.world_size(3)
+    def test_1_save(self, class_tmpdir):
+        engine = start_with_loss(layerwise={"save_universal": True}, **BF16)
+        train_with_loss(engine, 0, 3)
+        engine.save_checkpoint(class_tmpdir, tag="saved")
+        convert(class_tmpdir / "saved", class_tmpdir / "converted")
+        states = whole_states(engine)
+        if dist.get_rank() == 0:
+            torch.save(states, class_tmpdir / "expected.pt")
+
+    @pytest.mark.world_size([1, 2])
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("form", ["converted", "saved_universal"])
+    def test_2_load(self, form, stage, class_tmpdir, tmp_path):
+        expected = torch.load(class_tmpdir / "expected.pt")
+        stock = start_stock(stage, checkpoint={"load_universal": True})
+        stock.load_checkpoint(class_tmpdir, tag=form)
+        self.check(stock, expected)
+        assert {float(state["step"]) for state in stock.optimizer.optimizer.state.values()} == {3}
+        assert stock.global_steps == 3
+        stock.save_checkpoint(tmp_path, tag="saved")
+        assert train_with_loss(stock, 3, 4).isfinite().all()
+        assert not torch.equal(stock_states(stock)["inner.norm.weight", "fp32"], expected["inner.norm.weight", "fp32"])
+
+        convert(tmp_path / "saved", tmp_path / "converted", inject=True)
+        ours = start_with_loss(layerwise={"on_optimizer_change": "keep_shared"}, **BF16)
+        ours.load_checkpoint(tmp_path, tag="converted")
+        assert_equal_states(whole_states(ours), expected)
+
+    @staticmethod
+    def check(stock, expected):
+        found = stock_states(stock)
+        assert names_in(found) == names_in(expected)
+        for name in names_in(found):
+            travelled = {key: value for (of, key), value in expected.items() if of == name and key != "step"}
+            if name in MATRICES:
+                travelled["exp_avg"] = travelled.pop("momentum_buffer")
+                travelled["exp_avg_sq"] = torch.zeros_like(travelled["fp32"])
+            for key, value in travelled.items():
+                assert torch.equal(found[name, key], value), (name, key)
+            param = stock.module.get_parameter(name)
+            assert torch.equal(param.flatten(), travelled["fp32"].bfloat16()), name
+
+    @pytest.mark.world_size(2)
+    def test_3_stage_3_reads_its_own_checkpoints_only(self, class_tmpdir, tmp_path):
+        own = start_stock(1)
+        train_with_loss(own, 0, 1)
+        own.save_checkpoint(tmp_path, tag="saved")
+        convert(tmp_path / "saved", tmp_path / "converted", inject=True)
+        stock = start_stock(3, checkpoint={"load_universal": True})
+        # It looks for files of the model that have names of stage 3, and for stage 1's own checkpoint it fails alike.
+        for folder, tag in ((tmp_path, "converted"), (class_tmpdir, "converted"), (class_tmpdir, "saved_universal")):
+            with pytest.raises(AssertionError):
+                stock.load_checkpoint(folder, tag=tag)
+
+
+class TestDenseIntoOurs(DistributedTest):
+    world_size = [1, 2]
+    thorough_on = (1,)
+
+    def written(self, folder):
+        """A checkpoint of weights alone, and these."""
+        torch.manual_seed(3)
+        weights = {name: torch.randn(value.shape) for name, value in Net(tied=True).state_dict().items()}
+        if dist.get_rank() == 0:
+            write_dense(folder / "dense", {name: value for name, value in weights.items() if name != "head.weight"})
+        dist.barrier()
+        weights["head.weight"] = weights["embed.weight"]
+        return weights
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_weights_exact_and_every_state_fresh(self, precision, tmp_path):
+        weights = self.written(tmp_path)
+        engine = start(Net(tied=True), ds_config(**BF16 if precision == "bf16" else {}))
+        fresh = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
+        train_engine(engine, 2)
+        with contextlib.redirect_stdout(io.StringIO()) as printed, debug_lines() as lines:
+            engine.load_checkpoint(tmp_path, tag="dense")
+        found = whole_states(engine)
+        names = names_in(found)
+        assert_equal_states(found, fresh | {(name, "fp32"): weights[name].flatten() for name in names})
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, weights[name].to(value.dtype)), name
+        assert engine.optimizer.fresh_states == dict.fromkeys(names, "no state in the checkpoint")
+        if dist.get_rank() == 0:
+            assert f"{len(names)} of {len(names)} parameters do not go on" in printed.getvalue()
+            assert f": {len(names)} x no state in the checkpoint" in printed.getvalue()
+            assert {f"ds_layerwise: {name}: no state in the checkpoint" for name in names} <= set(lines)
+        assert engine.optimizer.step_count == engine.global_steps == 0
+        train_engine(engine, 1)
+
+    def test_refused_where_states_are_required(self, tmp_path):
+        self.written(tmp_path)
+        engine = start(Net(tied=True), ds_config(layerwise={"on_missing_state": "error"}))
+        train_engine(engine, 2)
+        before = whole_states(engine)
+        with pytest.raises(LayerWiseError, match=r"no state of \S+; set layerwise\.on_missing_state to 'fresh'"):
+            engine.load_checkpoint(tmp_path, tag="dense")
+        assert_equal_states(whole_states(engine), before)
+        assert engine.global_steps == engine.optimizer.step_count == 2
+
+    def test_a_missing_model_file_is_named(self, tmp_path):
+        self.written(tmp_path)
+        if dist.get_rank() == 0:
+            (tmp_path / "dense" / "mp_rank_00_model_states.pt").unlink()
+        dist.barrier()
+        engine = start(Net(tied=True), ds_config())
+        with pytest.raises(LayerWiseError, match="dense holds no mp_rank_00_model_states.pt"):
+            engine.load_checkpoint(tmp_path, tag="dense")
+        train_engine(engine, 1)

@@ -1,0 +1,300 @@
+"""What parameter groups say in a checkpoint: written so that it can be read, and what wins where the config changed."""
+
+from __future__ import annotations
+
+import collections
+import enum
+from pathlib import Path
+
+import deepspeed.comm as dist
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
+
+import ds_layerwise
+from ds_layerwise.checkpoint.regular import load_safely
+from ds_layerwise.engine import saving
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.zero import resumed_groups
+from tests.support.checkpoints import assert_equal_states, states
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import MUON, Net, ds_config, start, train_engine, weights
+
+pytestmark = rooms("resumed_groups", "plain")
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Kind(enum.Enum):
+    FAST = "fast"
+
+
+class Thing:
+    """Nobody can read it without running its code."""
+
+
+#: What users and their schedulers put into groups, and what is read back of it.
+VALUES = {
+    "lr": (np.float64(0.00123), 0.00123), "weight_decay": (np.float32(0.25), 0.25), "eps": (torch.tensor(0.5), 0.5),
+    "betas": (np.array([0.5, 0.75]), [0.5, 0.75]), "initial_lr": (np.float64(0.003), 0.003),
+    "count": (np.int64(3), 3), "flag": (np.bool_(True), True), "pair": (Pair(1, np.float16(2)), (1, 2.0)),
+    "place": (Path("/a/b"), "/a/b"), "kind": (Kind.FAST, "fast"), "ordered": (collections.OrderedDict(a=1), {"a": 1}),
+    "dtype": (torch.float16, torch.float16), "names": (frozenset({"x"}), {"x"}), "nothing": (None, None),
+    "long": (np.longdouble(1.5), 1.5), "text": (np.str_("yes"), "yes"), "default": (collections.defaultdict(int), {}),
+}
+
+
+def cosine(engine):
+    return LambdaLR(engine, lambda step: 0.5 * (1 + np.cos(0.2 * step)))
+
+
+class TestWhatIsWritten(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_schedule_of_numpy_resumes_bit_for_bit(self, stage, tmp_path):
+        config = ds_config(stage=stage, layerwise={"save_universal": True})
+        engine, resumed, universal = (start(Net(), config, lr_scheduler=cosine) for _ in range(3))
+        train_engine(engine, 3)
+        assert isinstance(engine.optimizer.param_groups[0]["lr"], np.floating)
+        engine.save_checkpoint(tmp_path, tag="tag")
+        resumed.load_checkpoint(tmp_path, tag="tag")
+        universal.load_checkpoint(tmp_path, tag="tag_universal")
+        for each in (engine, resumed, universal):
+            train_engine(each, 3, first=3)
+        for each in (resumed, universal):
+            assert torch.equal(weights(each.module), weights(engine.module))
+            assert_equal_states(states(each), states(engine))
+            assert each.get_lr() == engine.get_lr()
+
+    def test_values_of_all_kinds_become_builtins(self, tmp_path):
+        engine, resumed = start(Net(), ds_config()), start(Net(), ds_config())
+        engine.optimizer.param_groups[0].update({key: value for key, (value, _) in VALUES.items()})
+        engine.save_checkpoint(tmp_path, tag="tag")
+        for key, (value, _) in VALUES.items():
+            assert engine.optimizer.param_groups[0][key] is value
+        resumed.load_checkpoint(tmp_path, tag="tag")
+        for key, (_, expected) in VALUES.items():
+            found = resumed.optimizer.param_groups[0][key]
+            assert found == expected and type(found) is type(expected), key
+
+    def test_a_learning_rate_in_a_tensor_stays_in_it(self, tmp_path):
+        engine, resumed = start(Net(), ds_config()), start(Net(), ds_config())
+        engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+        engine.save_checkpoint(tmp_path)
+        held = resumed.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.optimizer.param_groups[0]["lr"] is held and held == 0.25
+
+    @pytest.mark.parametrize("value", [{"deep": [1, Thing()]}, np.array([Thing()])])
+    def test_what_cannot_be_read_is_refused_by_name_on_every_rank(self, value, tmp_path):
+        engine = start(Net(), ds_config())
+        engine.save_checkpoint(tmp_path, tag="before")
+        dist.barrier()
+        there = sorted(path.name for path in tmp_path.iterdir())
+        train_engine(engine, 1)
+        if dist.get_rank() == 1:
+            engine.optimizer.param_groups[0]["thing"] = value
+        with pytest.raises(LayerWiseError, match=r"param_groups\[0\]\.thing.* which a checkpoint cannot hold"):
+            engine.save_checkpoint(tmp_path, tag="after")
+        dist.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir()) == there
+        dist.barrier()
+        engine.optimizer.param_groups[0].pop("thing", None)
+        engine.save_checkpoint(tmp_path, tag="after")
+
+    def test_a_config_with_numbers_of_numpy(self, tmp_path):
+        """DeepSpeed writes the config into the same files."""
+        config = ds_config(params={"lr": np.float64(0.003), "muon_lr": np.float64(0.02)}, layerwise={"fsync": True})
+        engine, resumed = start(Net(), config), start(Net(), config)
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        assert_equal_states(states(resumed), states(engine))
+
+    def test_a_save_that_one_rank_cannot_read_back_does_not_count(self, tmp_path):
+        engine = start(Net(), ds_config())
+        engine.save_checkpoint(tmp_path, tag="before")
+        scaler = engine.optimizer.loss_scaler
+        if dist.get_rank() == 1:
+            engine.optimizer.loss_scaler = Thing()
+        with pytest.raises(LayerWiseError, match="optim_states.pt cannot be read back: loss_scaler is an object"):
+            engine.save_checkpoint(tmp_path, tag="after")
+        dist.barrier()
+        assert (tmp_path / "latest").read_text() == "before" and not list(tmp_path.glob("after*"))
+        engine.optimizer.loss_scaler = scaler
+        engine.load_checkpoint(tmp_path)
+
+    def test_a_checkpoint_of_version_0_1_loads(self, tmp_path, monkeypatch, capsys):
+        """That version wrote groups as they were, and nothing of what they had been given."""
+        config = ds_config(layerwise={"save_universal": True})
+        written = {key: value for key, (value, _) in VALUES.items() if key != "names"}
+        with monkeypatch.context() as patch:
+            patch.setattr(saving.regular, "check_readable", lambda *_: None)
+            patch.setattr(resumed_groups, "described", lambda groups: [
+                {key: value for key, value in group.items() if key != "params"} for group in groups])
+            engine = start(Net(), config)
+            train_engine(engine, 1)
+            engine.optimizer.param_groups[0].update(written, thing=Thing())
+            engine.optimizer.configured = []
+            engine.save_checkpoint(tmp_path, tag="tag")
+        with pytest.raises(LayerWiseError, match="cannot be read: UnpicklingError"):
+            load_safely(tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        for tag in ("tag", "tag_universal"):
+            resumed = start(Net(), config)
+            own = {key: object() for key in ("thing", "pair", "place", "kind")}
+            resumed.optimizer.param_groups[0].update(own)
+            capsys.readouterr()
+            resumed.load_checkpoint(tmp_path, tag=tag)
+            found = resumed.optimizer.param_groups[0]
+            for key in written.keys() - own.keys():
+                assert found[key] == VALUES[key][1] and type(found[key]).__module__ != "numpy", key
+            for key, value in own.items():
+                assert found[key] is value, key
+            if dist.get_rank() == 0:
+                said = capsys.readouterr().out
+                for key in own:
+                    assert f"param_groups[0].{key} is in the checkpoint as an object" in said
+            assert_equal_states(states(resumed), states(engine))
+            resumed.destroy()
+
+
+#: What a config says otherwise than the one before it, and what a group then goes on with.
+OTHER = {"lr": 0.006, "muon_lr": 0.01, "weight_decay": 0.5, "momentum": 0.5, "betas": [0.25, 0.5], "eps": 1e-3}
+
+
+def effective(engine):
+    """What the next step will use."""
+    group, = engine.optimizer.param_groups
+    rates = {key: pytest.approx(group["lr"] * group[ratio], rel=1e-12)
+             for key, ratio in (("muon_lr", "matrix_lr_ratio"), ("adam_lr", "scalar_lr_ratio"))}
+    return {**rates, **{key: group[key] for key in ("momentum", "weight_decay", "eps")}, "betas": tuple(group["betas"])}
+
+
+class TestWhatWins(DistributedTest):
+    world_size = 2
+
+    def resumed(self, folder, wins, *, tag="tag", **changes):
+        engine = start(Net(), ds_config(params=OTHER, layerwise={"on_hyper_change": wins} if wins else {}), **changes)
+        engine.load_checkpoint(folder, tag=tag)
+        return engine
+
+    @pytest.mark.parametrize("tag", ["tag", "tag_universal"])
+    @pytest.mark.parametrize("wins", [None, "checkpoint", "config"])
+    def test_without_a_schedule(self, wins, tag, tmp_path, capsys):
+        old = start(Net(), ds_config(layerwise={"save_universal": True}))
+        train_engine(old, 2)
+        old.save_checkpoint(tmp_path, tag="tag")
+        capsys.readouterr()
+        engine = self.resumed(tmp_path, wins, tag=tag)
+        if dist.get_rank() == 0:
+            said = [line for line in capsys.readouterr().out.splitlines() if "param_groups[0]." in line]
+            assert len(said) == 7
+            for key, before, now in (("lr", 0.003, 0.006), ("muon_lr", 0.02, 0.01), ("adam_lr", 0.003, 0.006),
+                                     ("weight_decay", 0.1, 0.5), ("momentum", 0.95, 0.5),
+                                     ("betas", (0.9, 0.95), (0.25, 0.5)), ("eps", 1e-10, 1e-3)):
+                line, = (line for line in said if f"param_groups[0].{key} was {before} " in line)
+                assert f"is {now} in this one's config; {now if wins == 'config' else before} goes on" in line
+        fresh = start(Net(), ds_config(params=OTHER))
+        assert effective(engine) == effective(fresh if wins == "config" else old)
+        # What is in force decides the next step.
+        old.optimizer.param_groups[0].update(
+            {key: value for key, value in engine.optimizer.param_groups[0].items() if key != "params"})
+        train_engine(old, 2, first=2)
+        train_engine(engine, 2, first=2)
+        assert torch.equal(weights(engine.module), weights(old.module))
+        # The next resume is told of what goes on by then.
+        engine.save_checkpoint(tmp_path, tag="again")
+        capsys.readouterr()
+        self.resumed(tmp_path, wins, tag="again")
+        if dist.get_rank() == 0:
+            assert capsys.readouterr().out.count("param_groups[0].") == (0 if wins == "config" else 7)
+
+    @pytest.mark.parametrize("kind", ["lambda", "step", "sequential", "one cycle", "cyclic"])
+    def test_a_schedule_of_torch_goes_on_from_the_new_rate(self, kind, tmp_path):
+        """As if the run had had that rate from the start."""
+        def schedule(optimizer):
+            lr = optimizer.param_groups[0]["lr"]
+            if kind == "one cycle":
+                return OneCycleLR(optimizer, max_lr=lr, total_steps=8, cycle_momentum=False)
+            if kind == "cyclic":
+                return CyclicLR(optimizer, base_lr=lr / 4, max_lr=lr, step_size_up=4, cycle_momentum=False)
+            if kind == "lambda":
+                return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            if kind == "step":
+                return StepLR(optimizer, 2, gamma=0.5)
+            return SequentialLR(optimizer, [LambdaLR(optimizer, lambda step: (1 + step) / 4),
+                                            LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3])
+
+        old, always = start(Net(), ds_config(), lr_scheduler=schedule), start(
+            Net(), ds_config(params=OTHER), lr_scheduler=schedule)
+        train_engine(old, 3)
+        train_engine(always, 3)
+        old.save_checkpoint(tmp_path, tag="tag")
+        engine, stays = (self.resumed(tmp_path, wins, lr_scheduler=schedule) for wins in ("config", "checkpoint"))
+        for step in range(3, 6):
+            assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
+            assert effective(engine) == effective(always)
+            assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
+            for each in (old, always, engine, stays):
+                train_engine(each, 1, first=step)
+
+    @pytest.mark.parametrize("wins", ["checkpoint", "config"])
+    @pytest.mark.parametrize("kind", ["of DeepSpeed", "afresh"])
+    def test_a_schedule_that_starts_from_the_config_has_its_rates(self, kind, wins, tmp_path, capsys):
+        """Whatever wins, ``lr`` is the config's then; the ratio of another one would make a rate that nobody chose."""
+        def scheduled(params, **layerwise):
+            lr = {**MUON, **params}["lr"]
+            if kind == "of DeepSpeed":
+                warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 4}}
+                return start(Net(), ds_config(params=params, layerwise=layerwise, scheduler=warmup))
+            return start(Net(), ds_config(params=params, layerwise=layerwise),
+                         lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+
+        old, engine, always = scheduled({}), scheduled(OTHER, on_hyper_change=wins), scheduled(OTHER)
+        train_engine(old, 3)
+        old.save_checkpoint(tmp_path)
+        capsys.readouterr()
+        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=kind == "of DeepSpeed")
+        if dist.get_rank() == 0:
+            said = capsys.readouterr().out
+            assert "param_groups[0].muon_lr was 0.02 in the run that was saved and is 0.01 in this one's config; " \
+                   "0.01 goes on" in said
+            assert (f"because {type(engine.lr_scheduler).__name__} starts" in said) == (wins == "checkpoint")
+            assert ("0.1 goes on" in said) == (wins == "checkpoint")
+        train_engine(always, 3 if kind == "of DeepSpeed" else 0)
+        for step in range(3, 5):
+            for each in (engine, always):
+                train_engine(each, 1, first=step)
+            now, wanted = effective(engine), effective(always)
+            assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
+            assert all(now[key] == wanted[key] for key in ("muon_lr", "adam_lr"))
+            assert now["weight_decay"] == (0.1 if wins == "checkpoint" else 0.5)
+
+    def test_what_has_not_changed_goes_on_as_it_was(self, tmp_path, capsys):
+        """A momentum that the script has moved is no change of the config."""
+        old = start(Net(), ds_config())
+        old.optimizer.param_groups[0].update(momentum=0.75, lr=0.001)
+        old.save_checkpoint(tmp_path, tag="tag")
+        engine = start(Net(), ds_config(layerwise={"on_hyper_change": "config"}, params={"weight_decay": 0.5}))
+        engine.load_checkpoint(tmp_path, tag="tag")
+        group, = engine.optimizer.param_groups
+        assert (group["momentum"], group["lr"], group["weight_decay"]) == (0.75, 0.001, 0.5)
+
+    def test_each_group_by_itself(self, tmp_path, capsys):
+        def start_groups(decays, wins):
+            module = Net()
+            params = list(module.parameters())
+            groups = [{"params": params[i::3], "weight_decay": decay} for i, decay in enumerate(decays)]
+            config = ds_config(layerwise={"on_hyper_change": wins})
+            return ds_layerwise.initialize(model=module, model_parameters=groups, config=config)[0]
+
+        start_groups((0.1, 0.2, 0.1), "config").save_checkpoint(tmp_path, tag="tag")
+        engine = start_groups((0.3, 0.2, 0.3), "config")
+        capsys.readouterr()
+        engine.load_checkpoint(tmp_path, tag="tag")
+        assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.3, 0.2, 0.3]
+        if dist.get_rank() == 0:
+            assert "param_groups[0, 2].weight_decay was 0.1 in the run" in capsys.readouterr().out

@@ -1,0 +1,282 @@
+"""What ``save_checkpoint`` and ``load_checkpoint`` can be asked for, and DeepSpeed's ways to write files."""
+
+import os
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+
+from ds_layerwise.checkpoint import aside
+from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, start_adamw, train_engine, weights
+
+pytestmark = rooms("saving", "loading")
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 8}}
+
+
+def folders(path):
+    return sorted(p.name for p in path.iterdir() if p.is_dir())
+
+
+class TestSaving(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("tag", [None, "mine", 7, "deep/er", "a[1]*?"])
+    def test_tags(self, tag, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        assert engine.save_checkpoint(tmp_path, tag=tag)
+        expected = "global_step1" if tag is None else str(tag)
+        assert (tmp_path / "latest").read_text() == expected
+        assert (tmp_path / expected / "mp_rank_00_model_states.pt").exists()
+        other = start(Net(), ds_config())
+        path, _ = other.load_checkpoint(tmp_path)
+        assert path == str(tmp_path / expected / "mp_rank_00_model_states.pt")
+        assert_equal_states(states(other), states(engine))
+
+    def test_the_same_tag_again_and_latest_left_alone(self, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="first")
+        engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
+        train_engine(engine, 1, first=1)
+        engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
+        assert (tmp_path / "latest").read_text() == "first"
+        assert folders(tmp_path) == ["again", "first"]
+        other = start(Net(), ds_config())
+        other.load_checkpoint(tmp_path, tag="again")
+        assert other.global_steps == 2
+        assert_equal_states(states(other), states(engine))
+
+    def test_what_one_rank_is_told_wrong_is_an_error_on_all_before_anything_is_written(self, tmp_path):
+        engine = start(Net(), ds_config())
+        for folder, tag in (("", "tag"), (tmp_path, ""), (tmp_path, "a/"), (tmp_path, "a\nb")):
+            told = (folder, tag) if dist.get_rank() else (tmp_path, "tag")
+            with pytest.raises((LayerWiseError, ValueError), match="must be a non-empty string|the checkpoint's tag"):
+                engine.save_checkpoint(told[0], tag=told[1])
+        assert not list(tmp_path.iterdir())
+
+    def test_no_regular_checkpoint_takes_the_place_of_a_universal_one(self, tmp_path):
+        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="a")
+        with pytest.raises(LayerWiseError, match="a_universal holds a universal checkpoint, and this save would put a"):
+            engine.save_checkpoint(tmp_path, tag="a_universal")
+        plain = start(Net(), ds_config())
+        plain.save_checkpoint(tmp_path, tag="b_universal")
+        with pytest.raises(LayerWiseError, match="b_universal holds no universal checkpoint, and this save would put"):
+            engine.save_checkpoint(tmp_path, tag="b")
+        assert folders(tmp_path) == ["a", "a_universal", "b_universal"]
+
+    def test_another_tag_on_another_rank_is_refused(self, tmp_path):
+        engine = start(Net(), ds_config())
+        with pytest.raises(LayerWiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
+            engine.save_checkpoint(tmp_path, tag=dist.get_rank())
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("fsync", [True, False])
+    def test_every_file_on_the_disk_before_it_counts(self, fsync, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config(layerwise={"fsync": fsync, "save_universal": True}))
+        flushed, flush, publish = set(), aside.flush, aside.publish
+        committed = []
+        monkeypatch.setattr(aside, "flush", lambda path: flushed.add(path.name) or flush(path))
+        monkeypatch.setattr(aside, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
+            *args, **options))
+        engine.save_checkpoint(tmp_path, tag="tag")
+        everyone = [None] * 2
+        dist.all_gather_object(everyone, flushed)
+        written = {p.name for p in tmp_path.glob("tag*/**/*") if p.suffix == ".pt"}
+        assert len(written) > 5
+        assert written <= everyone[0] | everyone[1] if fsync else not written & (everyone[0] | everyone[1])
+        if dist.get_rank() == 0:
+            assert len(committed) == 2 and (not fsync or "mp_rank_00_model_states.pt" in committed[1])
+
+    def test_without_a_folder(self):
+        with pytest.raises(ValueError, match="save_dir must be a non-empty string"):
+            start(Net(), ds_config()).save_checkpoint("")
+
+    def test_frozen_parameters_left_out(self, tmp_path):
+        engine = start(Net(frozen=True), ds_config())
+        engine.save_checkpoint(tmp_path, tag="all")
+        engine.save_checkpoint(tmp_path, tag="trained", exclude_frozen_parameters=True)
+        full, trained = (torch.load(tmp_path / tag / "mp_rank_00_model_states.pt", weights_only=False)
+                         for tag in ("all", "trained"))
+        frozen = {"tall.weight", "norm.bias"}
+        assert full["module"].keys() - trained["module"].keys() == frozen
+        assert full["frozen_param_shapes"].keys() == full["frozen_param_fragments"].keys() == frozen
+        assert trained["frozen_param_shapes"] is None and trained["frozen_param_fragments"] is None
+        other = start(Net(frozen=True), ds_config())
+        before = weights(other.module).clone()
+        with pytest.raises(LayerWiseError, match="the checkpoint lacks norm.bias, tall.weight.*load_module_strict"):
+            other.load_checkpoint(tmp_path, tag="trained")
+        assert torch.equal(weights(other.module), before)
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="trained", exclude_frozen_parameters=True)
+        nn.init.constant_(other.module.tall.weight, 3)
+        other.load_checkpoint(tmp_path, tag="trained", load_module_strict=False)
+        assert_equal_states(states(other), states(engine))
+        assert bool((other.module.tall.weight == 3).all())
+
+    @pytest.mark.parametrize("exclude", [False, True])
+    def test_half_precision_weights_alone(self, exclude, tmp_path):
+        engine = start(Net(frozen=True), ds_config(bf16={"enabled": True}, layerwise={"overlap_param_gather": True}))
+        train_engine(engine, 1)
+        assert engine.save_16bit_model(tmp_path, exclude_frozen_parameters=exclude)
+        dist.barrier()
+        found = torch.load(tmp_path / "pytorch_model.bin")
+        expected = {name: value for name, value in engine.module.state_dict().items()
+                    if not exclude or name not in ("tall.weight", "norm.bias")}
+        assert found.keys() == expected.keys()
+        assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], expected[name]) for name in found)
+
+    def test_a_folder_that_may_not_be_written(self, tmp_path):
+        engine = start(Net(), ds_config())
+        on_rank_0(lambda: (tmp_path / "file").write_text(""))
+        with pytest.raises((OSError, LayerWiseError), match="Not a directory|rank 0 failed: NotADirectory"):
+            engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
+        train_engine(engine, 1)
+
+
+class TestLoading(DistributedTest):
+    world_size = 2
+
+    def saved(self, folder, **config):
+        engine = start(Net(), ds_config(scheduler=WARMUP, **config))
+        train_engine(engine, 3)
+        engine.save_checkpoint(folder, client_state={"epoch": 4, "seen": [1, 2]})
+        return engine
+
+    def test_everything(self, tmp_path, monkeypatch):
+        engine = self.saved(tmp_path)
+        other = start(Net(), ds_config(scheduler=WARMUP))
+        load, mapped = torch.load, []
+        monkeypatch.setattr(torch, "load", lambda *args, **kwargs: mapped.append(kwargs.get("mmap")) or load(
+            *args, **kwargs))
+        _, client = other.load_checkpoint(tmp_path)
+        assert mapped and all(mapped), "a file was read into memory"
+        assert client["epoch"] == 4 and client["seen"] == [1, 2]
+        assert (other.global_steps, other.get_lr()) == (3, engine.get_lr())
+        assert_equal_states(states(other), states(engine))
+
+    def test_no_scheduler(self, tmp_path):
+        engine = self.saved(tmp_path)
+        other = start(Net(), ds_config(scheduler=WARMUP))
+        other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert other.lr_scheduler.last_batch_iteration == -1 != engine.lr_scheduler.last_batch_iteration
+        assert_equal_states(states(other), states(engine))
+
+    def test_a_scheduler_that_the_checkpoint_has_no_state_of(self, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        other = start(Net(), ds_config(scheduler=WARMUP))
+        before = weights(other.module).clone()
+        with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
+            other.load_checkpoint(tmp_path)
+        assert torch.equal(weights(other.module), before) and other.global_steps == 0
+        other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert_equal_states(states(other), states(engine))
+
+    @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
+    def test_no_optimizer_states(self, options, tmp_path):
+        engine = self.saved(tmp_path, bf16={"enabled": True})
+        other = start(Net(), ds_config(scheduler=WARMUP, bf16={"enabled": True}))
+        other.load_checkpoint(tmp_path, **options)
+        assert torch.equal(weights(other.module), weights(engine.module))
+        for name, value in masters(other).items():
+            assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
+        assert not any(value.any() for value in states(other).values())
+        assert other.global_steps == (0 if "load_module_only" in options else 3)
+
+    def test_a_function_of_the_users_own(self, tmp_path):
+        self.saved(tmp_path)
+        other = start(Net(), ds_config(scheduler=WARMUP))
+
+        def load(src, dst):
+            dst.load_state_dict({name: torch.full_like(value, 2) for name, value in src.items()})
+        other.load_checkpoint(tmp_path, custom_load_fn=load, load_optimizer_states=False)
+        assert bool((weights(other.module) == 2).all())
+        assert all(bool((value == 2).all()) for value in masters(other).values())
+
+    def test_a_model_with_other_parameters(self, tmp_path):
+        self.saved(tmp_path)
+        other = start(Net(odd=True), ds_config(scheduler=WARMUP))
+        before = weights(other.module).clone()
+        with pytest.raises(LayerWiseError, match="the checkpoint lacks empty, transposed, unused.bias, unused.weight"):
+            other.load_checkpoint(tmp_path)
+        assert torch.equal(weights(other.module), before)
+        smaller = start(nn.Sequential(nn.Linear(4, 4)), ds_config(scheduler=WARMUP))
+        with pytest.raises(LayerWiseError, match="the checkpoint lacks 0.bias, 0.weight, which the model has"):
+            smaller.load_checkpoint(tmp_path)
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        self.saved(tmp_path)
+        other = start(Net(), ds_config(scheduler=WARMUP))
+        with pytest.raises(LayerWiseError, match="global_step9 does not exist; .* holds global_step3"):
+            other.load_checkpoint(tmp_path, tag="global_step9")
+        dist.barrier()
+        on_rank_0(lambda: (tmp_path / "latest").write_text(""))
+        with pytest.raises(LayerWiseError, match="latest is empty"):
+            other.load_checkpoint(tmp_path)
+
+    def test_files_in_the_older_form_of_torch(self, tmp_path):
+        config = ds_config(checkpoint={"checkpoint_serialization": False})
+        engine = start(Net(), config)
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        other = start(Net(), ds_config())
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), states(engine))
+        path = tmp_path / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        on_rank_0(lambda: path.write_bytes(content))
+        with pytest.raises(LayerWiseError, match=f"{path.name} is damaged"):
+            other.load_checkpoint(tmp_path)
+
+
+class TestDeepSpeedsWriters(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("decoupled", [False, True])
+    def test_a_checkpoint_appears_when_it_is_whole(self, decoupled, tmp_path, monkeypatch):
+        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        # Without data_parallel, DeepSpeed 0.19.8 looks for an attribute that it does not have.
+        config = ds_config(checkpoint={"writer": {"type": "PYTHON", "decoupled": decoupled,
+                                                  "data_parallel": "replica"}})
+        engine = start(Net(), config)
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = states(engine)
+        assert (tmp_path / "latest").exists() is not decoupled
+        train_engine(engine, 1, first=2)
+        assert (tmp_path / "latest").read_text() == "global_step2" and folders(tmp_path) == ["global_step2"]
+        engine.save_checkpoint(tmp_path)
+        at_three = states(engine)
+        engine.destroy()
+        assert (tmp_path / "latest").read_text() == "global_step3"
+        assert folders(tmp_path) == ["global_step2", "global_step3"]
+        other = start(Net(), ds_config())
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), at_three)
+        other.load_checkpoint(tmp_path, tag="global_step2")
+        assert_equal_states(states(other), expected)
+        Manifest.read(tmp_path / "global_step3").check(tmp_path / "global_step3")
+
+    def test_an_engine_of_stock_saves_as_it_did(self, tmp_path):
+        stock = start_adamw(Net())
+        train_engine(stock, 1)
+        stock.save_checkpoint(tmp_path, client_state={"epoch": 1})
+        assert sorted(os.listdir(tmp_path / "global_step1")) == [
+            "mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))]
+        before = weights(stock.module).clone()
+        train_engine(stock, 1)
+        _, client = stock.load_checkpoint(tmp_path)
+        assert torch.equal(weights(stock.module), before) and client["epoch"] == 1

@@ -1,0 +1,323 @@
+"""Saves at every point of a step: a run resumed from one does what the unbroken run did, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+from ds_layerwise.errors import LayerWiseError, StepError
+from tests.support.checkpoints import assert_equal_states, states
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine, weights
+
+pytestmark = rooms("unfinished")
+
+GAS = 4
+
+
+class Stop(Exception):
+    """What ends a run where a test wants it to."""
+
+
+def run(engine, until, *, at=None, gas=GAS):
+    """Train up to micro-batch ``until`` of the whole run, from where the engine says that it is.
+
+    ``at`` is called with the number of a micro-batch and the name of each point of it.
+    """
+    at = at or (lambda *_: None)
+    first = engine.global_steps * gas + engine.micro_steps % gas
+    for number in range(first, until):
+        step, micro = divmod(number, gas)
+        at(number, "before")
+        loss = engine((step, micro, dist.get_rank()))
+        at(number, "after forward")
+        engine.backward(loss)
+        at(number, "after backward")
+        engine.step()
+        at(number, "after step")
+
+
+def stop_at(engine, folder, number, point):
+    """Save and stop at ``point`` of micro-batch ``number``."""
+    def at(*here):
+        if here == (number, point):
+            engine.save_checkpoint(folder)
+            raise Stop
+    return at
+
+
+def assert_same_run(one, other):
+    assert_equal_states(states(one), states(other))
+    assert torch.equal(weights(one.module), weights(other.module))
+    assert one.global_steps == other.global_steps and one.global_samples == other.global_samples
+    assert one.optimizer.step_count == other.optimizer.step_count
+
+
+class TestEveryPoint(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_of_a_step_of_four_micro_batches(self, stage, tmp_path, capsys):
+        config = ds_config(stage=stage, gas=GAS)
+        unbroken = start(Net(), config)
+        run(unbroken, 3 * GAS)
+        counts = {"before": 0, "after forward": 0, "after backward": 1, "after step": 1}
+        for micro in range(GAS):
+            for point, counted in counts.items():
+                folder = tmp_path / f"{micro} {point}"
+                broken, resumed = start(Net(), config), start(Net(), config)
+                with pytest.raises(Stop):
+                    run(broken, 3 * GAS, at=stop_at(broken, folder, GAS + micro, point))
+                capsys.readouterr()
+                resumed.load_checkpoint(folder)
+                repeated = (micro, point) == (GAS - 1, "after backward")
+                over = (micro, point) == (GAS - 1, "after step")
+                assert resumed.micro_steps % GAS == (0 if repeated or over else micro + counted), (micro, point)
+                if dist.get_rank() == 0:
+                    said = "between the last backward pass of a step and engine.step()" in capsys.readouterr().out
+                    assert said == repeated, (micro, point)
+                run(resumed, 3 * GAS)
+                assert_same_run(resumed, unbroken)
+                for engine in (broken, resumed):
+                    engine.destroy()
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_what_got_no_gradient_so_far_got_none_in_the_resumed_step(self, stage, tmp_path):
+        """A parameter that is frozen on the way, and has a momentum, stays as it is."""
+        config = ds_config(gas=2, stage=stage)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+        run(unbroken, 2, gas=2)
+        run(engine, 2, gas=2)
+        before = unbroken.module.square.weight.detach().clone()
+        for each in (unbroken, engine, resumed):
+            each.module.square.weight.requires_grad = False
+        run(unbroken, 4, gas=2)
+        run(engine, 3, gas=2)
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        run(resumed, 4, gas=2)
+        assert torch.equal(resumed.module.square.weight, before)
+        assert_same_run(resumed, unbroken)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_inside_a_backward_pass_the_step_is_repeated(self, stage, tmp_path):
+        """A signal handler runs between two hooks; the pass that it interrupts goes on."""
+        config = ds_config(stage=stage, gas=2, overlap=False)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+        run(unbroken, 6, gas=2)
+        signal.signal(signal.SIGUSR2, lambda *_: engine.save_checkpoint(tmp_path))
+        run(engine, 3, gas=2)
+        handle = engine.module.square.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGUSR2))
+        run(engine, 4, gas=2)
+        handle.remove()
+        run(engine, 6, gas=2)
+        assert_same_run(engine, unbroken)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.global_steps == 1 and resumed.micro_steps % 2 == 0
+        run(resumed, 6, gas=2)
+        assert_same_run(resumed, unbroken)
+
+    def test_inside_an_update_it_is_refused_on_every_rank(self, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        update = engine.optimizer._owned.update
+
+        def interrupted(*args, **options):
+            update(*args, **options)
+            engine.save_checkpoint(tmp_path)
+
+        engine.optimizer._owned.update = interrupted
+        engine.backward(engine((1, 0, dist.get_rank())))
+        with pytest.raises(StepError, match=re.escape("cannot be saved inside engine.step(), or after")):
+            engine.step()
+        engine.optimizer._owned.update = update
+        with pytest.raises(StepError, match="some parameters have it and others not; load a checkpoint"):
+            engine.save_checkpoint(tmp_path)
+        assert not (tmp_path / "latest").exists() and not list(tmp_path.iterdir())
+
+    def test_after_a_step_that_failed_before_it_moved_anything(self, tmp_path):
+        engine, other = start(Net(), ds_config()), start(Net(), ds_config())
+        train_engine(engine, 1)
+        with pytest.raises(StepError, match="no backward pass reached the boundary"):
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
+        assert_same_run(other, engine)
+
+    def test_ranks_at_different_points_repeat_the_step(self, tmp_path):
+        config = ds_config(gas=GAS)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+        run(unbroken, 2 * GAS)
+        run(engine, GAS + 1 + dist.get_rank())
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.micro_steps % GAS == 0 and resumed.global_steps == 1
+        run(resumed, 2 * GAS)
+        assert_same_run(resumed, unbroken)
+
+    def test_ranks_at_different_steps_are_refused(self, tmp_path):
+        engine = start(Net(), ds_config())
+        engine.global_steps += dist.get_rank()
+        with pytest.raises(LayerWiseError, match="rank 1 saves after 1 steps, rank 0 after 0"):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        assert not list(tmp_path.iterdir())
+
+
+class TestOtherWaysToAccumulate(DistributedTest):
+    world_size = 2
+
+    def test_no_sync(self, tmp_path, capsys):
+        """Passes without communication, and one with, make a step; the engine counts none of them before ``step``."""
+        unbroken, engine, resumed = (start(Net(), ds_config()) for _ in range(3))
+
+        def passes(engine, first, last):
+            for number in range(first, last):
+                loss = engine((7, number, dist.get_rank()))
+                if number < 3:
+                    with engine.no_sync():
+                        engine.backward(loss)
+                        if number == 1 and engine is not unbroken:
+                            engine.save_checkpoint(tmp_path)
+                else:
+                    engine.backward(loss)
+            engine.step()
+
+        passes(unbroken, 0, 4)
+        passes(engine, 0, 4)
+        assert_same_run(engine, unbroken)
+        capsys.readouterr()
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.optimizer.progress.passes == 2
+        said = "has the gradients of 2 backward passes of a step, of which engine.micro_steps counts 0" in (
+            capsys.readouterr().out)
+        assert said == (dist.get_rank() == 0)
+        passes(resumed, 2, 4)
+        assert_same_run(resumed, unbroken)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_boundary_by_hand(self, stage, tmp_path, capsys):
+        """Three backward passes, one ``step``; where four micro-batches would make a step."""
+        config = ds_config(gas=GAS, stage=stage, overlap=False)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+
+        def passes(engine, first, save=None):
+            for number in range(first, 3):
+                engine.set_gradient_accumulation_boundary(number == 2)
+                engine.backward(engine((7, number, dist.get_rank())))
+                if number == save:
+                    engine.save_checkpoint(tmp_path)
+            engine.step()
+
+        passes(unbroken, 0)
+        for saved_after, goes_on in ((1, 2), (2, 0)):
+            engine, resumed = start(Net(), config), start(Net(), config)
+            passes(engine, 0, save=saved_after)
+            resumed.load_checkpoint(tmp_path)
+            assert resumed.optimizer.progress.passes == goes_on
+            passes(resumed, goes_on)
+            assert_same_run(resumed, unbroken)
+        # Between two steps no pass is left to say anything of, whatever micro_steps counts.
+        engine.save_checkpoint(tmp_path, tag="whole")
+        capsys.readouterr()
+        resumed.load_checkpoint(tmp_path, tag="whole")
+        assert "backward passes" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_steps_that_the_script_ends(self, stage, tmp_path):
+        config = ds_config(gas=GAS, stage=stage, overlap=False, managed_gradient_accumulation=False)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+
+        def passes(engine, first, save=None):
+            for number in range(first, 3):
+                engine.backward(engine((7, number, dist.get_rank())))
+                if number == save:
+                    engine.save_checkpoint(tmp_path)
+            engine.step()
+
+        passes(unbroken, 0)
+        for saved_after in (0, 2):
+            engine, resumed = start(Net(), config), start(Net(), config)
+            passes(engine, 0, save=saved_after)
+            resumed.load_checkpoint(tmp_path)
+            passes(resumed, saved_after + 1)
+            assert_same_run(resumed, unbroken)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_block_of_coalesced_passes_is_repeated(self, stage, tmp_path):
+        unbroken, engine, resumed = (start(Net(), ds_config(stage=stage)) for _ in range(3))
+
+        def block(engine, save=None):
+            with engine.coalesce_grad_reduction():
+                for number in range(2):
+                    engine.backward(engine((7, number, dist.get_rank())))
+                    if number == save:
+                        engine.save_checkpoint(tmp_path)
+            if save == "after":
+                engine.save_checkpoint(tmp_path)
+            engine.step()
+
+        block(unbroken)
+        for save in (0, 1, "after"):
+            engine, resumed = (start(Net(), ds_config(stage=stage)) for _ in range(2))
+            block(engine, save)
+            resumed.load_checkpoint(tmp_path)
+            assert resumed.optimizer.progress.passes == 0
+            block(resumed)
+            assert_same_run(resumed, unbroken)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_two_losses_a_micro_batch(self, stage, tmp_path):
+        """Passes are not micro-batches where a script has several for one ``step``."""
+        config = ds_config(gas=GAS, stage=stage, overlap=False)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+
+        def micro_batches(engine, first, last):
+            for number in range(first, last):
+                for loss in range(1 if number == GAS - 1 else 2):
+                    engine.backward(engine((7, 2 * number + loss, dist.get_rank())))
+                if number == last - 1 and last < GAS:
+                    engine.save_checkpoint(tmp_path)
+                engine.step()
+
+        micro_batches(unbroken, 0, GAS)
+        micro_batches(engine, 0, 2)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.micro_steps % GAS == 2
+        micro_batches(resumed, 2, GAS)
+        assert_same_run(resumed, unbroken)
+
+    def test_a_step_whose_first_gradients_were_forgotten(self, tmp_path):
+        """``zero_grad`` in the middle of a step takes no micro-batch off it."""
+        config = ds_config(gas=GAS)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+        for each in (unbroken, engine):
+            run(each, 2)
+            each.zero_grad()
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        for each in (unbroken, resumed):
+            run(each, GAS)
+        assert_same_run(resumed, unbroken)
+
+
+class TestUniversal(DistributedTest):
+    world_size = 2
+
+    def test_a_universal_checkpoint_says_that_the_step_is_repeated(self, tmp_path, capsys):
+        config = ds_config(gas=GAS, layerwise={"save_universal": True})
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+        run(unbroken, 2 * GAS)
+        run(engine, GAS + 2)
+        engine.save_checkpoint(tmp_path, tag="tag")
+        capsys.readouterr()
+        resumed.load_checkpoint(tmp_path, tag="tag_universal")
+        if dist.get_rank() == 0:
+            assert "was saved within a step: the gradients of that step are not in it" in capsys.readouterr().out
+        run(resumed, 2 * GAS)
+        assert_same_run(resumed, unbroken)

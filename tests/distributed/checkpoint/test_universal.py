@@ -1,0 +1,217 @@
+"""Universal checkpoints: from any world size and layout to any other, and everything that is in them besides states."""
+
+from pathlib import Path, PurePosixPath
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.universal import convert, start_with_loss, train_with_loss
+
+pytestmark = rooms("universal", "to_universal", "reshard", "untrained")
+
+
+class Matrix(DistributedTest):
+    """What one number of ranks saves, another resumes: from the regular checkpoint, from what DeepSpeed's own
+    converter makes of it, and from the universal one that was written beside it."""
+
+    world_size = [1, 2, 3, 4]
+    sections = {}
+    tolerance = 1e-6
+    #: Which of them the pointer file names; the others are loaded by their tags.
+    pointed_to = "converted"
+
+    def test_1_save(self, class_tmpdir):
+        engine = start_with_loss(layerwise={"save_universal": True}, **self.sections)
+        train_with_loss(engine, 0, 5)
+        folder = class_tmpdir / str(dist.get_world_size())
+        engine.save_checkpoint(folder, tag="saved")
+        convert(folder / "saved", folder / "converted")
+        states = whole_states(engine)
+        losses = train_with_loss(engine, 5, 10)
+        if dist.get_rank() == 0:
+            torch.save((states, losses), folder / "expected.pt")
+
+    def test_2_resume(self, class_tmpdir):
+        engine = start_with_loss(**self.sections)
+        train_with_loss(engine, 20, 21)
+        for saved_by in type(self).world_size:
+            folder = class_tmpdir / str(saved_by)
+            states, losses = torch.load(folder / "expected.pt")
+            for tag in ("saved", "converted", "saved_universal"):
+                where = (saved_by, tag)
+                path, _ = engine.load_checkpoint(folder, tag=None if tag == self.pointed_to else tag)
+                assert Path(path).parent == folder / tag, where
+                assert (engine.optimizer.step_count, engine.global_steps) == (5, 5), where
+                assert engine.optimizer.fresh_states == {}, where
+                assert_equal_states(whole_states(engine), states, where)
+                resumed = train_with_loss(engine, 5, 10)
+                assert (resumed - losses).abs().max() <= self.tolerance, (*where, resumed, losses)
+        engine.destroy()
+
+
+class TestMatrixFp32(Matrix):
+    sections = {"checkpoint": {"load_universal": True}}
+
+
+@pytest.mark.thorough
+class TestMatrixBf16(Matrix):
+    world_size = [2, 3]
+    sections = {"bf16": {"enabled": True}}
+    tolerance = 1e-2
+    pointed_to = "saved"
+
+
+class Statistics(nn.Module):
+    """Buffers such as BatchNorm has, and one that belongs to no checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(3))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+class Everything(Net):
+    """Tied and frozen parameters, empty ones, and buffers."""
+
+    def __init__(self):
+        super().__init__(tied=True, frozen=True, odd=True)
+        self.statistics = Statistics()
+
+    def fill_buffers(self, big):
+        """Give them values; ``big`` is in the int64 one that float32 may not hold."""
+        buffers = dict(self.statistics.named_buffers())
+        buffers["running_mean"].copy_(torch.tensor([0.1, -2.0, 3e7]))
+        buffers["num_batches_tracked"].fill_(17)
+        buffers["seen"].copy_(torch.tensor([big, -1]))
+        buffers["mask"].copy_(torch.tensor([True, False, False, True]))
+        buffers["scratch"].fill_(8)
+
+    @torch.no_grad()
+    def spoil(self):
+        """Make sure that whatever comes back comes from a checkpoint."""
+        for value in [*self.parameters(), *self.buffers()]:
+            value.fill_(1)
+
+
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 10, "warmup_type": "linear"}}
+
+
+def everything(**changes):
+    """An engine that trains :class:`Everything`, and writes universal checkpoints."""
+    return start(Everything(), ds_config(scheduler=SCHEDULER, layerwise={"save_universal": True}, **changes))
+
+
+class TestWhatComesBack(DistributedTest):
+    world_size = [1, 3]
+
+    @pytest.mark.parametrize("form", ["converted", "direct", "converted, with a client state that may run code"])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_all_that_is_no_optimizer_state(self, precision, form, tmp_path):
+        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        engine = everything(**sections)
+        train_engine(engine, 3)
+        # Without the model's file there is what DeepSpeed's converter writes, which has been through float32.
+        runs_code = form.endswith("code")
+        engine.module.fill_buffers(big=2**24 - 1 if runs_code else 2**53 + 1)
+        engine.save_checkpoint(tmp_path, tag="saved", client_state={
+            "note": [1, "two"], "path": PurePosixPath("a") if runs_code else "a"})
+        convert(tmp_path / "saved", tmp_path / "converted")
+        folder = "saved_universal" if form == "direct" else "converted"
+
+        other = everything(**sections)
+        other.module.spoil()
+        _, client_state = other.load_checkpoint(tmp_path, tag=folder)
+        assert client_state["note"] == [1, "two"]
+        assert (other.global_steps, other.optimizer.step_count, other.global_samples) == (3, 3, engine.global_samples)
+        assert other.get_lr() == engine.get_lr() and other.lr_scheduler.last_batch_iteration == 2
+        assert other.optimizer.fresh_states == {}
+        assert_equal_states(whole_states(other), whole_states(engine))
+        expected = engine.module.state_dict()
+        assert "tall.weight" in expected and "empty" in expected and "statistics.mask" in expected
+        for name, value in other.module.state_dict().items():
+            assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+        assert torch.equal(other.module.statistics.scratch, torch.ones(3, dtype=other.module.statistics.scratch.dtype))
+        assert_same_on_all_ranks(other.module)
+        for going_on in (engine, other):
+            train_engine(going_on, 2, first=3)
+        assert torch.equal(weights(other.module), weights(engine.module))
+        assert_equal_states(whole_states(other), whole_states(engine))
+        assert other.get_lr() == engine.get_lr()
+
+    def test_the_folder_holds_each_parameter_once_in_whole_files(self, tmp_path):
+        engine = everything()
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        assert (tmp_path / "latest_universal").read_text() == "saved_universal"
+        assert (tmp_path / "latest").read_text() == "saved"
+        zero = tmp_path / "saved_universal" / "zero"
+        found = {}
+        for path in zero.rglob("*.pt"):
+            found.setdefault(path.parent.relative_to(zero).as_posix(), set()).add(path.stem)
+        trained = {name for name, p in engine.module.named_parameters() if p.requires_grad and p.numel()}
+        assert found.pop(".") == {"optimizer_state"}
+        assert {name for name, files in found.items() if files == {"fp32", "exp_avg", "exp_avg_sq", "step"}} == trained
+        assert found.keys() == engine.module.state_dict().keys() - {"head.weight"}
+        for name in trained:
+            shape = engine.module.get_parameter(name).shape
+            for key in ("fp32", "exp_avg", "exp_avg_sq"):
+                assert torch.load(zero / name / f"{key}.pt")["param"].shape == shape, (name, key)
+
+
+class TestPartsOfIt(DistributedTest):
+    world_size = 2
+
+    def saved(self, folder, **changes):
+        engine = everything(**changes)
+        train_engine(engine, 3)
+        engine.module.fill_buffers(big=2**40)
+        engine.save_checkpoint(folder, tag="saved")
+        return engine
+
+    @pytest.mark.parametrize("options, global_steps", [({"load_optimizer_states": False}, 3),
+                                                       ({"load_module_only": True}, 0)])
+    def test_weights_alone(self, options, global_steps, tmp_path):
+        engine = self.saved(tmp_path, bf16={"enabled": True})
+        other = everything(bf16={"enabled": True})
+        states = {key: value for key, value in whole_states(other).items() if key[1] != "fp32"}
+        other.module.spoil()
+        other.load_checkpoint(tmp_path, tag="saved_universal", **options)
+        weights = {key: value for key, value in whole_states(engine).items() if key[1] == "fp32"}
+        assert_equal_states(whole_states(other), weights | states)
+        for name, value in other.module.state_dict().items():
+            assert torch.equal(value, engine.module.state_dict()[name]), name
+        assert (other.optimizer.step_count, other.global_steps) == (0, global_steps)
+        assert other.lr_scheduler.last_batch_iteration == (2 if global_steps else -1)
+        train_engine(other, 1)
+
+    def test_no_scheduler(self, tmp_path):
+        engine = self.saved(tmp_path)
+        other = everything()
+        before = other.lr_scheduler.state_dict()
+        other.load_checkpoint(tmp_path, tag="saved_universal", load_lr_scheduler_states=False)
+        assert other.lr_scheduler.state_dict() == before != engine.lr_scheduler.state_dict()
+        assert_equal_states(whole_states(other), whole_states(engine))
+
+    def test_a_scheduler_that_the_checkpoint_does_not_know(self, tmp_path):
+        engine = start(Everything(), ds_config(layerwise={"save_universal": True}))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        other = everything()
+        before = {name: value.clone() for name, value in other.module.state_dict().items()}
+        with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
+            other.load_checkpoint(tmp_path, tag="saved_universal")
+        for name, value in other.module.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        assert other.optimizer.step_count == other.global_steps == 0
+        other.load_checkpoint(tmp_path, tag="saved_universal", load_lr_scheduler_states=False)
+        assert_equal_states(whole_states(other), whole_states(engine))

@@ -1,0 +1,79 @@
+"""What users, Hugging Face and Accelerate put beside a checkpoint stays through saves and through our commands."""
+
+import json
+
+import deepspeed.comm as dist
+import pytest
+
+from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, on_rank_0, states
+from tests.support.cli import run
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine
+from tests.unit.test_keeping import FILES, assert_kept, put
+
+pytestmark = rooms("keeping", "consolidate")
+
+
+class TestUsersFiles(DistributedTest):
+    world_size = 2
+
+    def test_stay_through_saves_of_the_same_tag_and_commands(self, tmp_path):
+        engine, resumed = (start(Net(), ds_config(layerwise={"save_universal": True})) for _ in range(2))
+        folders = [tmp_path / "tag", tmp_path / "tag_universal"]
+        # Before the first save. A regular checkpoint with a folder called zero would be a universal one.
+        on_rank_0(lambda: [folder.mkdir() or put(folder, FILES[:4]) for folder in folders])
+        for step in range(2):
+            train_engine(engine, 1, first=step)
+            engine.save_checkpoint(tmp_path, tag="tag")
+            for folder in folders:
+                assert_kept(folder, FILES[:4])
+                manifest = Manifest.read(folder)
+                assert "tokenizer.json" not in manifest.files
+                manifest.check(folder)
+        for tag in ("tag", "tag_universal"):
+            resumed.load_checkpoint(tmp_path, tag=tag)
+            assert_equal_states(states(resumed), states(engine))
+        dist.barrier()
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["tag", "tag_universal"]
+        on_rank_0(lambda: self.commands(tmp_path))
+
+    def commands(self, folder):
+        for name in ("tag", "tag_universal"):
+            code, out, err = run("verify", folder / name)
+            assert code == 0 and "tokenizer.json is not of this save" in out + err
+        out = folder / "converted"
+        assert run("to-universal", folder / "tag", out)[0] == 0
+        put(out)
+        (out / "zero" / "gone").mkdir()
+        (out / "zero" / "gone" / "fp32.pt").write_text("of a parameter that there is no more")
+        assert run("to-universal", folder / "tag", out, "--overwrite")[0] == 0
+        assert_kept(out)
+        assert not (out / "zero" / "gone").exists() and run("verify", out)[0] == 0
+        for there in (["model.safetensors"], ["model.safetensors.index.json", "model-00001-of-00009.safetensors"]):
+            model = folder / there[0].replace(".", "_")
+            model.mkdir()
+            put(model)
+            for name in (*there, "config.json", "mine.safetensors"):
+                (model / name).write_text("theirs")
+            assert run("consolidate", folder / "tag", model)[0] == 2
+            assert run("consolidate", folder / "tag", model, "--overwrite", "--max-shard-size", "1KB")[0] == 0
+            assert_kept(model)
+            assert (model / "config.json").read_text() == (model / "mine.safetensors").read_text() == "theirs"
+            index = json.loads((model / "model.safetensors.index.json").read_text())
+            assert {path.name for path in model.glob("model*.safetensors")} == set(index["weight_map"].values())
+
+    @pytest.mark.parametrize("name", ["tag.incomplete", "tag.replaced", "tag_universal.incomplete"])
+    def test_a_folder_of_theirs_with_a_name_that_a_save_needs_is_refused(self, name, tmp_path):
+        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
+        own = tmp_path / name
+        on_rank_0(lambda: (own.mkdir(), (own / "thesis.tex").write_text("mine")))
+        with pytest.raises(LayerWiseError, match=f"{name} holds thesis.tex, which no save wrote"):
+            engine.save_checkpoint(tmp_path, tag="tag")
+        dist.barrier()
+        assert (own / "thesis.tex").read_text() == "mine" and not (tmp_path / "tag").exists()
+        dist.barrier()
+        on_rank_0(lambda: own.rename(tmp_path / "mine"))
+        engine.save_checkpoint(tmp_path, tag="tag")

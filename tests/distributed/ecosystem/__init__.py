@@ -1,0 +1,1 @@
+"""Configs, commands, documents, and the libraries that users come from."""

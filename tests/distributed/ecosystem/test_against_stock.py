@@ -1,0 +1,57 @@
+"""The same mathematics as stock DeepSpeed's Muon, where that one is not broken: no clipping, same everything else."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+
+import ds_layerwise
+from tests.support.harness import DistributedTest
+from tests.support.models import tiny_gpt, token_batch, token_loss
+from tests.support.reference import trainable
+from tests.support.rooms import rooms
+
+pytestmark = rooms("muon", "newton_schulz")
+
+STEPS = 100
+
+
+class TestSameLossCurve(DistributedTest):
+    world_size = 2
+
+    def losses(self, optimizer, ns_method, layerwise=None):
+        module = tiny_gpt(tied=False)
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "steps_per_print": 10**9,
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 2000}, **(layerwise or {}),
+            "optimizer": {"type": optimizer, "params": {
+                "lr": 0.001, "muon_lr": 0.002, "adam_lr": 0.0005, "momentum": 0.95, "weight_decay": 0.1,
+                "ns_method": ns_method, "torch_adam": True}},
+        }
+        if optimizer == "LayerWiseMuon":
+            name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[ns_compute_dtype(ns_method)]
+            config["optimizer"]["params"] |= {"ns_dtype": name}
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        losses = []
+        for step in range(STEPS):
+            # A few batches again and again, so that there is something to learn.
+            batch = token_batch(step % 4, 0, dist.get_rank())
+            loss = token_loss(engine, batch)
+            losses.append(loss.detach().clone())
+            engine.backward(loss)
+            engine.step()
+        mean = torch.stack(losses)
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    @pytest.mark.parametrize("ns_method", ["standard", "gram"])
+    def test_a_hundred_steps(self, ns_method):
+        ds_layerwise.register()
+        # Stock sends every parameter of two axes to Muon that has neither "embed" nor "lm_head" in its name.
+        overrides = [{"name": name, "optimizer": "matrix" if p.dim() > 1 else "scalar"}
+                     for name, p in trainable(tiny_gpt(tied=False)).items()]
+        stock = self.losses("Muon", ns_method)
+        ours = self.losses("LayerWiseMuon", ns_method, {"layerwise": {"overrides": overrides}})
+        assert stock[-4:].mean() < 0.9 * stock[:4].mean(), "nothing was learned"
+        assert (ours - stock).abs().max() < 1e-2, (ours - stock).abs().max()

@@ -1,0 +1,80 @@
+"""An engine starts whatever its stdout is."""
+
+import io
+import logging
+import sys
+
+import pytest
+from deepspeed.utils import logger
+
+from tests.support.checkpoints import assert_equal_states, states
+from tests.support.harness import DistributedTest
+from tests.support.models import tiny_gpt
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine
+
+pytestmark = rooms("output", "report", "listing")
+
+
+def stream(encoding):
+    return io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+
+
+class TestStartUpTable(DistributedTest):
+    @pytest.mark.world_size(1)
+    def test_every_stdout_will_do(self, monkeypatch):
+        closed = stream("utf-8")
+        closed.close()
+        for stdout in (stream("ascii"), stream("latin-1"), None, closed):
+            stderr = stream("ascii")
+            with monkeypatch.context() as m:
+                m.setattr(sys, "stdout", stdout)
+                m.setattr(sys, "stderr", stderr)
+                start(tiny_gpt(), ds_config()).destroy()
+            to = stderr if stdout in (None, closed) else stdout
+            text = to.buffer.getvalue().decode(to.encoding)
+            assert "ranks, buckets" in text and "muon (whole)" in text and text.isascii()
+
+    @pytest.mark.world_size(2)
+    def test_the_log_lists_every_parameter_for_who_asks(self, monkeypatch):
+        said = []
+        monkeypatch.setattr(logger, "debug", lambda text, *args: said.append(text % args))
+        monkeypatch.setattr(logger, "level", logging.DEBUG)
+        logger._cache.clear()
+        engine = start(tiny_gpt(), ds_config())
+        lists = [text for text in said if "because" in text]
+        assert len(lists) == (1 if engine.optimizer.rank == 0 else 0)
+        for lines in (text.splitlines()[1:] for text in lists):
+            assert [line.split()[0] for line in lines] == list(engine.optimizer.routes)
+            assert [line.split()[2] == "muon" for line in lines] == [
+                route.whole for route in engine.optimizer.routes.values()]
+
+
+class TestWhatIsSaidLater(DistributedTest):
+    world_size = 2
+
+    def test_no_stdout_ends_a_load_or_a_step(self, tmp_path, monkeypatch):
+        """What rank 0 alone has to say must not be an error of rank 0 alone, which the others would wait for."""
+        config = ds_config(bf16={"enabled": True})
+        engine, resumed = start(Net(), config), start(Net(), config)
+        engine.backward(engine((0, 0, engine.global_rank)))
+        engine.save_checkpoint(tmp_path / "снимок")
+        engine.step()
+        for stdout in (stream("ascii"), None, open("/dev/full", "w", buffering=1)):
+            stderr = stream("ascii")
+            with monkeypatch.context() as m:
+                m.setattr(sys, "stdout", stdout)
+                m.setattr(sys, "stderr", stderr)
+                resumed.load_checkpoint(tmp_path / "снимок")
+                train_engine(resumed, 1)
+                resumed.optimizer._before_update.same_weights._said = False
+                resumed.module.square.weight.data.fill_(0.5)
+                train_engine(resumed, 2, first=1)
+            if engine.global_rank == 0:
+                text = (stdout if isinstance(stdout, io.TextIOWrapper) and stdout.encoding == "ascii"
+                        else stderr).buffer.getvalue().decode()
+                assert "/??????/global_step0 was saved between the last" in text
+                assert "their float32 masters followed" in text
+        engine.module.square.weight.data.fill_(0.5)
+        train_engine(engine, 2, first=1)
+        assert_equal_states(states(resumed), states(engine))

@@ -1,0 +1,345 @@
+"""Bad configs and bad models: a clear error on every rank, at once, before anything could hang."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+
+import ds_layerwise
+from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, RoutingError
+from tests.support.harness import DistributedTest, free_port
+from tests.support.rooms import rooms
+from tests.support.tensor_parallel import Mpu
+
+pytestmark = rooms("ds_config", "wraps", "guard")
+
+ROOT = Path(__file__).parents[3]
+
+
+def config(**changes):
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 0.01, "muon_lr": 0.02}},
+        **changes,
+    }
+
+
+def model(*layers):
+    return nn.Sequential(*(layers or (nn.Linear(8, 8), nn.LayerNorm(8))))
+
+
+def initialize(module=None, ds_config=None, **kwargs):
+    module = module or model()
+    return ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=ds_config or config(),
+                                   **kwargs)
+
+
+def muon(**params):
+    return config(optimizer={"type": "LayerWiseMuon", "params": params})
+
+
+BAD_CONFIGS = {
+    "typo in params": (muon(momentun=0.9), "did you mean 'momentum'"),
+    "typo in layerwise": (config(layerwise={"layuot": "lpt"}), "did you mean 'layout'"),
+    "value out of bounds": (muon(momentum=1.5), r"momentum must be in \[0, 1\), got 1.5"),
+    "a misspelt section": (config(layer_wise={}), "mean 'layerwise' at"),
+    "a section inside another": (config(zero_optimization={"stage": 1, "layerwise": {}}), "mean 'layerwise' at"),
+    "a key of a section outside": (config(overrides=[]), "overrides is not read; did you mean layerwise.over"),
+    "a misspelt type": (config(optimizer={"type": "LayerWise_Muon"}), "did you mean 'LayerWiseMuon'"),
+    "another peak": (config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.665}}),
+                     "warmup_max_lr is 0.665, and optimizer.params.lr is 0.01.* muon_lr would become 1.33 inst"),
+    "AdamW's rate alone": (muon(lr=3e-4), "lr is 0.0003 without muon_lr.*give muon_lr.*or set scale_mode"),
+    "left on auto": (muon(muon_lr="auto"), "muon_lr is 'auto'"),
+    **{f"{key} left on auto": (config(**{key: "auto"}), f"{key} is 'auto', and nothing filled it in")
+       for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
+    "unknown coefficients": (muon(ns_coefficients="quintc"), "quintic"),
+    "stage 3": (config(zero_optimization={"stage": 3}), "stage must be 1 .* got 3"),
+    "stage 0": (config(zero_optimization={"stage": 0}), "stage must be 1 or 2 .* got 0"),
+    "stage 2 and bf16 sums": (config(zero_optimization={"stage": 2}, data_types={"grad_accum_dtype": "bf16"}),
+                              "grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),
+    "no stage": (config(zero_optimization={}), "stage must be 1 .* is not set"),
+    "offload to NVMe": (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme",
+                                                                                    "nvme_path": "/tmp"}}),
+                        "offload_optimizer.device must be 'none' or 'cpu'"),
+    "more than all to the host": (config(zero_optimization={"stage": 2, "offload_optimizer": {
+        "device": "cpu", "ratio": 1.5}}), r"offload_optimizer.ratio must be a number in \[0, 1\], got 1.5"),
+    "a bound without a norm": (config(zero_optimization={"stage": 1, "compute_grad_norm": False}),
+                               "gradient_clipping needs the norm"),
+    "section without the type": (config(optimizer={"type": "AdamW", "params": {"torch_adam": True}}, layerwise={}),
+                                 "the layerwise section needs optimizer.type"),
+    "override that matches nothing": (config(layerwise={"overrides": [{"name": "nothing", "lr_scale": 2.0}]}),
+                                      "matches no trainable parameter"),
+}
+
+
+class TestBadConfigs(DistributedTest):
+    world_size = 2
+    # A refusal waits for no rank: the test fails before a collective would give up.
+    collective_timeout = 2 * DistributedTest.exec_timeout
+
+    @pytest.mark.parametrize("case", BAD_CONFIGS)
+    def test_a_bad_config_is_refused_by_name(self, case):
+        ds_config, message = BAD_CONFIGS[case]
+        with pytest.raises((ConfigError, RoutingError), match=message):
+            initialize(ds_config=ds_config)
+        dist.barrier()
+
+    def test_the_optimizer_given_twice(self):
+        module = model()
+        with pytest.raises(ConfigError, match="the optimizer is given twice"):
+            initialize(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+
+    def test_without_registration_the_type_is_unknown(self):
+        ds_layerwise.unregister()
+        module = model()
+        with pytest.raises(AssertionError, match="not a supported DeepSpeed Optimizer"):
+            deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config())
+
+
+class TestBadModels(DistributedTest):
+    world_size = 2
+
+    def test_no_matrix(self):
+        with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer"):
+            initialize(model(nn.LayerNorm(8)))
+
+    def test_a_parameter_that_is_no_float(self):
+        module = model()
+        module.phase = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+        with pytest.raises(RoutingError, match="phase is torch.complex64"):
+            initialize(module)
+
+    def test_a_parameter_of_another_model(self):
+        module = model()
+        with pytest.raises(RoutingError, match="the model does not have"):
+            ds_layerwise.initialize(model=module, model_parameters=[nn.Parameter(torch.zeros(3, 3))], config=config())
+
+    @pytest.mark.world_size(3)
+    def test_models_that_differ_between_ranks(self):
+        width = 16 if dist.get_rank() == 2 else 8
+        with pytest.raises(LayoutError, match=r"the model differs between ranks: rank 0 has 1.weight \(8, 8\).*rank 2 "
+                                              r"has 1.weight \(16, 8\)"):
+            initialize(model(nn.Linear(8, 8), nn.Linear(8, width)))
+
+    def test_a_layer_more_on_one_rank(self):
+        layers = [nn.Linear(8, 8) for _ in range(1 + dist.get_rank())]
+        with pytest.raises(LayoutError, match="only rank 1 has 1.weight"):
+            initialize(model(*layers))
+
+    def test_routes_that_differ_between_ranks(self):
+        module = model(nn.Linear(8, 8), nn.Linear(8, 8))
+        module[1].weight.use_muon = dist.get_rank() == 0
+        with pytest.raises(LayoutError, match="1.weight .* by the matrix optimizer.*by the scalar optimizer"):
+            initialize(module)
+
+    def test_groups_that_differ_between_ranks(self):
+        module = model(nn.Linear(8, 8), nn.LayerNorm(8))
+        groups = [{"params": list(module.parameters()), "lr": 0.1 * (1 + dist.get_rank()), "muon_lr": 0.1}]
+        with pytest.raises(LayoutError, match=r"param_groups\[0\] with {'lr': 0.1.*param_groups\[0\] with {'lr': 0.2"):
+            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
+
+    def test_a_group_with_matrices_and_adamws_rate_alone(self):
+        module = model()
+        groups = [{"params": [p for p in module.parameters() if p.dim() > 1], "lr": 3e-4},
+                  {"params": [p for p in module.parameters() if p.dim() < 2], "lr": 3e-4}]
+        with pytest.raises(ConfigError, match=r"param_groups\[0\].lr is 0.0003 without muon_lr, the group has matrices "
+                           r"\(0.weight\)"):
+            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
+        ds_layerwise.initialize(model=module, model_parameters=groups, config=muon(
+            lr=3e-3, scale_mode="match_rms_adamw"))
+
+    def test_layers_that_differ_on_one_rank(self):
+        def differ(case, layer, module):
+            if case == "dtype":
+                layer.bfloat16()
+            if case == "frozen":
+                layer.weight.requires_grad = False
+            if case == "name":
+                module._modules = {"0": module[0], "second": layer}
+            if case == "order":
+                layer._parameters = dict(reversed(layer._parameters.items()))
+
+        for case, message in (
+                ("dtype", r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight \(8, 8\) torch.bfloat16"),
+                ("frozen", r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight .* \(frozen\)"),
+                ("name", r"rank 0 has 1.weight .*, rank 1 has second.weight"),
+                ("order", r"rank 0 has 1.weight .*, rank 1 has 1.bias")):
+            module = model(nn.Linear(8, 8), nn.Linear(8, 8))
+            if dist.get_rank() == 1:
+                differ(case, module[1], module)
+            with pytest.raises(LayoutError, match=f"the model differs between ranks: {message}"):
+                initialize(module)
+                pytest.fail(case)
+
+    def test_groups_of_other_parameters_on_one_rank(self):
+        for case, message in (("one is empty", r"rank 0 has 1.weight .* group 1,.*rank 1 has 1.weight .* group 0"),
+                              ("an empty one more", r"only rank 1 has param_groups\[2\]"),
+                              ("left out", r"rank 0 has 1.bias .*, rank 1 has param_groups\[0\]")):
+            module = model(nn.Linear(8, 8), nn.LayerNorm(8))
+            first, second = list(module[0].parameters()), list(module[1].parameters())
+            groups = [first, second]
+            if dist.get_rank() == 1:
+                groups = {"one is empty": [first + second, []], "an empty one more": [first, second, []],
+                          "left out": [first, second[:1]]}[case]
+            with pytest.raises(LayoutError, match=message):
+                ds_layerwise.initialize(model=module, model_parameters=[{"params": group} for group in groups],
+                                        config=config())
+                pytest.fail(case)
+
+    def test_an_error_on_one_rank_reaches_all(self):
+        for case, own, kind in (
+                ("config", "did you mean 'momentum'", "ConfigError"),
+                ("route", "was sent to the matrix optimizer", "RoutingError"),
+                ("group", r"param_groups\[0\].weight_decay must be .* got -1", "ConfigError"),
+                ("twice", "some parameters appear in more than one parameter group", "ValueError")):
+            module, ds_config, groups = model(), config(), None
+            if dist.get_rank() == 1:
+                ds_config = muon(momentun=0.9) if case == "config" else ds_config
+                if case == "route":
+                    module[1].weight.use_muon = True
+                if case == "group":
+                    groups = [{"params": list(module.parameters()), "weight_decay": -1}]
+                if case == "twice":
+                    groups = [{"params": list(module.parameters())}, {"params": [module[1].weight]}]
+            with pytest.raises(ValueError if dist.get_rank() == 1 else LayerWiseError,
+                               match=own if dist.get_rank() == 1 else f"rank 1 failed: {kind}"):
+                ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config)
+                pytest.fail(case)
+
+
+#: Sections that rank 1 has and rank 0 has not, and what is said about the first difference.
+DIFFERENT_CONFIGS = {
+    "bucket size": ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 600}},
+                    "zero_optimization.reduce_bucket_size = 600"),
+    "stage": ({"zero_optimization": {"stage": 2}},
+              "rank 0 has zero_optimization.stage = 1, rank 1 has zero_optimization.stage = 2"),
+    "disks": ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage = True"),
+    "layout": ({"layerwise": {"layout": "lpt"}}, "layerwise.layout = 'lpt'"),
+    "override": ({"layerwise": {"overrides": [{"name": "0.weight", "lr_scale": 2.0}]}}, "layerwise.overrides = "),
+    "what a matrix's owner alone needs": (muon(lr=0.01, muon_lr=0.02, ns_steps=4), "optimizer.params.ns_steps = 4"),
+    "learning rate": (muon(lr=0.02, muon_lr=0.02), "optimizer.params.lr = 0.01, rank 1 has optimizer.params.lr = 0.02"),
+    "schedule": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup"),
+    "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5"),
+    "wire": ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16'"),
+    "precision": ({"bf16": {"enabled": True}}, "bf16.enabled = True"),
+    "accumulation": ({"gradient_accumulation_steps": 2},
+                     "rank 0 has gradient_accumulation_steps = 1, rank 1 has gradient_accumulation_steps = 2"),
+}
+
+
+class TestConfigsThatDiffer(DistributedTest):
+    world_size = 2
+
+    def test_they_are_refused_by_the_first_difference(self):
+        for case, (changes, message) in DIFFERENT_CONFIGS.items():
+            with pytest.raises(LayoutError, match=f"the configuration differs between ranks: .*{message}"):
+                initialize(ds_config=config(**(changes if dist.get_rank() else {})))
+                pytest.fail(case)
+
+    def test_what_each_rank_may_say_for_itself(self):
+        """Reports, and the size of a micro-batch: an average over ranks does not ask how many samples each had."""
+        alone = {"steps_per_print": 5, "wall_clock_breakdown": True, "train_micro_batch_size_per_gpu": 3}
+        initialize(ds_config=config(**(alone if dist.get_rank() else {})))
+
+
+class TestRefusedParallelism(DistributedTest):
+    world_size = 2
+
+    def test_experts_placed_in_another_order(self):
+        from deepspeed.moe.layer import MoE
+        dist.barrier()
+        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
+        with pytest.raises(ConfigError, match="use_data_before_expert_parallelism must be False .*, got True"):
+            initialize(experts, config(use_data_before_expert_parallelism=True))
+
+    def test_experts_on_disks_of_nodes(self):
+        from deepspeed.moe.layer import MoE
+        dist.barrier()
+        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
+        with pytest.raises(ConfigError, match="use_node_local_storage is not supported with deepspeed.moe layers"):
+            initialize(experts, config(checkpoint={"use_node_local_storage": True}))
+
+    def test_experts_that_are_in_no_list(self):
+        from deepspeed.moe.layer import MoE
+        dist.barrier()
+        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2))
+        own = experts[0].weight
+        own.allreduce, own.group_name = False, "ep_size_2"
+        with pytest.raises(LayerWiseError, match="0.weight is another parameter on every one of 2 ranks"):
+            initialize(experts)
+
+    def test_an_mpu_that_says_too_little_or_too_much(self):
+        for change, message in (
+                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_"),
+                ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
+                ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
+                ({"initialize_sequence_parallel": None}, r"sequence parallelism \(mpu\) is not supported")):
+            mpu = Mpu(1)
+            for name, value in change.items():
+                setattr(mpu, name, value)
+            with pytest.raises(ConfigError, match=message):
+                initialize(mpu=mpu)
+        with pytest.raises(ConfigError, match=r"get_model_parallel_group\(\) has ranks \[[01]\] on rank .*"
+                           r"tensor_parallel.autotp_size 2 makes a group of ranks \[0, 1\]; leave mpu out"):
+            initialize(ds_config=config(tensor_parallel={"autotp_size": 2}), mpu=Mpu(1))
+
+    def test_parts_that_do_not_fit(self):
+        mpu, module = Mpu(2), model()
+        module[0].weight = nn.Parameter(torch.zeros(8 + dist.get_rank(), 8))
+        with pytest.raises(LayoutError, match=r"the model, of which parts have to be of equal size, differs between "
+                                              r"ranks: rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
+            initialize(module, mpu=mpu)
+        torch.manual_seed(dist.get_rank())
+        with pytest.raises(LayoutError, match=r"0.weight \(8, 8\) has other values on tensor-parallel rank 1 than on "
+                                              "rank 0, and no mark .* set param.tensor_model_parallel = True"):
+            initialize(mpu=mpu)
+        torch.manual_seed(0)
+        module = model()
+        if dist.get_rank():
+            module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
+        with pytest.raises(LayoutError, match=r"the layout of tensor-parallel parts differs .* rank 1 has .*axis -2"):
+            initialize(module, mpu=mpu)
+        with pytest.raises(ConfigError, match="layerwise.save_universal is true, and tensor parallelism has cut"):
+            initialize(ds_config=config(layerwise={"save_universal": True}), mpu=mpu)
+
+
+SCRIPT = """
+import sys, torch, deepspeed
+
+def say_then_end(*error):
+    # The launcher kills the other rank as soon as one has ended.
+    sys.__excepthook__(*error)
+    torch.distributed.barrier()
+
+sys.excepthook = say_then_end
+# Only inference uses this operator, and building it takes a compiler.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+deepspeed.init_distributed()
+if sys.argv[-1] == "model" and deepspeed.comm.get_rank() == 1:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 9))
+params = {"momentun": 0.9} if sys.argv[-1] == "typo" else {}
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+    "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "LayerWiseMuon", "params": params}})
+"""
+
+
+@pytest.mark.parametrize("case, message", [("typo", "did you mean 'momentum'"), ("model", "the model differs")])
+def test_the_launcher_ends_with_an_error(case, message, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = Path(sys.executable).parent / "deepspeed"
+    done = subprocess.run(
+        [sys.executable, str(launcher), "--num_accelerators", "2", "--master_port", str(free_port()), "--module",
+         "ds_layerwise.run", str(tmp_path / "script.py"), case],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, output
+    assert output.count(message) >= 2, output

@@ -1,0 +1,128 @@
+"""What is wrong with a config is told in the same words by ``ds-layerwise plan`` and by training."""
+
+import copy
+import re
+
+import pytest
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.tools.dry_run import DryRun
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start
+
+pytestmark = rooms("config", "run_config", "ds_config")
+
+PARAMS = "optimizer.params"
+ZERO = "zero_optimization"
+
+
+def with_value(path, value):
+    """A config that trains, but for ``value`` at ``path``."""
+    config = copy.deepcopy(ds_config())
+    *sections, key = path.split(".")
+    section = config
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[key] = value
+    return config
+
+
+#: Path, value, and what the error says of it.
+WRONG = [
+    # Our sections: types and bounds.
+    (f"{PARAMS}.momentum", 1.0, "optimizer.params.momentum must be in [0, 1), got 1.0"),
+    (f"{PARAMS}.momentum", "0.9", "optimizer.params.momentum must be a number, got '0.9'"),
+    (f"{PARAMS}.momentum", "auto", "optimizer.params.momentum is 'auto', and nothing filled it in"),
+    (f"{PARAMS}.momentum", None, "optimizer.params.momentum must be a number, got None"),
+    (f"{PARAMS}.lr", -1, "optimizer.params.lr must be in [0, inf), got -1"),
+    (f"{PARAMS}.lr", 0, "optimizer.params.lr must be greater than 0"),
+    (f"{PARAMS}.lr", True, "optimizer.params.lr must be a number, got True"),
+    (f"{PARAMS}.lr", float("nan"), "optimizer.params.lr must be in [0, inf), got nan"),
+    (f"{PARAMS}.muon_lr", float("inf"), "optimizer.params.muon_lr must be in [0, inf), got inf"),
+    (f"{PARAMS}.weight_decay", [0.1], "optimizer.params.weight_decay must be a number, got [0.1]"),
+    (f"{PARAMS}.betas", [0.9], "optimizer.params.betas must be two numbers, got [0.9]"),
+    (f"{PARAMS}.betas", [0.9, 1.0], "optimizer.params.betas[1] must be in [0, 1), got 1.0"),
+    (f"{PARAMS}.betas", "auto", "optimizer.params.betas is 'auto'"),
+    (f"{PARAMS}.eps", -1e-8, "optimizer.params.eps must be in [0, inf)"),
+    (f"{PARAMS}.ns_steps", 0, "optimizer.params.ns_steps must be a whole number of at least 1, got 0"),
+    (f"{PARAMS}.ns_steps", 10**6, "optimizer.params.ns_steps must be a whole number of at most 1000, got 1000000"),
+    (f"{PARAMS}.ns_steps", 2.5, "optimizer.params.ns_steps must be a whole number"),
+    (f"{PARAMS}.ns_method", "grem", "optimizer.params.ns_method must be one of 'gram', 'standard', got 'grem'"),
+    (f"{PARAMS}.ns_dtype", "int8", "optimizer.params.ns_dtype must be one of 'auto', 'bf16', 'fp16', 'fp32'"),
+    (f"{PARAMS}.ns_coefficients", [[1, 2]], "optimizer.params.ns_coefficients[0] must be three numbers, got [1, 2]"),
+    (f"{PARAMS}.ns_coefficients", "canz", "ns_coefficients 'canz' is not known; did you mean 'cans'"),
+    (f"{PARAMS}.scale_mode", "none", "optimizer.params.scale_mode must be one of 'original', 'spectral'"),
+    (f"{PARAMS}.extra_scale_factor", 0, "optimizer.params.extra_scale_factor must be in (0, inf), got 0"),
+    (f"{PARAMS}.nesterov", 1, "optimizer.params.nesterov must be true or false, got 1"),
+    (f"{PARAMS}.per_head_muon", "yes", "optimizer.params.per_head_muon must be true or false, got 'yes'"),
+    (f"{PARAMS}.muon_tp_mode", "split", "optimizer.params.muon_tp_mode must be one of 'duplicated', 'distributed'"),
+    (f"{PARAMS}.scalar_optimizer", "adm", "optimizer.params.scalar_optimizer must be one of 'adamw', 'adam', 'lion'"),
+    (f"{PARAMS}.torch_adam", False, "optimizer.params.torch_adam must be true, got false"),
+    (f"{PARAMS}.max_grad_norm", 1.0, "optimizer.params.max_grad_norm is not supported; set gradient_clipping"),
+    # Our sections: keys and places.
+    (f"{PARAMS}.momentun", 0.9, "optimizer.params.momentun is not an option; did you mean 'momentum'?"),
+    (f"{PARAMS}.overrides", [], "optimizer.params.overrides is not an option; did you mean layerwise.overrides?"),
+    ("optimizer.params", [1], "optimizer.params must be an object, got [1]"),
+    ("optimizer.param", {}, "optimizer.param is not an option; did you mean 'params'?"),
+    ("optimizer.legacy_fusion", True, "optimizer.legacy_fusion is not supported by this backend; remove it"),
+    ("optimizer", "LayerWiseMuon", "optimizer must be an object, got 'LayerWiseMuon'"),
+    ("layerwise", "balanced", "layerwise must be an object, got 'balanced'"),
+    ("layerwise.layuot", "lpt", "layerwise.layuot is not an option; did you mean 'layout'?"),
+    ("layerwise.layout", "best", "layerwise.layout must be one of 'balanced', 'lpt', 'size_matching', got 'best'"),
+    ("layerwise.alignment", 0, "layerwise.alignment must be a whole number of at least 1, got 0"),
+    ("layerwise.fsync", "yes", "layerwise.fsync must be true or false, got 'yes'"),
+    ("layerwise.rename", ["a"], "layerwise.rename must be an object of names in checkpoints to names in the model"),
+    ("layerwise.overrides", {}, "layerwise.overrides must be a list, got {}"),
+    ("layerwise.overrides", [{"name": "*"}], "layerwise.overrides[0] ('*') overrides nothing; add one of optimizer"),
+    ("layerwise.overrides", [{"name": "*", "ns_stesp": 3}],
+     "layerwise.overrides[0].ns_stesp is not an option; did you mean 'ns_steps'?"),
+    ("layerwise.overrides", [{"name": "*", "ns_steps": 0}],
+     "layerwise.overrides[0].ns_steps must be a whole number of at least 1, got 0"),
+    ("layerwise.overrides", [{"name": "*", "optimizer": "adm"}],
+     "layerwise.overrides[0].optimizer must be one of 'matrix', 'scalar', 'muon', 'adamw'"),
+    ("layer_wise", {}, "layer_wise is no section of the config; did you mean 'layerwise' at the top level?"),
+    (f"{ZERO}.ns_steps", 3, "zero_optimization.ns_steps is not read; did you mean optimizer.params.ns_steps?"),
+    # What DeepSpeed reads, some of which it refuses itself in other words.
+    (f"{ZERO}.stage", 3, "zero_optimization.stage must be 1 or 2 with this optimizer, got 3"),
+    (f"{ZERO}.stage", "two", "zero_optimization.stage must be 1 or 2 with this optimizer, got 'two'"),
+    (ZERO, True, "zero_optimization must be an object, got True"),
+    (f"{ZERO}.reduce_bucket_size", 0, "zero_optimization.reduce_bucket_size must be a whole number of at least 1"),
+    (f"{ZERO}.reduce_bucket_size", "big", "zero_optimization.reduce_bucket_size must be a whole number"),
+    (f"{ZERO}.zero_quantized_weights", True, "zero_optimization.zero_quantized_weights must be False"),
+    (f"{ZERO}.offload_optimizer", {"device": "nvme", "nvme_path": "/"},
+     "zero_optimization.offload_optimizer.device must be 'none' or 'cpu' with this optimizer, got 'nvme'"),
+    (f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 2},
+     "zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got 2"),
+    ("bf16", True, "bf16 must be an object, got True"),
+    ("bf16.enabled", "yes", "bf16.enabled must be true or false, got 'yes'"),
+    ("fp16", {"enabled": "auto"}, "fp16.enabled is 'auto', and nothing filled it in"),
+    ("gradient_clipping", -1, "gradient_clipping must be in [0, inf), got -1"),
+    ("communication_data_type", "int8", "communication_data_type must be fp32, bf16 or fp16 with this optimizer"),
+    ("data_types.grad_accum_dtype", "int8", "data_types.grad_accum_dtype must be fp32, bf16 or fp16"),
+    ("data_types.grad_acum_dtype", "fp32", "data_types.grad_acum_dtype is not an option; did you mean 'grad_accum_d"),
+    ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0}},
+     "scheduler.params.warmup_max_lr is 1, and optimizer.params.lr is"),
+    ("scheduler", {"type": 5}, "scheduler.type must be a name, got 5"),
+    ("torch_autocast", {"enabled": True, "dtype": "fp32"}, "torch_autocast.dtype must be 'bfloat16' or 'float16'"),
+]
+
+
+def told(run):
+    with pytest.raises(ConfigError) as error:
+        run()
+    return str(error.value)
+
+
+class TestAlike(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("path, value, message", WRONG, ids=[f"{path}={value}" for path, value, _ in WRONG])
+    def test_in_a_plan_and_in_training(self, path, value, message, tmp_path, monkeypatch):
+        given = with_value(path, value)
+        monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)
+        # Nobody fills "auto" in, as in training.
+        monkeypatch.setattr("ds_layerwise.tools.dry_run.fill_in", lambda given, **_: (given, {}))
+        planned = told(lambda: DryRun.of("gpt2-124m", tmp_path, [2]))
+        assert re.match(re.escape(message), planned), planned
+        assert told(lambda: start(Net(), copy.deepcopy(given))) == planned

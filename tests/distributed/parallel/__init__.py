@@ -1,0 +1,1 @@
+"""Experts, pipelines, sequences and tensors over ranks."""

@@ -1,0 +1,285 @@
+"""Matrices that tensor parallelism has cut, trained with an engine, against the same model whole."""
+
+import math
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_layerwise.cli import main
+from ds_layerwise.errors import LayerWiseError
+from tests.support.harness import DistributedTest
+from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, part
+from tests.support.training import MUON, ds_config, reduced_gradients, relative_error, start
+from tests.support.universal import convert
+
+pytestmark = rooms("tensor", "tensor_shards", "tensor_marks")
+
+STEPS = 4
+RATES = {"muon_lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "eps": 1e-8}
+
+
+def part_of(whole, name, mpu):
+    dim = dim_of(name)
+    return whole if dim is None else part(whole, dim, mpu)
+
+
+class TestAgainstTheWholeModel(DistributedTest):
+    world_size = [2, 4]
+    thorough_on = (2,)
+
+    def test_weights_gradients_and_norm(self):
+        mpu = Mpu(2)
+        dp_size, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+        expected = train(Net, batch, lambda module, data: module(data),
+                         Recipe(matrices=MATRICES, world_size=dp_size, gas=2, clip=0.05, **RATES), STEPS)
+        assert expected.steps[0].clip_factor > 1.5, "the bound does not bind"
+        for tp_mode, stage, ns_method in (("duplicated", 1, "gram"), ("duplicated", 2, "standard"),
+                                          ("distributed", 1, "standard"), ("distributed", 2, "gram")):
+            params = {**MUON, "eps": 1e-8, "ns_method": ns_method, "muon_tp_mode": tp_mode}
+            module = Net(mpu)
+            config = ds_config(stage=stage, gas=2, clip=0.05, params=params,
+                               layerwise={"overlap_param_gather": stage == 2})
+            if (tp_mode, stage) == ("distributed", 1):
+                config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            engine = start(module, config, mpu=mpu)
+            for step, wanted in enumerate(expected.steps):
+                for micro in range(2):
+                    engine.backward(engine(batch(step, micro, dp_rank)))
+                    if micro:
+                        for name, (first, values) in reduced_gradients(engine).items():
+                            grad = part_of(wanted.grads[name], name, mpu)
+                            error = values - grad.flatten()[first:first + values.numel()]
+                            assert error.norm() < 1e-5 * (grad.norm() + 1e-3), (name, step)
+                    engine.step()
+                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-6)
+            engine.optimizer.wait_for_params()
+            for name, p in module.named_parameters():
+                error = relative_error(p.detach(), part_of(expected.model_params[name], name, mpu))
+                assert error < 1e-5, (name, tp_mode, stage)
+            engine.destroy()
+
+
+def train_on_whole_numbers(engine, mpu, steps, rank=None):
+    """Every data-parallel rank on whole-number gradients of its own, or all on those of ``rank``."""
+    whole = {name: p.shape for name, p in Net().named_parameters()}
+    for step in steps:
+        place = (step, 0, mpu.get_data_parallel_rank() if rank is None else rank)
+        engine.backward(engine((whole, mpu, place)))
+        engine.step()
+
+
+class OnWholeNumbers(Net):
+    """The same parameters; gradients are exact, and parts of the same whole numbers on all ranks."""
+
+    def forward(self, data):
+        whole, mpu, place = data
+        return sum((p * part_of(whole_number_gradients(name, whole[name], *place), name, mpu)).sum()
+                   for name, p in self.named_parameters())
+
+
+class TestExactly(DistributedTest):
+    world_size = 4
+
+    def test_the_norm_and_the_gradients(self):
+        mpu = Mpu(2)
+        engine = start(OnWholeNumbers(mpu), ds_config(clip=1.0), mpu=mpu)
+        whole = {name: p.shape for name, p in Net().named_parameters()}
+        for step in range(2):
+            mean = {name: sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(2)) / 2
+                    for name, shape in whole.items()}
+            engine.backward(engine((whole, mpu, (step, 0, mpu.get_data_parallel_rank()))))
+            for name, (first, values) in reduced_gradients(engine).items():
+                wanted = part_of(mean[name], name, mpu).flatten()[first:first + values.numel()]
+                assert torch.equal(values, wanted), name
+            engine.step()
+            # Squares of halves add up exactly.
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in mean.values()))
+            assert engine.get_global_grad_norm() == torch.tensor(norm, dtype=torch.float32)
+
+    def test_blockwise_is_the_oracle_on_parts(self):
+        mpu = Mpu(2)
+        module = OnWholeNumbers(mpu)
+        matrices = {name: (1, *module.get_parameter(name).shape) for name in MATRICES}
+        whole = {name: p.shape for name, p in Net().named_parameters()}
+        expected = train_on_gradients(
+            dict(module.named_parameters()),
+            lambda name, shape, *place: part_of(whole_number_gradients(name, whole[name], *place), name, mpu),
+            Recipe(matrices=matrices, world_size=2, **RATES), STEPS)
+        engine = start(module, ds_config(params={**MUON, "eps": 1e-8, "muon_tp_mode": "blockwise"}), mpu=mpu)
+        train_on_whole_numbers(engine, mpu, range(STEPS))
+        for name, p in module.named_parameters():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_what_one_part_finds_not_finite_all_skip(self):
+        mpu = Mpu(2)
+        module = OnWholeNumbers(mpu)
+        engine = start(module, ds_config(bf16={"enabled": True}), mpu=mpu)
+        before = {name: p.clone() for name, p in module.named_parameters()}
+        for name in ("tall_rows.weight", "norm.weight"):
+            loss = engine(({n: p.shape for n, p in Net().named_parameters()}, mpu, (0, 0, 0)))
+            if dist.get_rank() == 3:
+                loss = loss + module.get_parameter(name).sum() * math.inf
+            engine.backward(loss)
+            engine.step()
+            assert engine.optimizer.overflow and engine.get_global_grad_norm() == math.inf
+            assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+
+
+def everything(engine):
+    """Masters (key None) and states of this rank's parts, by (parameter, key)."""
+    return {(access.name, key): access.get_full_hp_param(key) for access in engine.optimizer._access
+            for key in (None, *engine.optimizer._owned.state_keys(access.name))}
+
+
+def assert_holds(engine, expected):
+    for key, value in everything(engine).items():
+        assert torch.equal(value, expected[key]), key
+
+
+class TestCheckpoints(DistributedTest):
+    """One after the other in one folder: four ranks save, then two and four go on."""
+
+    world_size = 4
+
+    def go_on(self, folder, config):
+        mpu = Mpu(2)
+        module = OnWholeNumbers(mpu)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.fill_(7.0)
+        engine = start(module, config, mpu=mpu)
+        engine.load_checkpoint(folder, tag="first")
+        saved = torch.load(folder / f"expected_{mpu.get_model_parallel_rank()}.pt")
+        assert_holds(engine, saved["saved"])
+        train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
+        assert_holds(engine, saved["later"])
+        return engine
+
+    def test_save(self, class_tmpdir):
+        mpu = Mpu(2)
+        module = OnWholeNumbers(mpu)
+        engine = start(module, ds_config(clip=1.0), mpu=mpu)
+        train_on_whole_numbers(engine, mpu, range(2))
+        engine.save_checkpoint(class_tmpdir, tag="first")
+        expected = {"saved": everything(engine)}
+        train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
+        expected["later"] = everything(engine)
+        for name, p in module.named_parameters():
+            # Of a part, DeepSpeed's functions see the part.
+            assert torch.equal(safe_get_full_fp32_param(p), p), name
+        if mpu.get_data_parallel_rank() == 0:
+            torch.save(expected, class_tmpdir / f"expected_{mpu.get_model_parallel_rank()}.pt")
+
+    @pytest.mark.world_size([2, 4])
+    def test_resume_with_any_number_of_copies(self, class_tmpdir):
+        for changes in ({}, {"stage": 2, "bucket_numel": 10**9}):
+            self.go_on(class_tmpdir, ds_config(clip=1.0, **changes)).destroy()
+
+    @pytest.mark.world_size(2)
+    def test_another_number_of_parts_is_refused_everywhere(self, class_tmpdir):
+        engine = start(Net(), ds_config())
+        before = {name: p.clone() for name, p in engine.module.named_parameters()}
+        for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+            with pytest.raises(LayerWiseError, match="first holds a model in 2 parts, and this run has it in 1; resume "
+                                                     "with as many, or put them together with DeepSpeed's"):
+                engine.load_checkpoint(class_tmpdir, tag="first", **options)
+        assert all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
+        engine.save_checkpoint(class_tmpdir, tag="whole", save_latest=False)
+        engine.destroy()
+        mpu = Mpu(2)
+        engine = start(Net(mpu), ds_config(), mpu=mpu)
+        with pytest.raises(LayerWiseError, match="whole holds a model in 1 part, and this run has it in 2; resume "
+                                                 "with as many$"):
+            engine.load_checkpoint(class_tmpdir, tag="whole")
+        with torch.no_grad():
+            engine.module.tall_rows.weight.fill_(7.0)
+        engine.load_checkpoint(class_tmpdir, tag="first", load_optimizer_states=False)
+        saved = torch.load(class_tmpdir / f"expected_{mpu.get_model_parallel_rank()}.pt")["saved"]
+        assert torch.equal(engine.module.tall_rows.weight, saved["tall_rows.weight", None])
+
+    @pytest.mark.world_size(1)
+    def test_the_command_line(self, class_tmpdir, capsys):
+        first = str(class_tmpdir / "first")
+        assert main(["verify", first, first, "--quiet"]) == 0
+        printed = capsys.readouterr().out
+        assert "step 2, 2 ranks, 2 parts" in printed and printed.endswith("equal bit for bit\n")
+        assert main(["verify", first, str(class_tmpdir / "whole"), "--quiet"]) == 1
+        assert "the models are cut into 2 and 1 parts" in capsys.readouterr().out
+        for command in ("to-universal", "consolidate"):
+            assert main([command, first, str(class_tmpdir / command), "--quiet"]) == 2
+            assert "cut into 2 parts; put them together with DeepSpeed's ds_to_uni" in capsys.readouterr().err
+            assert not (class_tmpdir / command).exists()
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, attn_implementation="eager"))
+
+
+class TestAutoTp(DistributedTest):
+    world_size = 4
+
+    def test_a_language_model_against_the_whole_one(self, class_tmpdir):
+        def data(step, micro, rank):
+            seed = 1 + rank + 10 * step
+            return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+        matrices = {name: (1, *p.shape) for name, p in llama().named_parameters() if "proj" in name}
+        recipe = Recipe(matrices=matrices, world_size=2, clip=0.5, **RATES)
+        expected = train(llama, data, lambda module, ids: module(input_ids=ids, labels=ids).loss, recipe, STEPS)
+        for tp_mode, stage in (("duplicated", 1), ("distributed", 2)):
+            module, params = llama(), {**MUON, "eps": 1e-8, "muon_tp_mode": tp_mode}
+            engine = start(module, ds_config(clip=0.5, stage=stage, params=params, tensor_parallel={"autotp_size": 2}))
+            routes = {n: route.tp_axis for n, route in engine.optimizer.routes.items() if route.whole}
+            assert routes == {n: -1 if "o_proj" in n or "down_proj" in n else -2 for n in matrices}
+            for step, wanted in enumerate(expected.steps):
+                ids = data(step, 0, dist.get_rank() // 2)
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-6)
+            for name, p in module.named_parameters():
+                whole = expected.model_params[name]
+                for dim, size in enumerate(p.shape):
+                    whole = whole if whole.shape[dim] == size else whole.chunk(2, dim)[dist.get_rank() % 2]
+                assert relative_error(p.detach(), whole) < 1e-5, (name, tp_mode)
+            if stage == 1:
+                engine.save_checkpoint(class_tmpdir, tag="parts")
+                saved = everything(engine)
+            else:
+                engine.load_checkpoint(class_tmpdir, tag="parts")
+                assert_holds(engine, saved)
+            engine.destroy()
+        if dist.get_rank() < 2:
+            torch.save(saved, class_tmpdir / f"expected_{dist.get_rank()}.pt")
+
+    @pytest.mark.world_size(2)
+    def test_an_mpu_with_the_same_groups_changes_nothing(self):
+        ids, results = torch.arange(16).view(2, 8), []
+        for mpu in (None, Mpu(2)):
+            module = llama()
+            engine = start(module, ds_config(clip=0.5, tensor_parallel={"autotp_size": 2}), mpu=mpu)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            results.append((engine.get_global_grad_norm(), {name: p.detach().clone() for name, p in
+                                                            module.named_parameters()}))
+            engine.destroy()
+        assert results[0][0] == results[1][0]
+        for name, value in results[0][1].items():
+            assert torch.equal(value, results[1][1][name]), name
+
+    @pytest.mark.world_size(2)
+    def test_deepspeeds_converter_puts_the_parts_together(self, class_tmpdir):
+        convert(class_tmpdir / "parts", class_tmpdir / "whole")
+        engine = start(llama(), ds_config())
+        engine.load_checkpoint(class_tmpdir, tag="whole")
+        one, other = (torch.load(class_tmpdir / f"expected_{rank}.pt") for rank in range(2))
+        for key, value in everything(engine).items():
+            cut = [dim for dim, size in enumerate(value.shape) if one[key].shape[dim] != size]
+            assert torch.equal(value, torch.cat([one[key], other[key]], *cut) if cut else one[key]), key

@@ -1,0 +1,307 @@
+"""What ranks must agree on before a step: who is left out of it, and that one of them cannot take it."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from torch import nn
+
+from ds_layerwise.errors import LayerWiseError, StepError
+from ds_layerwise.ranks import same_weights
+from tests.distributed.parallel.test_experts import ExpertNet
+from tests.distributed.parallel.test_tensor_parallel import part_of
+from tests.support.harness import DistributedTest
+from tests.support.reference import Reference, trainable, whole_number_gradients, whole_number_loss
+from tests.support.rooms import rooms
+from tests.support.tensor_parallel import Mpu
+from tests.support.tensor_parallel import Net as CutNet
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, recipe_for, relative_error, start, weights
+
+pytestmark = rooms("agreement", "comm", "guard", "before_update")
+
+STEPS = 3
+
+
+class Turns(Net):
+    """Trains every second parameter at a time: which, ``turn`` says for a (step, micro-batch, rank). ``square.weight``
+    is frozen from the first forward pass on."""
+
+    def __init__(self, turn):
+        super().__init__()
+        self.turn = turn
+
+    def forward(self, place):
+        for index, (name, param) in enumerate(self.named_parameters()):
+            param.requires_grad_(index % 2 == self.turn(*place) and name != "square.weight")
+        return whole_number_loss(self, place)
+
+
+#: By what decides: a micro-batch, a rank, both.
+TURNS = {"micro": lambda step, micro, rank: micro % 2, "rank": lambda step, micro, rank: rank % 2,
+         "all": lambda step, micro, rank: (step + micro + rank) % 2}
+
+
+class TestFrozenInTurn(DistributedTest):
+    world_size = 2
+
+    def oracle(self, turn, gas):
+        """Plain sums of what each micro-batch of each rank trains."""
+        module = Net()
+        start_at = {name: p for name, p in trainable(module).items() if name != "square.weight"}
+        recipe = recipe_for(module, gas=gas, clip=5.0)
+        del recipe.matrices["square.weight"]
+        reference, numbers = Reference(start_at, recipe), {n: i for i, (n, _) in enumerate(module.named_parameters())}
+        for step in range(STEPS):
+            reference.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / gas
+                              for name, p in start_at.items() if numbers[name] % 2 == turn(step, micro, rank)}
+                             for micro in range(gas)] for rank in range(2)])
+        return reference.params
+
+    @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False)])
+    def test_what_got_a_gradient_in_any_micro_batch_or_rank_is_updated_with_it(self, stage, overlap):
+        initial = Net().square.weight.detach()
+        for gas, turn in ((2, "micro"), (1, "rank"), (2, "all")):
+            engine = start(Turns(TURNS[turn]), ds_config(stage=stage, gas=gas, overlap=overlap, clip=5.0))
+            expected = self.oracle(TURNS[turn], gas)
+            for step in range(STEPS):
+                for micro in range(gas):
+                    engine.backward(engine((step, micro, dist.get_rank())))
+                    engine.step()
+            for name, value in expected.items():
+                assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, (turn, name)
+            # Neither weight decay nor momentum moves what is frozen everywhere.
+            assert torch.equal(engine.module.square.weight, initial)
+            assert_same_on_all_ranks(engine.module)
+            engine.destroy()
+
+    @pytest.mark.parametrize("compute_grad_norm", [True, False])
+    def test_it_is_agreed_on_in_one_small_sum_more_and_only_then(self, compute_grad_norm, monkeypatch):
+        config = ds_config()
+        if not compute_grad_norm:
+            config["zero_optimization"]["compute_grad_norm"] = False
+        engine, sums = start(Net(), config), []
+        reduce = dist.all_reduce
+        monkeypatch.setattr(dist, "all_reduce", lambda t, *args, **kwargs: (sums.append(t.numel()),
+                                                                            reduce(t, *args, **kwargs))[1])
+        for frozen in (False, True):
+            engine.module.experts.requires_grad_(not (frozen and dist.get_rank()))
+            engine.backward(engine((0, 0, dist.get_rank())))
+            engine.step()
+        assert len(sums) == 3 and sums[0] == sums[1] <= 8 and sums[2] == len(engine.optimizer.specs)
+
+
+class Numbered(ExpertNet):
+    """The same parameters, with whole numbers for gradients."""
+
+    def forward(self, place):
+        return whole_number_loss(self, place)
+
+
+class TestFrozenExperts(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_each_for_itself(self, stage):
+        """Ranks 0 and 2 hold the same experts, 1 and 3 others. Frozen on 0, 1 and 3, they are trained where 2 has a
+        gradient, and stay where nobody has one."""
+        found = []
+        for frozen_on in ((), (0, 1, 3)):
+            engine = start(Numbered(2), ds_config(stage=stage))
+            experts = {name: p for name, p in engine.module.named_parameters() if is_moe_param(p)}
+            before = {name: p.detach().clone() for name, p in experts.items()}
+            for p in experts.values():
+                p.requires_grad_(dist.get_rank() not in frozen_on)
+            # Rank 0 has no gradients of experts in either run: those of rank 2 are all that there is.
+            skipped = set(experts) if dist.get_rank() == 0 else set()
+            engine.backward(whole_number_loss(engine.module, (0, 0, dist.get_rank()), skipped))
+            engine.step()
+            found.append({name: p.detach().clone() for name, p in experts.items()})
+            engine.destroy()
+        assert len(before) == 16
+        for name, value in before.items():
+            assert torch.equal(found[1][name], value if dist.get_rank() % 2 else found[0][name]), name
+            assert not torch.equal(found[0][name], value)
+
+
+class CutOnWholeNumbers(CutNet):
+    """Parts of the same whole numbers on all ranks, but for what is frozen."""
+
+    def forward(self, data):
+        whole, mpu = data
+        return sum((p * part_of(whole_number_gradients(name, whole[name], 0, 0, 0), name, mpu)).sum()
+                   for name, p in self.named_parameters() if p.requires_grad)
+
+
+class TestFrozenParts(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
+    def test_peers_update_a_matrix_together_or_not_at_all(self, tp_mode):
+        mpu, whole = Mpu(2), {name: p.shape for name, p in CutNet().named_parameters()}
+        whole_module = CutNet()
+        matrices = {"tall_rows.weight": (1, 40, 12), "flat_cols.weight": (1, 12, 40)}
+        for frozen_on in ((1, ), (0, 1)):
+            module = CutOnWholeNumbers(mpu)
+            engine = start(module, ds_config(params={"muon_tp_mode": tp_mode}), mpu=mpu)
+            for name in matrices:
+                module.get_parameter(name).requires_grad_(mpu.get_model_parallel_rank() not in frozen_on)
+            engine.backward(engine((whole, mpu)))
+            engine.step()
+            recipe = recipe_for(nn.Linear(1, 1))
+            for name, view in matrices.items():
+                before = whole_module.get_parameter(name)
+                if len(frozen_on) == 1:
+                    # What is frozen on the other rank has no gradient there: its part counts as zeros.
+                    gradient = whole_number_gradients(name, before.shape, 0, 0, 0)
+                    gradient.chunk(2, 0 if "rows" in name else 1)[1].zero_()
+                    oracle = Reference({name: before}, type(recipe)(matrices={name: view}, muon_lr=0.02,
+                                                                    weight_decay=0.1))
+                    oracle.step([[{name: gradient}]])
+                    assert relative_error(module.get_parameter(name).detach(),
+                                          part_of(oracle.params[name], name, mpu)) < 1e-5, name
+                else:
+                    assert torch.equal(module.get_parameter(name), part_of(before.detach(), name, mpu)), name
+            engine.destroy()
+
+
+def replace_a_parameter(engine):
+    kept = engine.module.tall.weight.data
+    engine.module.tall.weight.data = kept.clone()
+    return lambda: setattr(engine.module.tall.weight, "data", kept)
+
+
+def leave_a_gradient(engine):
+    engine.module.experts.grad = torch.ones_like(engine.module.experts)
+    return lambda: setattr(engine.module.experts, "grad", None)
+
+
+def offload(engine):
+    # Alone: engine.offload_states is for all ranks.
+    parking, kind = engine.optimizer.offloading.parking, OffloadStateTypeEnum.optim_states
+    parking.park(parking.find_room({kind.value: engine.optimizer.offloading.memory()[kind]}, pin_memory=False))
+    return parking.unpark
+
+
+ERRORS = {replace_a_parameter: "tall.weight was replaced since", leave_a_gradient: "experts.grad was set after",
+          offload: "are offloaded"}
+
+
+class TestOneRankAlone(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, compute_grad_norm", [(1, True), (1, False), (2, True)])
+    def test_what_it_finds_is_an_error_on_all_and_mended_it_goes_on(self, stage, compute_grad_norm):
+        module = Net()
+        config = ds_config(stage=stage)
+        if not compute_grad_norm:
+            config["zero_optimization"]["compute_grad_norm"] = False
+        engine, oracle = start(module, config), Reference(trainable(Net()), recipe_for(Net()))
+        for step, (wrong, message) in enumerate(ERRORS.items()):
+            engine.backward(engine((step, 0, dist.get_rank())))
+            mend = wrong(engine) if dist.get_rank() == 1 else lambda: None
+            kind, expected = (StepError, message) if dist.get_rank() else (
+                LayerWiseError, f"rank 1 failed: StepError: .*{message}")
+            with pytest.raises(kind, match=expected):
+                engine.step()
+            mend()
+            engine.step()
+            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
+                           for name, p in oracle.params.items()}] for rank in range(2)])
+        for name, value in oracle.params.items():
+            assert relative_error(module.get_parameter(name).detach(), value) < 1e-5, name
+        assert_same_on_all_ranks(module)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("where", ["the norm", "a checksum"])
+    def test_no_memory_for_what_is_compared(self, stage, where, monkeypatch):
+        def no_memory(*args, **kwargs):
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+        engine, plain = start(Net(), ds_config(stage=stage)), start(Net(), ds_config(stage=stage))
+        for each in (engine, plain):
+            with torch.no_grad():
+                each.module.tall.weight.mul_(2)
+            each.backward(each((0, 0, dist.get_rank())))
+        with monkeypatch.context() as patch:
+            if dist.get_rank() == 1:
+                of, name = {"the norm": (engine.optimizer._owned, "sum_of_squares"),
+                            "a checksum": (same_weights, "checksum")}[where]
+                patch.setattr(of, name, no_memory)
+            kind, message = (torch.OutOfMemoryError, "tried") if dist.get_rank() else (
+                LayerWiseError, "rank 1 failed: OutOfMemoryError: tried to allocate")
+            with pytest.raises(kind, match=message):
+                engine.step()
+        for each in (engine, plain):
+            each.step()
+        assert torch.equal(weights(engine.module), weights(plain.module))
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_parameter_that_must_not_be_unused(self, stage):
+        config = ds_config(stage=stage, gas=2)
+        config["zero_optimization"]["ignore_unused_parameters"] = False
+        engine, oracle = start(Net(), config), Reference(trainable(Net()), recipe_for(Net(), gas=2))
+        # In one micro-batch of each rank all are used but what is frozen; in step 1 rank 1 never uses two of them.
+        engine.module.norm.bias.requires_grad_(False)
+        del oracle.params["norm.bias"]
+        for step in range(3):
+            for micro in range(2):
+                missing = {"tall.weight"} if micro != dist.get_rank() else set()
+                missing |= {"tall.weight", "experts"} if (step, dist.get_rank()) == (1, 1) else set()
+                engine.backward(whole_number_loss(engine.module, (step, micro, dist.get_rank()), missing))
+                if (step, micro) == (1, 1):
+                    message = "^(rank 1 failed: StepError: )?experts, tall.weight got no gradient in this step"
+                    with pytest.raises(LayerWiseError, match=message):
+                        engine.step()
+                    engine.zero_grad()
+                    engine.micro_steps += 1
+                else:
+                    engine.step()
+            if step != 1:
+                oracle.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / 2
+                               for name, p in oracle.params.items() if name != "tall.weight" or micro == rank}
+                              for micro in range(2)] for rank in range(2)])
+        for name, value in oracle.params.items():
+            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_that_one_rank_has_dropped(self, stage):
+        engine = start(Net(), ds_config(stage=stage))
+        engine.backward(engine((0, 0, dist.get_rank())))
+        if dist.get_rank():
+            engine.zero_grad()
+        with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
+            engine.step()
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_a_gradient_that_one_rank_asks_for(self, stage, overlap):
+        engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), Reference(
+            trainable(Net()), recipe_for(Net()))
+        for step in range(2):
+            if (dist.get_rank(), step) == (0, 0):
+                torch.autograd.grad(engine((50, 0, 0)), engine.module.square.weight)
+            engine.backward(engine((step, 0, dist.get_rank())))
+            if (dist.get_rank(), step) == (1, 1):
+                torch.autograd.grad(engine((50, 0, 1)), [engine.module.experts])
+            engine.step()
+            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
+                           for name, p in oracle.params.items()}] for rank in range(2)])
+        for name, value in oracle.params.items():
+            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_plain_backward_pass_that_reaches_no_parameter_on_one_rank(self, stage):
+        """The others wait for its zeros inside their backward pass."""
+        engine, oracle = start(Net(), ds_config(stage=stage)), Reference(trainable(Net()), recipe_for(Net()))
+        leaf = torch.ones(2, requires_grad=True)
+        forward = engine.module.forward
+        if dist.get_rank() == 0:
+            engine.module.forward = lambda place: leaf.sum()
+        engine((0, 0, dist.get_rank())).backward()
+        engine.step()
+        engine.module.forward = forward
+        oracle.step([[{}], [{name: whole_number_gradients(name, p.shape, 0, 0, 1)
+                             for name, p in oracle.params.items()}]])
+        for name, value in oracle.params.items():
+            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name

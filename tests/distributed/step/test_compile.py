@@ -1,0 +1,115 @@
+"""torch.compile of the model, which changes no gradient, and no name but where DeepSpeed's own changes, too."""
+
+import os
+import warnings
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import assert_same_on_all_ranks, ds_config, start, weights
+
+pytestmark = rooms("sync", "under_way")
+
+STEPS = 3
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 7, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return self.head(self.norm(x)).square().mean()
+
+
+def new_counter():
+    """A backend that compiles nothing and counts what it is given; dynamo works, which the tests' environment stops."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    import torch._dynamo.testing
+    torch._dynamo.config.disable = False
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    warnings.simplefilter("ignore")  # dynamo looks at the gradient of tensors that are no leaves
+    return torch._dynamo.testing.CompileCounter()
+
+
+def train(engine, *, gas=1, direct=False):
+    for step in range(STEPS):
+        for micro in range(gas):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+            loss = engine(torch.randint(0, 7, (4, ), generator=generator))
+            loss.backward() if direct else engine.backward(loss)
+            engine.step()
+    engine.optimizer.wait_for_params()
+    assert_same_on_all_ranks(engine.module)
+    return weights(engine.module)
+
+
+class TestCompiled(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("who, stage, gas, overlap, late", [
+        ("engine", 1, 1, True, False), ("module", 2, 2, False, True), ("user", 1, 2, True, True)])
+    def test_it_changes_no_bit(self, who, stage, gas, overlap, late):
+        config = ds_config(stage=stage, gas=gas, overlap=overlap, bucket_numel=1, clip=1.0,
+                           layerwise={"overlap_param_gather": late})
+        plain = start(Layers(), config)
+        expected, counter = train(plain, gas=gas), new_counter()
+        engine = start(torch.compile(Layers(), backend=counter) if who == "user" else Layers(), config)
+        if who == "engine":
+            engine.compile(backend=counter)
+        elif who == "module":
+            engine.module.compile(backend=counter)
+        assert torch.equal(train(engine, gas=gas, direct=who == "module"), expected)
+        assert counter.frame_count >= 1
+        prefix = "_orig_mod." if who == "user" else ""
+        assert [spec.name for spec in engine.optimizer.specs] == [prefix + spec.name for spec in plain.optimizer.specs]
+        assert [r.recipe for r in engine.optimizer.routes.values()] == [
+            r.recipe for r in plain.optimizer.routes.values()]
+
+    @pytest.mark.thorough
+    def test_the_backward_pass_too(self):
+        config = ds_config(bucket_numel=1, clip=1.0)
+        expected, counter = train(start(Layers(), config)), new_counter()
+        engine = start(Layers(), config)
+        get_accelerator().set_compile_backend("eager")
+        engine.compile(backend=counter, compiled_autograd_enabled=True)
+        assert torch.equal(train(engine), expected)
+        assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] >= 1
+
+    def test_a_checkpoint_of_a_module_that_the_user_compiled(self, class_tmpdir):
+        """Its names have the prefix, as in stock DeepSpeed; ``layerwise.rename`` takes it off."""
+        new_counter()
+        config = ds_config()
+        engine = start(torch.compile(Layers(), backend="eager"), config)
+        train(engine)
+        engine.save_checkpoint(str(class_tmpdir))
+        for rename, module in (({}, torch.compile(Layers(), backend="eager")), ({"_orig_mod.*": "*"}, Layers())):
+            other = start(module, {**config, "layerwise": {"rename": rename}})
+            other.load_checkpoint(str(class_tmpdir))
+            assert torch.equal(weights(other.module), weights(engine.module))
+            assert not other.optimizer.fresh_states
+        assert torch.equal(train(other), train(engine))
+
+    def test_a_compiled_reader_of_what_is_under_way(self):
+        counter = new_counter()
+        engine = start(Layers(), ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True}))
+        weight, sync = engine.module.head.weight, engine.optimizer._param_sync
+        read = torch.compile(lambda: weight.square().sum() + weight.norm(), backend=counter)
+        for _ in range(STEPS):
+            engine.backward(engine(torch.randint(0, 7, (4, ))))
+            engine.step()
+            found = read()
+            assert not {engine.optimizer.layout.bucket_of("head.weight").index} & sync._pending.keys()
+            assert found == weight.square().sum() + weight.norm()

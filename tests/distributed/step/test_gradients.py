@@ -1,0 +1,45 @@
+"""What there is of the gradients of a step, from its first backward pass to its update: one answer for all who ask."""
+
+import deepspeed.comm as dist
+import pytest
+from deepspeed.utils import safe_get_full_grad
+
+from ds_layerwise.ranks.bucket_order import Gradients
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start
+
+pytestmark = rooms("sync", "unfinished", "bucket_order")
+
+
+class TestOneAnswer(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False)])
+    def test_through_two_steps(self, stage, overlap):
+        engine = start(Net(), ds_config(stage=stage, gas=2, overlap=overlap))
+        optimizer = engine.optimizer
+        sync, launch, update = optimizer._grad_sync, optimizer._grad_sync._launch, optimizer._owned.update
+        launching, updating = set(), set()
+
+        def watched_launch():
+            launching.add(sync.gradients)
+            launch()
+
+        def watched_update(*args, **kwargs):
+            updating.add(sync.gradients)
+            update(*args, **kwargs)
+
+        sync._launch, optimizer._owned.update = watched_launch, watched_update
+        for step in range(2):
+            for micro in range(2):
+                before = Gradients.SUMS if micro else Gradients.NONE
+                loss = engine((step, micro, dist.get_rank()))
+                assert sync.gradients is before
+                engine.backward(loss)
+                assert sync.gradients is (Gradients.AVERAGES if micro and stage == 1 else Gradients.SUMS)
+                assert bool(sync.accumulated()) is (sync.gradients is Gradients.SUMS)
+                assert safe_get_full_grad(engine.module.square.weight) is not None
+                engine.step()
+            assert sync.gradients is Gradients.NONE and not sync.accumulated()
+        assert launching == {Gradients.UNDER_WAY} and updating == {Gradients.AVERAGES}

@@ -1,0 +1,337 @@
+"""Graphs that a backward pass runs through: more than once, through one parameter in several places, with hooks of the
+user's own. Every gradient is compared with plain autograd's, bit for bit."""
+
+import copy
+from dataclasses import dataclass
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.utils import ModelOutput
+
+from ds_layerwise.errors import StepError
+from tests.support.harness import DistributedTest
+from tests.support.reference import trainable
+from tests.support.rooms import rooms
+from tests.support.training import assert_same_on_all_ranks, ds_config, start, whole_gradients
+
+pytestmark = rooms("sync", "guard")
+
+STEPS = 2
+
+
+class Twice(nn.Module):
+    """One module runs twice, and one weight is used in two places."""
+
+    def __init__(self, *, reentrant=None, kind=tuple):
+        super().__init__()
+        torch.manual_seed(1)
+        self.reentrant, self.kind = reentrant, kind
+        self.first, self.shared, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def body(self, x):
+        x = torch.tanh(self.shared(torch.tanh(self.other(self.shared(x)))))
+        return F.linear(x, self.other.weight)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        loss, other = x.square().mean(), x.abs().mean()
+        return self.kind(loss, other) if self.kind is not tuple else (loss, other)
+
+
+def batch(step, micro, rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
+
+
+def plain_gradients(module, passes, *, stage, gas):
+    """What the ranks' gradients average to, summed in the order in which they are reduced.
+
+    Args:
+        passes: of a rank, the backward passes of a step: pairs of a micro-batch and a function of the model's outputs.
+    """
+    size = dist.get_world_size()
+    grads = []
+    for rank in range(size):
+        grads.append([])
+        for inputs, loss in passes(rank):
+            plain = copy.deepcopy(module)
+            (loss(plain(inputs)) / gas).backward()
+            grads[-1].append({name: p.grad for name, p in trainable(plain).items()})
+    total = {}
+    for name in trainable(module):
+        of = [[g[name] for g in of_rank] for of_rank in grads]
+        parts = [sum(of_rank) for of_rank in of] if stage == 1 else [sum(of_all) for of_all in zip(*of, strict=True)]
+        total[name] = sum(parts) / size
+    return total
+
+
+def assert_gradients(engine, expected):
+    for name, value in whole_gradients(engine).items():
+        assert torch.equal(value, expected[name].flatten()), name
+
+
+class Graphs(DistributedTest):
+    """Every test in here runs at both stages."""
+
+    world_size = 2
+    stage = 1
+
+    def engine(self, module, *, gas=1, overlap=True, **changes):
+        return start(module, ds_config(stage=self.stage, gas=gas, overlap=overlap, bucket_numel=1, **changes))
+
+    def expected(self, module, passes, *, gas=1):
+        return plain_gradients(module, passes, stage=self.stage, gas=gas)
+
+
+def first(outputs):
+    return outputs[0]
+
+
+def second(outputs):
+    return outputs[1]
+
+
+WAYS = [(overlap, direct) for overlap in (True, False) for direct in (True, False)]
+
+
+def backward(engine, loss, *, direct, again=False):
+    """``engine.backward``, or autograd's own."""
+    loss.backward(retain_graph=again) if direct else engine.backward(loss, retain_graph=again)
+
+
+class TestOneGraphTwice(Graphs):
+
+    @pytest.mark.parametrize("losses", [(first, first), (first, second)])
+    def test_as_two_micro_batches(self, losses):
+        for overlap, direct in WAYS:
+            engine = self.engine(Twice(), gas=2, overlap=overlap)
+            for step in range(STEPS):
+                expected = self.expected(engine.module, lambda rank: [(batch(step, 0, rank), f) for f in losses], gas=2)
+                outputs = engine(batch(step, 0, dist.get_rank()))
+                backward(engine, losses[0](outputs), direct=direct, again=True)
+                engine.step()
+                backward(engine, losses[1](outputs), direct=direct)
+                assert_gradients(engine, expected)
+                engine.step()
+            assert_same_on_all_ranks(engine.module)
+            engine.destroy()
+
+    def test_with_a_boundary_set_by_hand(self):
+        for overlap, direct in WAYS:
+            engine = self.engine(Twice(), overlap=overlap)
+            for step in range(STEPS):
+                expected = self.expected(engine.module, lambda rank: [(batch(step, 0, rank), f)
+                                                                      for f in (first, second)])
+                outputs = engine(batch(step, 0, dist.get_rank()))
+                engine.set_gradient_accumulation_boundary(False)
+                backward(engine, outputs[0], direct=direct, again=True)
+                engine.set_gradient_accumulation_boundary(True)
+                backward(engine, outputs[1], direct=direct)
+                assert_gradients(engine, expected)
+                engine.step()
+            engine.destroy()
+
+    def test_both_losses_at_once(self):
+        for gas in (1, 2):
+            engine = self.engine(Twice(), gas=gas)
+            for step in range(STEPS):
+                expected = self.expected(engine.module, lambda rank: [
+                    (batch(step, micro, rank), lambda outputs: sum(outputs)) for micro in range(gas)], gas=gas)
+                for micro in range(gas):
+                    torch.autograd.backward(engine(batch(step, micro, dist.get_rank())))
+                    if micro == gas - 1:
+                        assert_gradients(engine, expected)
+                    engine.step()
+            engine.destroy()
+
+    def test_twice_at_the_boundary(self):
+        """Stage 1 reduces once a step."""
+        engine = self.engine(Twice())
+        outputs = engine(batch(0, 0, dist.get_rank()))
+        engine.backward(outputs[0], retain_graph=True)
+        engine.backward(outputs[1])
+        with pytest.raises(StepError, match="got a gradient after its bucket . was reduced"):
+            engine.step()
+
+
+class TestOneGraphTwiceAtStage2(TestOneGraphTwice):
+    stage = 2
+
+    def test_twice_at_the_boundary(self):
+        engine = self.engine(Twice())
+        expected = self.expected(engine.module, lambda rank: [(batch(0, 0, rank), f) for f in (first, second)])
+        outputs = engine(batch(0, 0, dist.get_rank()))
+        engine.backward(outputs[0], retain_graph=True)
+        engine.backward(outputs[1])
+        assert_gradients(engine, expected)
+
+
+class TestUsedTwice(Graphs):
+
+    @pytest.mark.parametrize("gas, overlap", [(1, False), (2, True)])
+    def test_also_under_checkpointing(self, gas, overlap):
+        for reentrant, direct in ((None, True), (None, False), (True, True), (True, False), (False, True)):
+            engine = self.engine(Twice(reentrant=reentrant), gas=gas, overlap=overlap)
+            for step in range(STEPS):
+                expected = self.expected(engine.module, lambda rank: [
+                    (batch(step, micro, rank), first) for micro in range(gas)], gas=gas)
+                for micro in range(gas):
+                    backward(engine, first(engine(batch(step, micro, dist.get_rank()))), direct=direct)
+                    if micro == gas - 1:
+                        assert_gradients(engine, expected)
+                    engine.step()
+            engine.destroy()
+
+
+class TestUsedTwiceAtStage2(TestUsedTwice):
+    stage = 2
+
+
+@dataclass
+class Output(ModelOutput):
+    """What models of Hugging Face return: a dict with attributes."""
+
+    loss: torch.Tensor | None = None
+    other: torch.Tensor | None = None
+
+
+@dataclass
+class Plain:
+    """What the engine does not look into, so that it hooks no tensor of it."""
+
+    loss: torch.Tensor
+    other: torch.Tensor
+
+
+class TestOutputs(Graphs):
+
+    def test_a_model_output(self):
+        for gas, direct in ((1, True), (2, True), (2, False)):
+            engine = self.engine(Twice(kind=Output), gas=gas)
+            for step in range(STEPS):
+                expected = self.expected(engine.module, lambda rank: [
+                    (batch(step, micro, rank), lambda outputs: outputs.loss) for micro in range(gas)], gas=gas)
+                for micro in range(gas):
+                    backward(engine, engine(batch(step, micro, dist.get_rank())).loss, direct=direct)
+                    if micro == gas - 1:
+                        assert_gradients(engine, expected)
+                    engine.step()
+            engine.destroy()
+
+    def test_a_dataclass_needs_the_engines_backward(self):
+        for gas, overlap in ((1, True), (2, False), (2, True)):
+            engine = self.engine(Twice(kind=Plain), gas=gas, overlap=overlap)
+            for step in range(STEPS):
+                expected = self.expected(engine.module, lambda rank: [
+                    (batch(step, micro, rank), lambda outputs: outputs.loss) for micro in range(gas)], gas=gas)
+                for micro in range(gas):
+                    engine.backward(engine(batch(step, micro, dist.get_rank())).loss)
+                    if micro == gas - 1:
+                        assert_gradients(engine, expected)
+                    engine.step()
+            with pytest.raises(StepError, match="before the gradients were reduced"):
+                for micro in range(gas):
+                    engine(batch(0, micro, dist.get_rank())).loss.backward()
+                    engine.step()
+            engine.destroy()
+
+    def test_a_loss_that_is_computed_outside(self):
+        """Of outputs that are no scalars, in every way to begin a backward pass from them."""
+        ways = {"engine.backward": lambda engine, out: engine.backward(out.square().sum()),
+                "backward": lambda engine, out: out.square().sum().backward(),
+                "backward of the output": lambda engine, out: out.backward(2 * out.detach()),
+                "engine.scale": lambda engine, out: engine.scale(out.square().sum()).backward(),
+                "undivided": lambda engine, out: engine.backward(out.square().sum() / 2, scale_wrt_gas=False)}
+        for begin in ways.values():
+            engine = self.engine(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), gas=2)
+            expected = self.expected(engine.module, lambda rank: [
+                (batch(0, micro, rank), lambda out: out.square().sum()) for micro in range(2)], gas=2)
+            for micro in range(2):
+                begin(engine, engine(batch(0, micro, dist.get_rank())))
+                if micro:
+                    assert_gradients(engine, expected)
+                engine.step()
+            engine.destroy()
+
+
+class TestOutputsAtStage2(TestOutputs):
+    stage = 2
+
+
+class TestHooks(Graphs):
+    """Hooks of the user's own."""
+
+    def test_one_on_a_parameter_changes_its_gradient(self):
+        for gas, overlap in ((1, False), (2, True)):
+            module, seen = Twice(), []
+
+            def double(grad):
+                seen.append(grad.clone())
+                return 2 * grad
+
+            module.shared.weight.register_hook(double)
+            engine = self.engine(module, gas=gas, overlap=overlap)
+            module.first.weight.register_hook(lambda grad: torch.zeros_like(grad))
+            plain = Twice()
+            expected = self.expected(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(gas)],
+                                     gas=gas)
+            for micro in range(gas):
+                engine.backward(first(engine(batch(0, micro, dist.get_rank()))))
+                plain.zero_grad()
+                (first(plain(batch(0, micro, dist.get_rank()))) / gas).backward()
+                assert torch.equal(seen[-1], plain.shared.weight.grad)  # this rank's, of this micro-batch
+                if micro == gas - 1:
+                    expected["shared.weight"] = 2 * expected["shared.weight"]
+                    expected["first.weight"] = torch.zeros_like(expected["first.weight"])
+                    assert_gradients(engine, expected)
+                engine.step()
+            assert len(seen) == gas
+            engine.destroy()
+
+    def test_one_after_accumulation(self):
+        """One that was there first sees, and may change, the gradient of this rank and micro-batch."""
+        module, plain, before, after = Twice(), Twice(), [], []
+
+        def halve(p):
+            before.append(p.grad.clone())
+            p.grad.mul_(0.5)
+
+        module.shared.weight.register_post_accumulate_grad_hook(halve)
+        engine = self.engine(module, gas=2)
+        module.shared.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad))
+        expected = self.expected(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(2)], gas=2)
+        expected["shared.weight"] = expected["shared.weight"] / 2
+        for micro in range(2):
+            engine.backward(first(engine(batch(0, micro, dist.get_rank()))))
+            plain.zero_grad()
+            (first(plain(batch(0, micro, dist.get_rank()))) / 2).backward()
+            assert torch.equal(before[-1], plain.shared.weight.grad)
+            if micro == 1:
+                assert_gradients(engine, expected)
+            engine.step()
+        if self.stage == 1:  # at stage 2 it is there until its bucket is complete
+            assert after == [None, None]
+
+    def test_hooks_of_modules(self):
+        engine, seen = self.engine(Twice()), []
+        plain = Twice()
+        for module, notes in ((engine.module, seen), (plain, plain_seen := [])):
+            def triple(_, into, out, notes=notes):
+                notes.append(out[0].clone())
+                return tuple(3 * grad for grad in into)
+
+            module.shared.register_full_backward_hook(triple)
+        expected = self.expected(plain, lambda rank: [(batch(0, 0, rank), first)])
+        plain_seen.clear()
+        engine.backward(first(engine(batch(0, 0, dist.get_rank()))))
+        first(plain(batch(0, 0, dist.get_rank()))).backward()
+        assert_gradients(engine, expected)
+        assert len(seen) == 2 and all(map(torch.equal, seen, plain_seen))
+
+
+class TestHooksAtStage2(TestHooks):
+    stage = 2

@@ -1,0 +1,116 @@
+"""Any number of recipes in a run: what overrides set for the parameters that they name is what trains those."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.orthogonalize.newton_schulz import coefficients
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.reference import Reference, trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, recipe_for, start, train_engine
+
+pytestmark = rooms("recipe", "muon", "elementwise", "routes", "registry")
+
+RANKS, STEPS = 2, 5
+
+OVERRIDES = [
+    {"name": "square.weight", "momentum": 0.5, "ns_coefficients": "quintic"},
+    {"name": "twin.weight", "nesterov": False, "lr_scale": 0.5},
+    {"name": "tall.weight", "extra_scale_factor": 2.0},
+    {"name": "embed.weight", "betas": [0.5, 0.75], "eps": 1e-3, "weight_decay": 0.0},
+    {"name": "head.weight", "optimizer": "sgd", "momentum": 0.75},
+    {"name": "flat.weight", "optimizer": "lion"},
+    {"name": "flat.bias", "optimizer": "lion", "betas": [0.5, 0.75]},
+]
+
+#: What the oracle does instead of the run's, by parameter.
+OWN = {
+    "square.weight": {"momentum": 0.5, "ns_coefficients": coefficients("quintic", 5)},
+    "twin.weight": {"nesterov": False, "muon_lr": 0.01},
+    # Its scale is no part of the oracle: twice the rate, and half the decay.
+    "tall.weight": {"muon_lr": 0.04, "weight_decay": 0.05},
+    "embed.weight": {"betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.0},
+}
+
+
+def gradients(name, shape, step):
+    return [[{name: whole_number_gradients(name, shape, step, 0, rank)}] for rank in range(RANKS)]
+
+
+def by_the_oracle(module):
+    """Masters after all steps, each parameter trained on its own."""
+    found = {}
+    for name, param in trainable(module).items():
+        if name in ("head.weight", "flat.weight", "flat.bias"):
+            found[name] = by_hand(name, param)
+            continue
+        whole = recipe_for(module)
+        matrices = {name: whole.matrices[name]} if name in whole.matrices else {}
+        oracle = Reference({name: param}, replace(whole, matrices=matrices, **OWN.get(name, {})))
+        for step in range(STEPS):
+            oracle.step(gradients(name, param.shape, step))
+        found[name] = oracle.params[name]
+    return found
+
+
+def by_hand(name, param):
+    """SGD with momentum and L2 regularisation, by torch; Lion as its paper has it."""
+    value = param.detach().clone().requires_grad_()
+    sgd = torch.optim.SGD([value], lr=0.003, momentum=0.75, weight_decay=0.1)
+    average, (beta1, beta2) = torch.zeros_like(value), (0.5, 0.75) if name == "flat.bias" else (0.9, 0.95)
+    for step in range(STEPS):
+        grad = sum(of_rank[0][name] for of_rank in gradients(name, param.shape, step)) / RANKS
+        if name == "head.weight":
+            value.grad = grad
+            sgd.step()
+            continue
+        with torch.no_grad():
+            direction = (beta1 * average + (1 - beta1) * grad).sign()
+            value.mul_(1 - 0.003 * 0.1).sub_(0.003 * direction)
+            average = beta2 * average + (1 - beta2) * grad
+    return value.detach()
+
+
+class TestOverrides(DistributedTest):
+    world_size = RANKS
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_each_parameter_trains_as_its_recipe_says(self, stage, tmp_path):
+        config = ds_config(stage=stage, layerwise={"overrides": OVERRIDES})
+        expected = by_the_oracle(Net())
+        engine = start(Net(), config)
+        train_engine(engine, STEPS)
+        for name, value in masters(engine).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        # A checkpoint has states of four families, and goes on.
+        engine.save_checkpoint(tmp_path)
+        other = start(Net(), config)
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(whole_states(other), whole_states(engine))
+        for each in (engine, other):
+            train_engine(each, 2, first=STEPS)
+        assert_equal_states(whole_states(other), whole_states(engine))
+
+    def test_the_table_names_each(self):
+        text = start(Net(), ds_config(layerwise={"overrides": OVERRIDES})).optimizer.describe()
+        for line in ("muon with ns_coefficients quintic: momentum 0.5, nesterov, scale_mode original",
+                     "muon with nesterov False: momentum 0.95, scale_mode original", "sgd: momentum 0.75",
+                     "muon with extra_scale_factor 2.0: momentum 0.95, nesterov, scale_mode original x 2",
+                     "lion: betas [0.5, 0.75] and [0.9, 0.95]"):
+            assert line in " ".join(text.split()), (line, text)
+
+    @pytest.mark.parametrize("entry, message", [
+        ({"name": "embed.weight", "ns_steps": 3},
+         r"sets ns_steps for embed.weight, which goes to adamw \(embedding\) and takes betas, eps, weight_decay"),
+        ({"name": "square.weight", "betas": [0.5, 0.5]},
+         r"sets betas for square.weight, which goes to muon \(matrix\) and takes nesterov.*; narrow the pattern"),
+        ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3}, r"sets eps for head.weight, which goes to lion"),
+        ({"name": "norm.weight", "optimizer": "muon"}, r"norm.weight \(12,\) was sent to the matrix optimizer"),
+    ])
+    def test_what_a_recipe_does_not_take(self, entry, message):
+        with pytest.raises(RoutingError, match=message):
+            start(Net(), ds_config(layerwise={"overrides": [entry]}))

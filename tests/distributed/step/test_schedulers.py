@@ -1,0 +1,205 @@
+"""What users, schedulers and other wiring see: groups that stay, ratios that hold."""
+
+from dataclasses import replace
+
+import deepspeed.comm as dist
+import numpy as np
+import pytest
+import torch
+
+import ds_layerwise
+from tests.support.harness import DistributedTest
+from tests.support.reference import train, trainable
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, recipe_for, relative_error, start, train_engine
+
+pytestmark = rooms("param_groups", "rates")
+
+STEPS = 8
+
+HIDDEN = ("square.weight", "tall.weight")
+
+
+def used_learning_rates(engine):
+    """(matrix, scalar) learning rates that the next step will use."""
+    group, = engine.optimizer.param_groups
+    return group["lr"] * group["matrix_lr_ratio"], group["lr"] * group["scalar_lr_ratio"]
+
+
+class TestSchedulers(DistributedTest):
+    world_size = 2
+
+    def test_warmup_keeps_the_ratio(self):
+        scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.003, "warmup_num_steps": 4,
+                                                    "warmup_type": "linear"}}
+        engine = start(Net(), ds_config(scheduler=scheduler))
+        for step in range(STEPS):
+            matrix, scalar = used_learning_rates(engine)
+            if scalar:
+                assert matrix / scalar == pytest.approx(0.02 / 0.003)
+            train_engine(engine, 1, first=step)
+        assert used_learning_rates(engine) == (pytest.approx(0.02), pytest.approx(0.003))
+        assert engine.get_lr() == [pytest.approx(0.003)]
+
+    @pytest.mark.parametrize("kind", ["deepspeed", "torch"])
+    def test_a_schedule_is_followed_as_the_oracle_does(self, kind):
+        if kind == "torch":
+            engine = start(Net(), ds_config(), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1 / (1 + step)))
+            factor = lambda step: 1 / (1 + step)  # noqa: E731
+        else:
+            scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.003,
+                                                        "warmup_num_steps": 4, "warmup_type": "linear"}}
+            engine = start(Net(), ds_config(scheduler=scheduler))
+            lrs = []
+            factor = lambda step: lrs[step] / 0.003  # noqa: E731
+            for step in range(STEPS):
+                lrs.append(engine.optimizer.param_groups[0]["lr"])
+                train_engine(engine, 1, first=step)
+            assert len(set(lrs)) > 3
+        expected = train(Net, lambda *place: place, lambda module, place: module(place),
+                         recipe_for(Net(), schedule=factor), STEPS)
+        if kind == "torch":
+            train_engine(engine, STEPS)
+        for name, p in trainable(engine.module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_weights_alone_load_whether_or_not_there_is_a_scheduler(self):
+        """``load_module_state_dict`` by itself knows nothing of schedulers, and leaves what it is given as it is."""
+        scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}}
+        engine = start(Net(), ds_config(scheduler=scheduler))
+        g = torch.Generator().manual_seed(5)
+        held = {name: torch.rand(value.shape, generator=g) for name, value in engine.module.state_dict().items()}
+        given = {"module": dict(held)}
+        engine.load_module_state_dict(given)
+        assert given.keys() == {"module"} and given["module"].keys() == held.keys()
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, held[name]), name
+
+    def test_groups_are_the_users_in_number_order_and_identity(self):
+        module = Net()
+        decay = [p for p in module.parameters() if p.dim() > 1]
+        rest = [p for p in module.parameters() if p.dim() < 2]
+        groups = [{"params": decay, "name": "decay"}, {"params": rest, "weight_decay": 0.0, "name": "rest"}]
+        engine, *_ = ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config())
+        seen = engine.optimizer.param_groups
+        identities = [id(group) for group in seen]
+        assert [group["name"] for group in seen] == ["decay", "rest"]
+        assert seen is engine.basic_optimizer.param_groups
+        train_engine(engine, 2)
+        assert [id(group) for group in engine.optimizer.param_groups] == identities
+        expected = train(Net, lambda *place: place, lambda m, place: m(place),
+                         recipe_for(Net(), wd={n: 0.0 for n, p in Net().named_parameters() if p.dim() < 2}), 2)
+        for name, p in trainable(module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_a_group_has_learning_rates_of_its_own(self):
+        module = Net()
+        slow = [module.square.weight, module.square.bias]
+        rest = [p for p in module.parameters() if all(p is not q for q in slow)]
+        groups = [{"params": rest}, {"params": slow, "lr": 1e-4, "muon_lr": 1e-3}]
+        engine, *_ = ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config())
+        train_engine(engine, 3)
+        expected = train(Net, lambda *place: place, lambda m, place: m(place),
+                         recipe_for(Net(), lr={"square.weight": 1e-3, "square.bias": 1e-4}), 3)
+        for name, p in trainable(module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_groups_that_say_which_optimizer_they_are_for(self):
+        module = Net()
+        hidden = [module.square.weight, module.tall.weight]
+        groups = [{"params": hidden, "use_muon": True, "lr": np.float32(0.0625), "weight_decay": 0.25},
+                  {"params": [p for p in module.parameters() if all(p is not q for q in hidden)], "use_muon": False,
+                   "lr": torch.tensor(0.00390625), "weight_decay": 0.0}]
+        engine, *_ = ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config(
+            params={"lr": 0.003, "muon_lr": 0.02}))
+        train_engine(engine, 3)
+        names = trainable(Net())
+        recipe = recipe_for(Net(), lr={name: 0.0625 if name in HIDDEN else 0.00390625 for name in names},
+                            wd={name: 0.25 if name in HIDDEN else 0.0 for name in names})
+        recipe = replace(recipe, matrices={name: recipe.matrices[name] for name in HIDDEN})
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 3)
+        for name, p in trainable(module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_the_table_has_the_rates_of_each_group(self):
+        module = Net()
+        groups = [{"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.25},
+                  {"params": [p for p in module.parameters() if p.dim() < 2], "lr": 0.0625, "weight_decay": 0.0}]
+        # A scheduler that is given takes the place of the config's, whose peak then does not count.
+        engine, *_ = ds_layerwise.initialize(
+            model=module, model_parameters=groups, lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1.0), config=ds_config(scheduler={"type": "WarmupLR", "params": {
+                    "warmup_max_lr": 0.5}}))
+        lines = engine.optimizer.describe().splitlines()
+        rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+        found = {row[1]: row[4:6] for row in rows if len(row) == 7 and row[4]}
+        assert found["matrix"] == ["0.02", "0.25"] and found["embedding"] == ["0.003", "0.25"]
+        assert found["fewer than two axes"] == ["0.0625", "0"]
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_everything_under_the_scalar_optimizer(self, stage, tmp_path):
+        layerwise = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
+        engine = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
+        assert "muon" not in engine.optimizer.describe() and "own no matrix" not in engine.optimizer.describe()
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        resumed = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
+        resumed.load_checkpoint(tmp_path)
+        train_engine(resumed, 2, first=2)
+        recipe = replace(recipe_for(Net(), clip=1.0), matrices={})
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
+        for name, p in trainable(resumed.module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_overrides_reach_the_update(self):
+        layerwise = {"overrides": [{"name": "*.bias", "weight_decay": 0.0}, {"name": "tall.*", "lr_scale": 0.5}]}
+        engine = start(Net(), ds_config(layerwise=layerwise))
+        train_engine(engine, 3)
+        names = trainable(Net())
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe_for(
+            Net(), wd={n: 0.0 for n in names if n.endswith(".bias")}, lr={"tall.weight": 0.01, "tall.bias": 0.0015}), 3)
+        for name, p in trainable(engine.module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    def test_changing_the_learning_rate_by_hand(self):
+        engine = start(Net(), ds_config())
+        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        train_engine(engine, 1)
+        for name, p in engine.module.named_parameters():
+            assert torch.equal(p, before[name]), name
+
+
+class TestRegistration(DistributedTest):
+    world_size = 1
+
+    def test_it_can_be_undone(self):
+        from deepspeed.runtime import config
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero import utils
+
+        def patched():
+            return (list(config.DEEPSPEED_OPTIMIZERS), list(utils.ZERO_SUPPORTED_OPTIMIZERS),
+                    {(owner, name): value for owner in (DeepSpeedEngine, config.DeepSpeedConfig)
+                     for name, value in vars(owner).items() if callable(value)})
+
+        before = patched()
+        ds_layerwise.register()
+        ds_layerwise.register()
+        assert patched() != before
+        ds_layerwise.unregister()
+        assert patched() == before
+        ds_layerwise.unregister()
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        assert dist.get_world_size() == 1 and engine.global_steps == 1
+
+    def test_other_optimizers_are_built_as_ever(self):
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+        module = torch.nn.Linear(4, 4)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
+                  "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}}
+        engine, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config)
+        assert type(engine.optimizer) is DeepSpeedZeroOptimizer

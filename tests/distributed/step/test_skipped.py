@@ -1,0 +1,82 @@
+"""Steps that are skipped one after the other: which gradient is to blame, and when there is no sense in going on."""
+
+import math
+
+import deepspeed.comm as dist
+import pytest
+from deepspeed.utils import logger
+
+from ds_layerwise.errors import StepError
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, allow_fp16, ds_config, start
+
+pytestmark = rooms("skipped")
+
+
+class Sick(Net):
+    """The gradients of two parameters, of which one comes first in the model, are not finite while ``bad``."""
+
+    def __init__(self):
+        super().__init__()
+        self.bad = False
+
+    def forward(self, place):
+        loss = super().forward(place)
+        if self.bad and dist.get_rank() == 1:
+            for name in ("norm.weight", "tall.weight", "head.weight"):
+                loss = loss + self.get_parameter(name).flatten()[5].float() * math.nan
+        return loss
+
+
+def train(engine, steps, *, bad):
+    for step in range(steps):
+        engine.module.bad = bad
+        engine.backward(engine((step, 0, dist.get_rank())))
+        engine.step()
+
+
+class TestSkipped(DistributedTest):
+    world_size = 2
+
+    def blame(self, engine):
+        """What an error says of the first of them, by who owns it."""
+        owner = next(rank for rank in range(2) if any(
+            piece.name == "tall.weight" for piece in engine.optimizer.layout.pieces(rank)))
+        return f"the gradient of tall.weight is not finite, found by rank {owner}, which owns it"
+
+    @pytest.mark.parametrize("stage, sections", [(1, {}), (2, {"bf16": {"enabled": True, "check_grad_overflow": True}}),
+                                                 (1, {"fp16": {"enabled": True, "loss_scale": 8}})])
+    def test_so_many_in_a_row_are_an_error_that_names_the_first(self, stage, sections):
+        allow_fp16()
+        engine = start(Sick(), ds_config(stage=stage, layerwise={"max_skipped_steps": 4}, **sections))
+        for healthy in range(2):
+            train(engine, 3, bad=True)
+            assert engine.skipped_steps == 3 * (healthy + 1)
+            train(engine, 1, bad=False)
+        train(engine, 3, bad=True)
+        with pytest.raises(StepError) as error:
+            train(engine, 1, bad=True)
+        assert str(error.value) == (
+            f"step 3 was skipped 4 times in a row: {self.blame(engine)}; look for what makes it, or allow more "
+            "(layerwise.max_skipped_steps)")
+
+    def test_it_warns_before_and_for_ever_where_there_is_no_end(self, monkeypatch):
+        engine, warned = start(Sick(), ds_config(layerwise={"max_skipped_steps": None})), []
+        monkeypatch.setattr(logger, "warning", warned.append)
+        train(engine, 119, bad=True)
+        assert warned == [
+            f"ds_layerwise: step 1 was skipped {count} times in a row: {self.blame(engine)}"
+            for count in (10, 20, 40, 80)] * (dist.get_rank() == 0)
+
+    def test_a_loss_scale_that_comes_down_is_no_sickness(self):
+        """From 2**32 to its minimum takes more steps than may be skipped; there it ends, and says why."""
+        allow_fp16()
+        fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 2, "min_loss_scale": 1}
+        engine = start(Sick(), ds_config(fp16=fp16, layerwise={"max_skipped_steps": 2}))
+        train(engine, 33, bad=True)
+        assert engine.optimizer.loss_scale == 1 and engine.skipped_steps == 33
+        with pytest.raises(StepError) as error:
+            train(engine, 1, bad=True)
+        assert str(error.value) == (
+            f"step 1 cannot be skipped once more, loss scale already at minimum (1): {self.blame(engine)}")

@@ -1,0 +1,45 @@
+"""What starting takes of the device, against the plan."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.harness import DistributedTest, device
+from tests.support.live_memory import LiveMemory
+from tests.support.rooms import rooms
+from tests.support.training import ds_config, start
+
+pytestmark = rooms("buffers", "forecast")
+
+
+class Stack(nn.Module):
+    """Ten equal matrices and a vector. ``together`` makes all matrices views into one piece of memory."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(10))
+        self.norm = nn.LayerNorm(64)
+        self.to(device=device(), dtype=dtype)
+
+
+class TestStartUp(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("case, sections", [
+        ("float32", {}), ("bfloat16", {"bf16": {"enabled": True}}),
+        ("offloaded", {"bf16": {"enabled": True}, "offload": True})])
+    def test_it_takes_what_the_plan_says(self, case, sections):
+        """At stage 2, where a rank keeps little beside the parameters: two of them would be the most it ever has."""
+        offload = {"offload_optimizer": {"device": "cpu"}} if sections.pop("offload", False) else {}
+        config = ds_config(stage=2, bucket_numel=2 * 64 * 64, **sections)
+        config["zero_optimization"].update(offload)
+        model = Stack(torch.float32 if case == "float32" else torch.bfloat16)
+        size = sum(p.nbytes for p in model.parameters())
+        with LiveMemory(p.data for p in model.parameters()) as memory:
+            engine = start(model, config)
+        expected = engine.optimizer.forecast().start_up[engine.optimizer.rank]
+        on_host = sum(t.nbytes for t in engine.optimizer._owned.host.tensors)
+        assert size < 0.9 * expected and memory.peak <= expected + on_host + 4096
+        if not offload:
+            assert memory.peak > 0.95 * expected
+            assert expected < (2 if case == "float32" else 3) * size

@@ -1,0 +1,413 @@
+"""What a user changes between steps: hyper-parameters, weights, what is trained, which engine trains it."""
+
+import copy
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
+
+from ds_layerwise.errors import LayerWiseError, StepError
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.reference import Reference, trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import (MATRICES, Net, assert_same_on_all_ranks, ds_config, recipe_for, relative_error,
+                                    start, train_engine, whole_gradients)
+
+pytestmark = rooms("writes", "same_weights", "state_access", "param_groups")
+
+
+def start_oracle(module, **kwargs):
+    return Reference(trainable(module), recipe_for(module, **kwargs))
+
+
+def assert_weights_are_masters(engine):
+    for name, value in masters(engine).items():
+        p = engine.module.get_parameter(name)
+        assert torch.equal(p, value.to(p.dtype)), name
+
+
+def oracle_step(reference, step, *, gas=1, frozen=()):
+    """A step on the whole-number gradients that :class:`Net` has."""
+    kept = {name: (reference.params[name].clone(), copy.deepcopy(reference.state[name])) for name in frozen}
+    reference.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / gas
+                      for name, p in reference.params.items() if name not in frozen} for micro in range(gas)]
+                    for rank in range(dist.get_world_size())])
+    for name, (param, state) in kept.items():
+        reference.params[name], reference.state[name] = param, state
+
+
+def assert_trained_as(module, reference, bound=1e-5, but=()):
+    for name, p in trainable(module).items():
+        if name not in but:
+            assert relative_error(p.detach().float(), reference.params[name]) < bound, name
+    assert_same_on_all_ranks(module)
+
+
+def written_config(stage, ratio, dtype):
+    sections = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}
+    config = ds_config(stage=stage, **sections)
+    if ratio:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+    return config
+
+
+def write_data(module, values):
+    for name, value in values.items():
+        module.get_parameter(name).data.copy_(value)
+
+
+@torch.no_grad()
+def write_without_grad(module, values):
+    for name, value in values.items():
+        module.get_parameter(name).copy_(value)
+
+
+@torch.no_grad()
+def write_at_once(module, values):
+    torch._foreach_copy_([module.get_parameter(name) for name in values], list(values.values()))
+
+
+WAYS_TO_WRITE = {"load_state_dict": lambda module, values: module.load_state_dict(values, strict=False),
+                 "data": write_data, "no_grad": write_without_grad, "foreach": write_at_once}
+
+
+class TestHyperParameters(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, gas, overlap", [(1, 1, True), (1, 2, False), (2, 2, True)])
+    def test_they_are_read_at_every_step(self, stage, gas, overlap):
+        engine, oracle = start(Net(), ds_config(stage=stage, gas=gas, overlap=overlap)), start_oracle(Net(), gas=gas)
+        group, = engine.optimizer.param_groups
+        assert engine.get_lr() == [0.003] and engine.get_mom() == [(0.9, 0.95)]
+        changes = [{}, {"lr": 0.0015}, {"weight_decay": 0.02}, {"betas": (0.8, 0.99)}, {"momentum": 0.7}, {"eps": 1e-3},
+                   {"lr": torch.tensor(0.003), "betas": [0.9, 0.95]}]
+        for step, change in enumerate(changes):
+            group.update(change)
+            changed = {key: tuple(value) if key == "betas" else value for key, value in change.items() if key != "lr"}
+            if "lr" in change:
+                changed |= {"muon_lr": 0.02 * float(change["lr"]) / 0.003, "adam_lr": float(change["lr"])}
+            oracle.recipe = replace(oracle.recipe, **changed)
+            train_engine(engine, 1, gas=gas, first=step)
+            oracle_step(oracle, step, gas=gas)
+            assert_trained_as(engine.module, oracle)
+        assert engine.optimizer.param_groups[0] is group and engine.get_mom() == [[0.9, 0.95]]
+        engine.optimizer.set_lr(0.001)
+        assert engine.get_lr() == [0.001] and engine.optimizer.get_lr() == 0.001
+
+    def test_the_state_of_a_parameter_is_what_this_rank_owns_of_it(self):
+        for stage in (1, 2):
+            engine = start(Net(), ds_config(stage=stage))
+            train_engine(engine, 2)
+            engine.empty_partition_cache()
+            mine = {}
+            for name, param in trainable(engine.module).items():
+                state = engine.optimizer.state.get(param, {})
+                assert state is engine.optimizer.optimizer.state.get(param, state)
+                if name in MATRICES and state:
+                    assert state.keys() == {"momentum_buffer"}
+                    assert tuple(state["momentum_buffer"].shape) in (MATRICES[name], MATRICES[name][1:])
+                    mine[name] = state["momentum_buffer"].numel()
+                elif state:
+                    assert state.keys() == {"exp_avg", "exp_avg_sq", "step"} and int(state["step"]) == 2
+                    assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (mine.setdefault(
+                        name, state["exp_avg"].numel()), )
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            for name, param in trainable(engine.module).items():
+                owned = [of.get(name, 0) for of in everyone]
+                assert sum(owned) == param.numel() and (name not in MATRICES or 0 in owned), name
+            assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == 1 and not engine.optimizer.overflow
+
+
+class TestWeights(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_masters_follow_weights_that_were_written_by_hand(self, stage):
+        for sections, dtype in (({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16)):
+            engine = start(Net(), ds_config(stage=stage, **sections))
+            oracle = start_oracle(Net(), param_dtype=dtype, accum_dtype=dtype)
+            for step in range(4):
+                if step == 2:
+                    with torch.no_grad():
+                        for name, p in trainable(engine.module).items():
+                            p.mul_(-0.5).add_(0.01)
+                            oracle.params[name] = p.float().clone()
+                    engine.optimizer.refresh_fp32_params()
+                    for name, value in masters(engine).items():
+                        assert torch.equal(value, oracle.params[name]), name
+                train_engine(engine, 1, first=step)
+                oracle_step(oracle, step)
+                for name, value in masters(engine).items():
+                    assert relative_error(value, oracle.params[name]) < 1e-5, name
+            engine.destroy()
+
+    @pytest.mark.parametrize("way", WAYS_TO_WRITE)
+    def test_what_is_written_holds(self, way):
+        """As in fp32, where the parameters are the masters; Muon's momentum and Adam's averages stay."""
+        stage, ratio, dtype = {"load_state_dict": (1, 0, torch.bfloat16), "data": (2, 0, torch.bfloat16),
+                               "no_grad": (1, 0.5, torch.bfloat16), "foreach": (2, 0, torch.float32)}[way]
+        engine = start(Net(tied=True), written_config(stage, ratio, dtype))
+        oracle = start_oracle(Net(tied=True), param_dtype=dtype, accum_dtype=dtype)
+        for step in range(4):
+            if step in (1, 2):
+                written = {name: (p * -0.5).add(0.01) for name, p in trainable(engine.module).items()}
+                WAYS_TO_WRITE[way](engine.module, written)
+                for name, value in written.items():
+                    oracle.params[name] = value.detach().float().clone()
+            train_engine(engine, 1, first=step)
+            oracle_step(oracle, step)
+            for name, value in masters(engine).items():
+                assert relative_error(value, oracle.params[name]) < 1e-5, name
+        assert_same_on_all_ranks(engine.module)
+        if dtype == torch.bfloat16:
+            assert_weights_are_masters(engine)
+
+    @pytest.mark.parametrize("way", ["load_state_dict", "foreach"])
+    def test_what_one_rank_writes_alone_is_an_error_on_all(self, way):
+        stage, dtype = {"load_state_dict": (1, torch.bfloat16), "foreach": (2, torch.float32)}[way]
+        engine = start(Net(), written_config(stage, 0, dtype))
+        train_engine(engine, 1)
+        before = masters(engine)
+        values = {"square.weight": engine.module.square.weight.detach() * -0.5}
+        if dist.get_rank() == 1:
+            WAYS_TO_WRITE[way](engine.module, values)
+        for _ in range(2):
+            with pytest.raises(LayerWiseError, match="square.weight was written since the last step, and is not the "
+                                                     "same on ranks 0 and 1; write the same values on every rank"):
+                train_engine(engine, 1, first=1)
+            engine.zero_grad()
+        assert all(torch.equal(value, before[name]) for name, value in masters(engine).items() if "square" not in name)
+        # The way out; on the other rank nobody counts this.
+        dist.broadcast(engine.module.square.weight.data, 1)
+        train_engine(engine, 1, first=1)
+        found, (name, value) = masters(engine), *values.items()
+        oracle = start_oracle(Net(), param_dtype=dtype, accum_dtype=dtype)
+        oracle_step(oracle, 0)
+        oracle.params[name] = value.float()
+        oracle_step(oracle, 1)
+        assert relative_error(found[name], oracle.params[name]) < 1e-5
+
+    def test_it_is_said_once(self):
+        engine = start(Net(), written_config(1, 0, torch.bfloat16))
+        with redirect_stdout(StringIO()) as out:
+            for step in range(5):
+                if step in (1, 3):
+                    write_data(engine.module, {"square.weight": torch.full((12, 12), 0.1 * step)})
+                train_engine(engine, 1, first=step)
+        assert out.getvalue().count("float32 masters followed") == (dist.get_rank() == 0)
+
+    def test_what_is_written_is_read_and_saved(self, tmp_path):
+        engine = start(Net(), written_config(1, 0.5, torch.bfloat16))
+        train_engine(engine, 2)
+        written = {name: (p * -0.5).add(0.01) for name, p in trainable(engine.module).items()}
+        write_data(engine.module, written)
+        assert torch.equal(safe_get_full_fp32_param(engine.module.experts), written["experts"].float())
+        engine.save_checkpoint(str(tmp_path))
+        other = start(Net(), written_config(1, 0, torch.bfloat16))
+        other.load_checkpoint(str(tmp_path))
+        for name, value in masters(other).items():
+            assert torch.equal(value, written[name].float()), name
+            assert torch.equal(other.module.get_parameter(name), written[name]), name
+
+    def test_nothing_else_is_taken_for_a_write(self, tmp_path):
+        """Masters keep the precision that the parameters lack."""
+        engine = start(Net(odd=True), written_config(1, 0.5, torch.bfloat16))
+        plain = start(Net(odd=True), written_config(1, 0, torch.bfloat16))
+        for step in range(6):
+            engine.save_checkpoint(str(tmp_path), tag=str(step))
+            if step == 1:
+                engine.load_checkpoint(str(tmp_path), tag=str(step))
+            if step == 2:
+                engine.offload_states()
+                engine.reload_states()
+            if step == 3:
+                average = {name: torch.randn_like(p) for name, p in trainable(engine.module).items()}
+                kept = {name: p.detach().clone() for name, p in trainable(engine.module).items()}
+                write_data(engine.module, average)
+                write_data(engine.module, kept)
+            if step == 4:
+                # Halfway between two bfloat16 numbers, but for less than float32 tells.
+                value = torch.full((3, 6, 9), 1 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
+                for each in (engine, plain):
+                    safe_set_full_fp32_param(each.module.experts, value)
+            for each in (engine, plain):
+                train_engine(each, 1, first=step)
+        assert not engine.optimizer._owned.written
+        assert_equal_states(whole_states(engine), whole_states(plain))
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_one_engine_after_the_other(self, stage):
+        module = Net()
+        for gas, overlap in ((1, True), (2, False)):
+            oracle = start_oracle(module, gas=gas)
+            engine = start(module, ds_config(stage=stage, gas=gas, overlap=overlap))
+            for step in range(2):
+                train_engine(engine, 1, gas=gas, first=step)
+                oracle_step(oracle, step, gas=gas)
+            assert_trained_as(module, oracle)
+            engine.destroy()
+            engine.destroy()
+            # A model without an engine is as any other.
+            module((0, 0, 0)).backward()
+            grad = module.experts.grad
+            assert torch.equal(grad, whole_number_gradients("experts", grad.shape, 0, 0, 0))
+            module.zero_grad()
+
+
+class TestFreezing(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, gas, overlap", [(1, 1, True), (1, 2, False), (2, 2, True)])
+    def test_what_is_frozen_stays_as_it_is(self, stage, gas, overlap):
+        """As it does with torch's optimizers: neither weight decay nor momentum moves it."""
+        engine, oracle = start(Net(), ds_config(stage=stage, gas=gas, overlap=overlap)), start_oracle(Net(), gas=gas)
+        alone, frozen = start_oracle(Net(), gas=gas), ("square.weight", "experts", "norm.bias")
+        for step in range(6):
+            now = frozen if step in (2, 3) else ()
+            for name in frozen:
+                engine.module.get_parameter(name).requires_grad_(not now)
+            train_engine(engine, 1, gas=gas, first=step)
+            oracle_step(oracle, step, gas=gas, frozen=now)
+            if not now:
+                oracle_step(alone, step, gas=gas)
+            # What was frozen counts its own steps.
+            assert relative_error(engine.module.norm.bias.detach(), alone.params["norm.bias"]) < 1e-5
+            for name in frozen:
+                engine.module.get_parameter(name).requires_grad_()
+            assert_trained_as(engine.module, oracle, but=("norm.bias", ))
+
+    def test_what_was_frozen_at_the_start_has_no_optimizer(self):
+        for stage in (1, 2):
+            engine = start(Net(frozen=True), ds_config(stage=stage))
+            train_engine(engine, 1)
+            engine.module.tall.weight.requires_grad_()
+            with pytest.raises(StepError, match="tall.weight was frozen when this engine was made"):
+                train_engine(engine, 1, first=1)
+            engine.destroy()
+
+
+def recast(engine):
+    engine.module.square.to(torch.float64)
+
+
+def move(engine):
+    engine.module.tall.weight.data = engine.module.tall.weight.data.clone()
+
+
+def assign(engine):
+    state = {name: p.detach().clone() for name, p in engine.module.state_dict().items()}
+    engine.module.load_state_dict(state, assign=True)
+
+
+def give_a_gradient(engine):
+    engine.module.experts.grad = torch.ones_like(engine.module.experts)
+
+
+class TestReplaced(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_what_would_be_lost_is_an_error(self, stage):
+        for change, message in ((recast, "square.weight was replaced since"), (move, "tall.weight was replaced since"),
+                                (assign, "experts was replaced since"),
+                                (give_a_gradient, "experts.grad was set after the gradients were reduced")):
+            engine = start(Net(tied=True), ds_config(stage=stage))
+            train_engine(engine, 1)
+            engine.backward(engine((1, 0, dist.get_rank())))
+            change(engine)
+            with pytest.raises(StepError, match=message):
+                engine.step()
+            engine.destroy()
+
+    def test_what_is_written_in_place_is_none(self):
+        engine, oracle = start(Net(), ds_config()), start_oracle(Net())
+        for step in range(2):
+            engine.module.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
+            kept = engine.module.tall.weight.data
+            engine.module.tall.weight.data = torch.zeros_like(kept)  # as when averaged weights are tried
+            engine.module.tall.weight.data = kept
+            engine.module.to(torch.float32)
+            train_engine(engine, 1, first=step)
+            oracle_step(oracle, step)
+        assert_trained_as(engine.module, oracle)
+
+
+class Sometimes(Net):
+    """Runs out of memory at the first attempt of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.failed = set()
+
+    def forward(self, place):
+        if place not in self.failed and torch.is_grad_enabled():
+            self.failed.add(place)
+            raise torch.OutOfMemoryError
+        return super().forward(place)
+
+
+class TestInterruptions(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, gas, overlap", [(1, 2, True), (1, 1, False), (2, 2, True)])
+    def test_a_forward_pass_that_fails_and_one_for_evaluation(self, stage, gas, overlap):
+        engine = start(Sometimes(), ds_config(stage=stage, gas=gas, overlap=overlap))
+        oracle = start_oracle(Net(), gas=gas)
+        for step in range(3):
+            for micro in range(gas):
+                place = (step, micro, dist.get_rank())
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine(place)
+                loss = engine(place)
+                with torch.no_grad():
+                    engine((50, 0, 0))
+                loss.backward() if step % 2 else engine.backward(loss)
+                engine.step()
+            oracle_step(oracle, step, gas=gas)
+            assert_trained_as(engine.module, oracle)
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+class TestAdversaries(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_two_engines_of_which_one_is_frozen_in_turn(self, stage):
+        generator, critic = (start(make(seed), ds_config(stage=stage)) for seed in (1, 2))
+        for step in range(3):
+            noise = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in (0, 1)]
+            plain, judge = copy.deepcopy(generator.module), copy.deepcopy(critic.module)
+            for p in critic.module.parameters():
+                p.requires_grad_(False)
+            generator.backward(critic(generator(noise[dist.get_rank()])).mean())
+            self.compare(generator, plain, [judge(plain(x)).mean() for x in noise])
+            generator.step()
+            for p in critic.module.parameters():
+                p.requires_grad_(True)
+            with torch.no_grad():
+                made = [generator(x) for x in noise]
+            judge.zero_grad()
+            critic.backward(critic(made[dist.get_rank()]).square().mean())
+            self.compare(critic, judge, [judge(x).square().mean() for x in made])
+            critic.step()
+        assert critic.get_global_grad_norm() > 0
+
+    def compare(self, engine, plain, losses):
+        total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+        for loss in losses:
+            for (name, p), grad in zip(plain.named_parameters(), torch.autograd.grad(loss, list(plain.parameters())),
+                                       strict=True):
+                total[name] += grad
+        for name, value in whole_gradients(engine).items():
+            assert torch.equal(value, total[name].flatten() / 2), name

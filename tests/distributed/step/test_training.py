@@ -1,0 +1,402 @@
+"""The whole engine against the oracle: gradients bit for bit, norms, weights and states by value."""
+
+import time
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_layerwise.plan import cost
+from tests.support.harness import DistributedTest
+from tests.support.models import (CONV_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch, square_loss, tiny_gpt,
+                                  token_batch, token_loss)
+from tests.support.reference import Recipe, train, trainable, whole_number_gradients, whole_number_loss
+from tests.support.rooms import rooms
+from tests.support.training import (MUON, VARIANTS, Net, allow_fp16, assert_same_on_all_ranks, ds_config, poison,
+                                    recipe_for, reduced_gradients, relative_error, start, train_engine)
+
+pytestmark = rooms("sync", "owned", "comm", "planner", "optimizer", "param_sync", "planned")
+
+STEPS = 20
+
+
+def oracle(variant, num_steps=STEPS, **kwargs):
+    return train(lambda: Net(**VARIANTS[variant]), lambda *place: place,
+                 lambda module, place: module(place), recipe_for(Net(**VARIANTS[variant]), **kwargs), num_steps)
+
+
+def assert_gradients_equal(gradients, expected):
+    """Muon and Adam forget the scale of a gradient: only this sees a missing division."""
+    for name, (first, values) in gradients.items():
+        assert torch.equal(values, expected[name].flatten()[first:first + values.numel()]), name
+
+
+class TestAgainstTheOracle(DistributedTest):
+    world_size = [1, 2, 3, 4]
+    thorough_on = (2,)
+
+    @pytest.mark.parametrize("stage, variant", [
+        pytest.param(stage, variant, marks=[pytest.mark.thorough] * (stage == 2 and variant != "odd"))
+        for stage in (1, 2) for variant in VARIANTS])
+    def test_twenty_steps(self, variant, stage):
+        for gas, clip in ((1, 0.0), (4, 0.0), (1, 5.0), (4, 5.0)):
+            expected = oracle(variant, gas=gas, clip=clip)
+            assert clip == 0 or expected.steps[0].clip_factor > 2, "the bound does not bind"
+            module = Net(**VARIANTS[variant])
+            engine = start(module, ds_config(gas=gas, clip=clip, stage=stage))
+
+            def check(step, gradients):
+                assert_gradients_equal(gradients, expected.steps[step].grads)
+                if step:
+                    assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step - 1].norm, rel=1e-6)
+
+            train_engine(engine, STEPS, gas=gas, check=check)
+            for name, p in trainable(module).items():
+                assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, (name, gas, clip)
+            assert_states_equal(engine, expected.state)
+            assert_same_on_all_ranks(module)
+            engine.destroy()
+
+
+def assert_states_equal(engine, expected):
+    optimizer = engine.optimizer
+    for pieces in optimizer._owned.pieces:
+        for piece in pieces:
+            for key, wanted in expected[piece.name].items():
+                value = optimizer._owned.states[piece.name][key].flatten()
+                wanted = wanted.flatten()[piece.param_start:piece.param_start + piece.numel]
+                assert relative_error(value, wanted) < 1e-5, (piece.name, key)
+            if "step" in optimizer._owned.states[piece.name]:
+                assert optimizer._owned.states[piece.name]["step"] == optimizer.step_count
+
+
+class WithLoss(nn.Module):
+    """A model and its loss, so that the engine's forward pass takes a batch."""
+
+    def __init__(self, module, loss):
+        super().__init__()
+        self.inner, self.loss = module, loss
+
+    def forward(self, data):
+        return self.loss(self.inner, data)
+
+
+class TestRealLosses(DistributedTest):
+    world_size = [2, 3]
+    thorough_on = (3,)
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_a_language_model(self, tied):
+        recipe = Recipe(matrices=TINY_GPT_MATRICES, world_size=dist.get_world_size(), gas=2, clip=1.0, muon_lr=0.02,
+                        adam_lr=0.003, weight_decay=0.1, eps=1e-8)
+        expected = train(lambda: tiny_gpt(tied=tied), token_batch, token_loss, recipe, STEPS)
+        self.compare(tiny_gpt(tied=tied), token_batch, token_loss, expected)
+
+    def test_convolutions(self):
+        recipe = Recipe(matrices=CONV_NET_MATRICES, world_size=dist.get_world_size(), gas=2, clip=1.0, muon_lr=0.02,
+                        adam_lr=0.003, weight_decay=0.1, eps=1e-8)
+        # The last layer maps to classes, which no structure of the model tells from any other matrix.
+        layerwise = {"overrides": [{"name": "classifier.weight", "optimizer": "scalar"}]}
+        expected = train(conv_net, image_batch, square_loss, recipe, STEPS)
+        self.compare(conv_net(), image_batch, square_loss, expected, layerwise=layerwise)
+
+    def compare(self, module, batch, loss, expected, layerwise=None):
+        layerwise = {"overrides": [{**o, "name": f"inner.{o['name']}"} for o in (layerwise or {}).get("overrides", [])]}
+        engine = start(WithLoss(module, loss), ds_config(gas=2, clip=1.0, layerwise=layerwise, params={"eps": 1e-8}))
+        for step in range(STEPS):
+            losses = []
+            for micro in range(2):
+                value = engine(batch(step, micro, dist.get_rank()))
+                losses.append(value.detach())
+                engine.backward(value)
+                engine.step()
+            mean = torch.stack(losses).mean()
+            dist.all_reduce(mean)
+            assert float(mean) / dist.get_world_size() == pytest.approx(expected.losses[step], rel=1e-4)
+            assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step].norm, rel=1e-3)
+        assert_same_on_all_ranks(module)
+
+
+class TestInvariance(DistributedTest):
+    world_size = [2, 3]
+    thorough_on = (3,)
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_neither_buckets_nor_overlap_nor_layout_change_a_bit(self, precision):
+        changes = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        results = []
+        for bucket_numel in (1, 600, 10**9):
+            for overlap in (True, False):
+                results.append(self.trained(ds_config(gas=2, clip=5.0, bucket_numel=bucket_numel, overlap=overlap,
+                                                      **changes)))
+        # Whole numbers that bf16 holds: it does not matter whether ranks or micro-batches are added first.
+        for bucket_numel, overlap in ((1, True), (600, True), (600, False), (10**9, True)):
+            results.append(self.trained(ds_config(gas=2, clip=5.0, stage=2, bucket_numel=bucket_numel, overlap=overlap,
+                                                  **changes)))
+        for layerwise in ({"layout": "lpt"}, {"layout": "size_matching"}, {"overlap_param_gather": True},
+                          {"batch_matrices": False}, {"alignment": 1}):
+            results.append(self.trained(ds_config(gas=2, clip=5.0, layerwise=layerwise, **changes)))
+        for other in results[1:]:
+            for name, p in results[0].items():
+                assert torch.equal(p, other[name]), name
+
+    def trained(self, config):
+        module = Net(odd=True)
+        engine = start(module, config)
+        train_engine(engine, 6, gas=2)
+        result = {name: p.clone() for name, p in engine.module.state_dict().items()}
+        assert_same_on_all_ranks(module)
+        engine.destroy()
+        return result
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+    def test_padding_reaches_nothing(self, precision):
+        if precision == "fp16":
+            allow_fp16()
+        # A gradient of 8 times fp16's default scale would overflow.
+        section = {"enabled": True, **({"initial_scale_power": 4} if precision == "fp16" else {})}
+        changes = {} if precision == "fp32" else {precision: section}
+        for layout, stage in (("balanced", 1), ("lpt", 1), ("balanced", 2)):
+            module = Net(odd=True)
+            engine = start(module, ds_config(clip=5.0, stage=stage, layerwise={"layout": layout}, **changes))
+            assert engine.optimizer.layout.buckets
+            for step in range(5):
+                poison(engine)
+                train_engine(engine, 1, first=step)
+                assert not engine.optimizer.overflow
+                assert engine.get_global_grad_norm() < 1e4
+            poison(engine)
+            for name, p in module.named_parameters():
+                assert p.isfinite().all(), name
+            for name, state in engine.optimizer._owned.states.items():
+                for key, value in state.items():
+                    assert value.isfinite().all(), (name, key)
+            engine.destroy()
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of what was made while this was on and is still alive, at most.
+
+    gloo's own threads let go of what they sent a moment after it was waited for, so more than ``expected`` is looked
+    at again until they have.
+    """
+
+    def __init__(self, expected):
+        super().__init__()
+        self.expected, self.most, self._made, self._old = expected, 0, [], []
+
+    def alive(self):
+        return sum(size for ref, size in self._made if not ref.expired())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {ref.cdata for ref in self._old} | {ref.cdata for ref, _ in self._made}
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in known:
+                self._old.append(StorageWeakRef(storage))
+                known.add(storage._cdata)
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage._cdata not in known:
+                self._made.append((StorageWeakRef(storage), storage.nbytes()))
+                known.add(storage._cdata)
+        give_up = time.monotonic() + 60
+        while self.alive() > self.expected and time.monotonic() < give_up:
+            time.sleep(0.01)
+        self.most = max(self.most, self.alive())
+        return out
+
+
+def _storages(values):
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+class TestMemory(DistributedTest):
+    world_size = [1, 3]
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}},
+                                          {"bf16": {"enabled": True}, "communication_data_type": "fp32"}])
+    def test_it_is_what_the_table_says(self, stage, sections):
+        self.compare(stage, sections)
+
+    @pytest.mark.world_size(3)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_in_two_hops(self, stage, monkeypatch):
+        monkeypatch.setattr(cost, "MAX_SKEW", 1.5)
+        layout = self.compare(stage, {"bf16": {"enabled": True}})
+        assert {cost.takes_two_hops(bucket.shard_numels) for bucket in layout.buckets} == {True, False}
+
+    def compare(self, stage, sections):
+        engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},
+                                                **sections))
+        optimizer = engine.optimizer
+        forecast, sync = optimizer.forecast(), optimizer._grad_sync
+        allocations, launch = Allocations(forecast.traffic[optimizer.rank].total), sync._launch
+
+        def counting():
+            with allocations:
+                launch()
+
+        sync._launch = counting
+        train_engine(engine, 2, gas=2)
+        assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(optimizer)}.values()
+                   ) == forecast.memory[optimizer.rank].total
+        assert allocations.most == allocations.expected
+        if stage == 2:
+            assert forecast.memory[optimizer.rank].grads == sum(
+                4 * bucket.shard_numels[optimizer.rank] for bucket in optimizer.layout.buckets)
+        return optimizer.layout
+
+
+def kept(optimizer):
+    """Every tensor with one element for each of a parameter that the optimizer keeps from step to step."""
+    owned, buckets = optimizer._owned, optimizer.layout.buckets
+    buffers = [buffer for buffer in (optimizer._values, optimizer._grads) if buffer is not None]
+    return [*(buffer.bucket(bucket) for buffer in buffers for bucket in buckets),
+            *(shards.bucket(bucket.index) for shards in (owned.masters, owned.reduced) for bucket in buckets),
+            *(value for state in owned.states.values() for key, value in state.items() if key != "step")]
+
+
+class TestOverlapWithForward(DistributedTest):
+    world_size = 2
+
+    def losses(self, overlap):
+        module = WithLoss(tiny_gpt(tied=False), token_loss)
+        # The model reads its position embedding without running the module that holds it.
+        engine = start(module, ds_config(bucket_numel=1, layerwise={"overlap_param_gather": overlap}))
+        losses = []
+        for step in range(6):
+            loss = engine(token_batch(step, 0, dist.get_rank()))
+            losses.append(loss.detach().clone())
+            engine.backward(loss)
+            engine.step()
+            if overlap:
+                pending = set(engine.optimizer._param_sync._pending)
+                assert pending == set(range(len(engine.optimizer.layout.buckets)))
+                if step == 4:
+                    module.inner.head(torch.zeros(1, 16))
+                    assert pending - engine.optimizer._param_sync._pending.keys() == {
+                        engine.optimizer.layout.bucket_of("inner.head.weight").index}
+        return torch.stack(losses), engine.module.state_dict()
+
+    def test_it_changes_nothing(self):
+        plain, weights_of_plain = self.losses(False)
+        overlapped, weights_of_overlapped = self.losses(True)
+        assert torch.equal(plain, overlapped)
+        for name, p in weights_of_plain.items():
+            assert torch.equal(p, weights_of_overlapped[name]), name
+
+
+class TestMoreRanksThanMatrices(DistributedTest):
+    world_size = 4
+
+    def test_ranks_without_a_matrix_still_agree(self):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 4))
+        module.forward = lambda place: whole_number_loss(module, place)
+        recipe = Recipe(matrices={"0.weight": (1, 4, 6)}, world_size=4, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1)
+        torch.manual_seed(0)
+        expected = train(lambda: nn.Sequential(nn.Linear(6, 4)), lambda *place: place, whole_number_loss, recipe, 5)
+        engine = start(module, ds_config())
+        train_engine(engine, 5, check=lambda step, g: assert_gradients_equal(g, expected.steps[step].grads))
+        for name, p in trainable(module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5
+        assert "3 of 4 ranks own no matrix" in engine.optimizer.describe()
+
+
+class TestNewtonSchulzRunsOnce(DistributedTest):
+    world_size = [1, 2, 4]
+
+    def test_each_matrix_once_a_step_over_all_ranks(self):
+        from ds_layerwise.optimizers import muon
+        module = Net()
+        engine = start(module, ds_config(params={"ns_method": "gram"}))
+        shapes = []
+        original = muon.newton_schulz
+
+        def counting(matrix, *args, **kwargs):
+            shapes.extend([tuple(matrix.shape[-2:])] * matrix[..., 0, 0].numel())
+            return original(matrix, *args, **kwargs)
+
+        muon.newton_schulz = counting
+        train_engine(engine, 1)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, shapes)
+        assert sorted(s for shapes in everyone for s in shapes) == sorted(
+            [(12, 12), (12, 12), (40, 12), (12, 40), (5, 27)] + [(6, 9)] * 3)
+
+
+class TestOverlapWithBackward(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_buckets_start_inside_the_boundarys_backward_alone(self, overlap):
+        engine = start(Net(), ds_config(gas=2, overlap=overlap))
+        sync, started = engine.optimizer._grad_sync, []
+        reduce = sync.reduce
+
+        def recording():
+            # How many of those that may have started have done so is a matter of time; the first two wait for nobody.
+            started.append((sync._ready, sync._launched >= 2))
+            reduce()
+
+        sync.reduce = recording
+        every = len(engine.optimizer.layout.buckets)
+        for step in range(2):
+            engine.backward(engine((step, 0, dist.get_rank())))
+            assert sync._ready == sync._launched == 0 and not started[step:]
+            engine.step()
+            engine.backward(engine((step, 1, dist.get_rank())))
+            engine.step()
+        assert every > 3 and started == [(every, True) if overlap else (0, False)] * 2
+
+    def test_nothing_starts_inside_no_sync(self):
+        engine = start(Net(), ds_config())
+        with engine.no_sync():
+            engine.backward(engine((0, 0, dist.get_rank())))
+            assert engine.optimizer._grad_sync._launched == 0
+        engine.backward(engine((0, 1, dist.get_rank())))
+        # Two micro-batches, and no division by accumulation steps, which are 1.
+        for name, (first, values) in reduced_gradients(engine).items():
+            shape = engine.module.get_parameter(name).shape
+            total = sum(whole_number_gradients(name, shape, 0, micro, rank) for micro in range(2) for rank in range(2))
+            assert torch.equal(values, (total / 2).flatten()[first:first + values.numel()]), name
+        engine.step()
+
+
+class TestStepOrder(DistributedTest):
+    world_size = 2
+
+    def test_step_before_any_backward_is_an_error(self):
+        from ds_layerwise.errors import StepError
+        engine = start(Net(), ds_config())
+        with pytest.raises(StepError, match="before the gradients were reduced"):
+            engine.step()
+
+    def test_a_second_backward_after_the_reduction_is_an_error(self):
+        from ds_layerwise.errors import StepError
+        engine = start(Net(), ds_config())
+        engine.backward(engine((0, 0, dist.get_rank())))
+        engine.backward(engine((0, 1, dist.get_rank())))
+        with pytest.raises(StepError, match=r"got a gradient after its bucket \d was reduced"):
+            engine.step()
+
+    def test_the_basic_optimizer_cannot_be_stepped(self):
+        from ds_layerwise.errors import StepError
+        engine = start(Net(), ds_config())
+        with pytest.raises(StepError, match="call engine.step"):
+            engine.basic_optimizer.step()
+
+    def test_gradients_given_without_overlap_equal_those_with(self):
+        seen = []
+        for overlap in (True, False):
+            engine = start(Net(odd=True), ds_config(overlap=overlap, params=MUON))
+            train_engine(engine, 1, check=lambda step, g: seen.append(g))
+            assert reduced_gradients(engine).keys() == seen[-1].keys()
+            engine.destroy()
+        for name, (first, values) in seen[0].items():
+            assert seen[1][name][0] == first and torch.equal(seen[1][name][1], values)

@@ -1,0 +1,1 @@
+"""What tests share: models, engines, oracles, and ranks to run them on."""

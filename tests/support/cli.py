@@ -1,0 +1,67 @@
+"""``ds-layerwise`` in tests: a model that has one of everything, its checkpoints, and how commands are run on them."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+import torch
+from torch import nn
+
+from ds_layerwise import cli
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from tests.support.training import Net, ds_config, start, train_engine
+
+BF16 = {"bf16": {"enabled": True}}
+
+MODEL_FILE = "mp_rank_00_model_states.pt"
+
+
+class Everything(Net):
+    """Trained and frozen parameters, both of them tied, empty ones, and buffers."""
+
+    def __init__(self):
+        super().__init__(tied=True, frozen=True, odd=True)
+        self.fixed, self.fixed_again = nn.Linear(12, 5, bias=False), nn.Linear(12, 5, bias=False)
+        self.fixed_again.weight = self.fixed.weight
+        self.fixed.weight.requires_grad = False
+        self.fixed.weight.data[0, 0] = 1e6
+        self.empty_too = nn.Parameter(torch.zeros(0, 5))
+        self.register_buffer("mean", torch.randn(3))
+        self.register_buffer("counts", torch.tensor([2**24 + 1, -1]))
+        self.register_buffer("by_position", torch.arange(4.0), persistent=False)
+
+
+#: Names of :class:`Everything` that another name's values stand for.
+TIED = {"head.weight": "embed.weight", "fixed_again.weight": "fixed.weight"}
+
+
+def saved(folder, tag="saved", *, client_state=None, **layerwise):
+    """An engine that was trained for three steps in bf16 and then saved."""
+    engine = start(Everything(), ds_config(layerwise=layerwise, **BF16))
+    train_engine(engine, 3)
+    engine.save_checkpoint(folder, tag=tag, client_state=client_state)
+    return engine
+
+
+def run(*args):
+    """The exit code of a command, and what it wrote to stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = cli.main([str(arg) for arg in args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def assert_refused(message, *args):
+    """It says ``message`` in one line on stderr and ends with 2."""
+    code, out, err = run(*args)
+    assert code == 2 and not out and message in err and err.count("\n") == 1, (code, out, err)
+
+
+def edit(path, change):
+    """Change what is in a file of a checkpoint, and make its list say that this is how it was saved."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    folder = next(parent for parent in path.parents if (parent / FILE_NAME).exists())
+    Manifest.of(folder).write(folder)

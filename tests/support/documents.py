@@ -1,0 +1,90 @@
+"""README.md and docs/, as data: code blocks, tables, links."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+#: Files that a page tells its reader to make, or that a command on it writes, and what stands for each in a test.
+USERS_FILES = {"ds.json", "train.py", "hostfile", "config.json", "model.yaml", "checkpoints", "checkpoints/best",
+               "checkpoints/best_universal", "checkpoints/zero_to_fp32.py", "out", "out/model", "out/model.safetensors"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of code."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    """The blocks of all pages that say they are in ``language``."""
+    return [block for path in PAGES for block in blocks_of(path) if block.language == language]
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """Every fenced block of a page, also those that name no language."""
+    found, start, language, inside = [], 0, "", []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.startswith("```") and not start:
+            start, language, inside = number, line[3:].strip(), []
+        elif line.startswith("```"):
+            found.append(Block(str(path.relative_to(ROOT)), start, language, "\n".join(inside) + "\n"))
+            start = 0
+        elif start:
+            inside.append(line)
+    if start:
+        raise ValueError(f"{path.name}:{start} opens a block that nothing closes")
+    return found
+
+
+def prose_of(path: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def tables_of(path: Path) -> list[list[list[str]]]:
+    """Every table of a page: its rows of cells, the header first and without the line below it."""
+    tables: list[list[list[str]]] = []
+    previous = ""
+    for line in prose_of(path).splitlines():
+        if line.startswith("|"):
+            if not previous.startswith("|"):
+                tables.append([])
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
+                tables[-1].append(cells)
+        previous = line
+    return tables
+
+
+def names_in(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def as_config(block: Block) -> tuple[dict[str, Any], bool]:
+    """The DeepSpeed config of a JSON block, and whether it is whole; if not, the rest is that of a small one."""
+    given = json.loads(block.text)
+    base = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}}
+    return {**base, **given}, "optimizer" in given
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

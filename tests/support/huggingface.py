@@ -1,0 +1,105 @@
+"""Hugging Face's Trainer on a small model of theirs, with ``ds_configs/hf_auto.json``, and the same trained plainly."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import ds_layerwise
+from tests.support.reference import train
+
+AUTO, FINE_TUNE = (json.loads((Path(__file__).parents[2] / "ds_configs" / f"{name}.json").read_text())
+                   for name in ("hf_auto", "hf_finetune"))
+
+WIDTH, VOCAB, LENGTH = 32, 64, 16
+
+#: GPT-2's linear layers hold (in, out) matrices.
+GPT2_MATRICES = {f"transformer.h.{i}.{name}.weight": (1, rows, cols) for i in range(2) for name, rows, cols in (
+    ("attn.c_attn", WIDTH, 3 * WIDTH), ("attn.c_proj", WIDTH, WIDTH), ("mlp.c_fc", WIDTH, 4 * WIDTH),
+    ("mlp.c_proj", 4 * WIDTH, WIDTH))}
+
+
+def gpt2(dropout=0.0, seed=0):
+    """Two blocks, and one matrix for the embedding and the head."""
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
+    # The name of the class does not tell the Trainer, which would divide by the number of unshifted labels.
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+class Tokens(Dataset):
+    """Sequences that count up, in steps and from numbers of their own; each depends on its index alone."""
+
+    def __init__(self, size, first=0):
+        self.size, self.first = size, first
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        start, stride = torch.randint(1, VOCAB, (2,), generator=torch.Generator().manual_seed(self.first + index))
+        tokens = (start + stride % 3 * torch.arange(LENGTH)) % VOCAB
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def config(*, stage=1, params=None, base=AUTO, **changes):
+    """``base`` with another stage, other ``optimizer.params`` and other top-level sections."""
+    changed = {**copy.deepcopy(base), **changes}
+    changed["zero_optimization"]["stage"] = stage
+    changed["optimizer"]["params"].update(params or {})
+    return changed
+
+
+def make_trainer(folder, ds_config, *, model=None, size=4096, callbacks=None, **arguments):
+    """A Trainer that reports every step and saves nothing, unless ``arguments`` say otherwise."""
+    ds_layerwise.register()
+    defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 3e-3,
+                "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+                "use_cpu": get_accelerator().device_name() == "cpu"}
+    return Trainer(model=model or gpt2(), train_dataset=Tokens(size), eval_dataset=Tokens(8, first=10**6),
+                   callbacks=callbacks,
+                   args=TrainingArguments(output_dir=str(folder), deepspeed=ds_config, **{**defaults, **arguments}))
+
+
+def steps_of(trainer):
+    """What the Trainer reported of each training step."""
+    return [{key: row[key] for key in ("step", "loss", "grad_norm", "learning_rate")}
+            for row in trainer.state.log_history if "loss" in row]
+
+
+class Batches(TrainerCallback):
+    """Collects what this rank's model sees in training, one list a step."""
+
+    def __init__(self, model):
+        self.steps = []
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def on_step_begin(self, *_, **__):
+        """The Trainer's call before the first micro-batch of a step."""
+        self.steps.append([])
+
+    def _see(self, module, args, kwargs):
+        if module.training:
+            self.steps[-1].append(kwargs["input_ids"])
+
+    def of_all_ranks(self):
+        """One tensor a step: the sequences of all micro-batches and ranks."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.steps)
+        return [torch.cat([tokens for of_rank in step for tokens in of_rank]) for step in zip(*everyone, strict=True)]
+
+
+def train_plainly(model, batches, recipe):
+    """The oracle, which takes a step's whole batch at once: no ranks, no micro-batches."""
+    return train(lambda: model, lambda step, micro, rank: batches[step],
+                 lambda module, tokens: module(input_ids=tokens, labels=tokens).loss, recipe, len(batches))

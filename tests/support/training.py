@@ -1,0 +1,154 @@
+"""Train with a real engine: a model that has one of everything, a config, and what a test looks at."""
+
+from __future__ import annotations
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+import ds_layerwise
+from tests.support.reference import Recipe, trainable, whole_number_loss
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, an embedding, a head that may be tied, vectors, and parts that may be frozen.
+
+    Its loss has whole numbers for gradients: other ones in every step, micro-batch and rank.
+    """
+
+    def __init__(self, *, tied=False, frozen=False, odd=False):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(17, 12)
+        self.square, self.tall, self.flat = nn.Linear(12, 12), nn.Linear(12, 40), nn.Linear(40, 12)
+        self.twin = nn.Linear(12, 12, bias=False)
+        self.norm = nn.LayerNorm(12)
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.experts = nn.Parameter(torch.randn(3, 6, 9))
+        if odd:
+            self.empty = nn.Parameter(torch.zeros(0, 12))
+            self.transposed = nn.Parameter(torch.randn(24, 12).t())
+            self.unused = nn.Linear(12, 8)
+        self.head = nn.Linear(12, 17, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            self.tall.weight.requires_grad = self.norm.bias.requires_grad = False
+
+    def forward(self, place):
+        skipped = {"unused.weight", "unused.bias"}
+        return whole_number_loss(self, place, skipped)
+
+
+MATRICES = {"square.weight": (1, 12, 12), "tall.weight": (1, 40, 12), "flat.weight": (1, 12, 40),
+            "twin.weight": (1, 12, 12), "conv.weight": (1, 5, 27), "experts": (3, 6, 9), "transposed": (1, 12, 24),
+            "unused.weight": (1, 8, 12)}
+
+#: Where parameters differ in kind: tied, frozen, unused, empty and non-contiguous ones.
+VARIANTS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}, "odd": {"odd": True}}
+
+MUON = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "ns_method": "standard", "ns_dtype": "fp32"}
+
+
+def recipe_for(module, **kwargs):
+    """What the oracle needs to do as ``ds_config`` says."""
+    names = trainable(module)
+    return Recipe(matrices={n: v for n, v in MATRICES.items() if n in names}, world_size=dist.get_world_size(),
+                  muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, **kwargs)
+
+
+def ds_config(*, gas=1, clip=0.0, bucket_numel=600, overlap=True, stage=1, layerwise=None, params=None, **changes):
+    """A DeepSpeed config; ``changes`` are top-level sections."""
+    return {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas, "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_numel, "overlap_comm": overlap},
+        "optimizer": {"type": "LayerWiseMuon", "params": {**MUON, **(params or {})}},
+        "layerwise": layerwise or {}, "steps_per_print": 10**9, **changes,
+    }
+
+
+def allow_fp16():
+    """Let the engine train in fp16 on a CPU without fp16 matrix units, where DeepSpeed refuses it as too slow."""
+    accelerator = get_accelerator()
+    type(accelerator).is_fp16_supported = lambda self: True
+
+
+def start(module, config, **kwargs):
+    """A DeepSpeed engine on this backend."""
+    engine, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config, **kwargs)
+    return engine
+
+
+def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
+    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step."""
+    for step in range(first, first + num_steps):
+        for micro in range(gas):
+            engine.backward(engine((step, micro, dist.get_rank())))
+            if check and micro == gas - 1:
+                check(step, reduced_gradients(engine))
+            engine.step()
+
+
+def reduced_gradients(engine):
+    """This rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
+    optimizer = engine.optimizer
+    if optimizer.settings.stage == 2:
+        # They are sums until the step.
+        optimizer._grad_sync.finish()
+    return {piece.name: (piece.param_start, optimizer._owned.reduced.piece(piece.name).clone())
+            for pieces in optimizer._owned.pieces for piece in pieces}
+
+
+def whole_gradients(engine):
+    """The averaged gradients, whole and 1-D, put together from all ranks."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, reduced_gradients(engine))
+    whole = {}
+    for pieces in everyone:
+        for name, (first, values) in pieces.items():
+            whole.setdefault(name, []).append((first, values))
+    return {name: torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])]) for name, parts in whole.items()}
+
+
+def start_adamw(module):
+    """An engine of DeepSpeed's own AdamW, for what of ``module`` is trained, with this package registered."""
+    config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
+    del config["layerwise"]
+    return ds_layerwise.initialize(model=module, config=config, model_parameters=[
+        p for p in module.parameters() if p.requires_grad])[0]
+
+
+def weights(module):
+    """All parameters as one vector."""
+    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
+
+
+def assert_same_on_all_ranks(module):
+    """Every rank's copy of the model is the same, bit for bit."""
+    mine = weights(module)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for other in everyone:
+        assert torch.equal(other, mine)
+
+
+def relative_error(value, expected):
+    """Of a tensor as a whole."""
+    return float((value - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def poison(engine):
+    """Fill with NaN every element of every buffer that belongs to no parameter."""
+    optimizer = engine.optimizer
+    for bucket in optimizer.layout.buckets:
+        used = torch.zeros(bucket.numel, dtype=torch.bool)
+        for slot in bucket.slots:
+            used[slot.start - bucket.start:slot.stop - bucket.start] = True
+        first, last = bucket.shard(optimizer.rank)
+        own = ~used[first - bucket.start:last - bucket.start]
+        for buffer in (optimizer._values, optimizer._grads):
+            if buffer is not None:
+                buffer.bucket(bucket)[~used] = float("nan")
+        for shards in (optimizer._owned.masters, optimizer._owned.reduced):
+            shards.bucket(bucket.index)[own] = float("nan")
