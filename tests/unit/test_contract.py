@@ -28,6 +28,9 @@ from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.engine.wraps import WRAPS
 from ds_layerwise.errors import ConfigError
 from tests.contract_releases import ROOT, walk
+from tests.support.rooms import rooms
+
+pytestmark = rooms("contract", "lookup", "register")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}

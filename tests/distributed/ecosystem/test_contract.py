@@ -3,8 +3,11 @@
 from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.engine.contract import CONTRACT
-from tests.harness import DistributedTest
-from tests.training import Net, ds_config, start, train_engine
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine
+
+pytestmark = rooms("contract", "lookup", "patches")
 
 
 class TestALiveEngine(DistributedTest):
