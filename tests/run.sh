@@ -22,8 +22,7 @@ find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
 
 # All of them run, so that one report shows everything that is wrong.
 status=0
-python -m flake8 ds_layerwise tests examples || status=1
-python -m isort --check ds_layerwise tests examples || status=1
+python -m ruff check || status=1
 python -m mypy || status=1
 python -m pytest "$@" || status=1
 exit "$status"
