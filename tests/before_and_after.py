@@ -29,15 +29,15 @@ from types import SimpleNamespace
 
 os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
 
-import deepspeed  # noqa: E402
-import deepspeed.comm as dist  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.moe.layer import MoE  # noqa: E402
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state  # noqa: E402
-from torch import nn  # noqa: E402
+import deepspeed
+import deepspeed.comm as dist
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
 
 #: A checkpoint is saved after so many steps, and training ends after so many.
 SAVED, END = 10, 20

@@ -18,7 +18,8 @@ from torch import Tensor
 from ds_layerwise.checkpoint.aside import pointed
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import first_expert
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely
+from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError
 

@@ -13,32 +13,32 @@ Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: tho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
-from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, GROUP_PADDINGS, LOSS_SCALER, OPTIMIZER_STATE_DICT,
-                                            PARAM_SLICE_MAPPINGS, PARTITION_COUNT, SINGLE_PARTITION_OF_FP32_GROUPS)
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from ds_layerwise.checkpoint.plain import Unreadable, readable, stand_ins
+from ds_layerwise.checkpoint.plain import Unreadable, readable
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.safe_load import load_safely, naming
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout import Layout
 
 #: Our own key beside DeepSpeed's, and the version of what is under it.
 KEY = "layerwise"
 FORMAT = 2
-
-#: What reading a dict leads to that is not what it should be.
-_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError)
 
 _ENDING = "_mp_rank_{part:02d}_optim_states.pt"
 
@@ -299,53 +299,6 @@ def _prefix(folder: Path, ending: str) -> str:
                              ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
                              "load_optimizer_states=False)")
     return found.pop()
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` where its content is of another kind than what this package writes.
-
-    Raises:
-        LayerWiseError: instead of what that led to.
-    """
-    try:
-        yield
-    except _MALFORMED as e:
-        raise LayerWiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
-                             "checkpoint") from e
-
-
-def load_safely(path: Path, *, with_objects: bool = False) -> Any:
-    """What ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and DeepSpeed's own records.
-
-    Nothing in the file is executed.
-
-    Args:
-        with_objects: whether it may hold other objects. Numbers of numpy are read as builtins, and the rest as
-            :class:`.plain.Unreadable`.
-
-    Raises:
-        LayerWiseError: the file is missing, damaged, or holds something else.
-    """
-    if not path.exists():
-        raise LayerWiseError(f"{path} is missing; the checkpoint is not whole")
-    known: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-    try:
-        try:
-            return _load(path, known)
-        except UnpicklingError:
-            if not with_objects or not is_zipfile(path):
-                raise
-        with torch.serialization.safe_globals(known):
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        return _load(path, [*known, *stand_ins(unknown)])
-    except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
-        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
-
-
-def _load(path: Path, known: list[Any]) -> Any:
-    with torch.serialization.safe_globals(known):
-        return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -17,14 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import (BASE_OPTIMIZER_STATE, CAT_DIM, LOSS_SCALER, OPTIMIZER_STATE_DICT, PARAM,
-                                            PARAM_GROUPS, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    CAT_DIM,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM,
+    PARAM_GROUPS,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
 from torch import Tensor
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
-from ds_layerwise.checkpoint.regular import (CONVERTED, KEY, describe, header_of, load_safely, naming, ours_of,
-                                             travels_as)
+from ds_layerwise.checkpoint.regular import CONVERTED, KEY, describe, header_of, ours_of, travels_as
+from ds_layerwise.checkpoint.safe_load import load_safely, naming
 from ds_layerwise.errors import LayerWiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has no place for.

@@ -26,7 +26,8 @@ from torch import Tensor
 from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, load_safely, num_parts
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, num_parts
+from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks import comm, disks

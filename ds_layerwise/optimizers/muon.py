@@ -13,8 +13,13 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
-from ds_layerwise.orthogonalize.newton_schulz import (NEED_FLOAT32, Coefficients, coefficients, compute_dtype,
-                                                      newton_schulz)
+from ds_layerwise.orthogonalize.newton_schulz import (
+    NEED_FLOAT32,
+    Coefficients,
+    coefficients,
+    compute_dtype,
+    newton_schulz,
+)
 from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
 from ds_layerwise.plan.routes import Axis, whole_shape
 from ds_layerwise.recipes import muon as recipes

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.utils.bwc import (bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_group,
-                                 bwc_tensor_model_parallel_world_size)
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_world_size,
+)
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, LayoutError

@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ds_layerwise.plan.cost import (LayoutReport, RankMemory, RankTraffic, memory_bytes, state_bytes_of, traffic_bytes,
-                                    wire_elements)
+from ds_layerwise.plan.cost import (
+    LayoutReport,
+    RankMemory,
+    RankTraffic,
+    memory_bytes,
+    state_bytes_of,
+    traffic_bytes,
+    wire_elements,
+)
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape

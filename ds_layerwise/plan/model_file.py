@@ -24,8 +24,15 @@ from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError, unknown_key
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.routes import (Route, forced_matrix_shape, overrides_by_name, recipe_named, require_a_matrix,
-                                      with_changes, with_heads)
+from ds_layerwise.plan.routes import (
+    Route,
+    forced_matrix_shape,
+    overrides_by_name,
+    recipe_named,
+    require_a_matrix,
+    with_changes,
+    with_heads,
+)
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.newton_schulz import NsMethod
 from ds_layerwise.recipes.settings import check

@@ -40,8 +40,14 @@ from torch import Tensor, nn
 
 from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes import (Route, forced_matrix_shape, overrides_by_name, recipe_named, require_a_matrix,
-                                      with_changes)
+from ds_layerwise.plan.routes import (
+    Route,
+    forced_matrix_shape,
+    overrides_by_name,
+    recipe_named,
+    require_a_matrix,
+    with_changes,
+)
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut

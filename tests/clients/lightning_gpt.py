@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ds_layerwise
 
 sys.path.insert(0, os.environ["CLIENTS"])
-from nanogpt_model import GPT, GPTConfig  # noqa: E402
+from nanogpt_model import GPT, GPTConfig
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--material", type=Path, required=True)

@@ -12,7 +12,7 @@ import torch
 from material import CONTEXT, write_figures
 
 sys.path.insert(0, os.environ["CLIENTS"])
-from nanogpt_model import GPT, GPTConfig  # noqa: E402
+from nanogpt_model import GPT, GPTConfig
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--material", type=Path, required=True)

@@ -52,11 +52,11 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":
     # Autograd starts a thread a visible device, and refuses to work in forks of a process that has one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import deepspeed  # noqa: E402
-import deepspeed.comm as dist  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from deepspeed.accelerator import get_accelerator  # noqa: E402
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
 
 torch.set_num_threads(1)
 

@@ -22,8 +22,19 @@ from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
-from tests.support.documents import (DOCS, PAGES, ROOT, USERS_FILES, anchors_of, as_config, blocks, blocks_of, names_in,
-                                     prose_of, tables_of)
+from tests.support.documents import (
+    DOCS,
+    PAGES,
+    ROOT,
+    USERS_FILES,
+    anchors_of,
+    as_config,
+    blocks,
+    blocks_of,
+    names_in,
+    prose_of,
+    tables_of,
+)
 from tests.support.rooms import rooms
 
 pytestmark = rooms("config", "cli", "rules")

@@ -4,8 +4,15 @@ import json
 import sys
 
 import pytest
-from transformers import (AutoConfig, BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel,
-                          LlamaConfig, LlamaForCausalLM)
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.report import as_json, plan_table

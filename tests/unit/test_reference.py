@@ -11,10 +11,30 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import nn
 
-from tests.support.models import (CONV_NET_MATRICES, ODD_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch,
-                                  odd_net, square_loss, tiny_gpt, token_batch, token_loss, vector_batch)
-from tests.support.reference import (LossScale, Recipe, Reference, newton_schulz, train, train_on_gradients, trainable,
-                                     whole_number_gradients, whole_number_loss)
+from tests.support.models import (
+    CONV_NET_MATRICES,
+    ODD_NET_MATRICES,
+    TINY_GPT_MATRICES,
+    conv_net,
+    image_batch,
+    odd_net,
+    square_loss,
+    tiny_gpt,
+    token_batch,
+    token_loss,
+    vector_batch,
+)
+from tests.support.reference import (
+    LossScale,
+    Recipe,
+    Reference,
+    newton_schulz,
+    train,
+    train_on_gradients,
+    trainable,
+    whole_number_gradients,
+    whole_number_loss,
+)
 from tests.support.rooms import rooms
 
 pytestmark = rooms("outside")

@@ -9,8 +9,16 @@ from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import (MATRICES, Net, allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine,
-                                    whole_gradients)
+from tests.support.training import (
+    MATRICES,
+    Net,
+    allow_fp16,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    train_engine,
+    whole_gradients,
+)
 from tests.support.universal import convert
 
 pytestmark = rooms("reshard")

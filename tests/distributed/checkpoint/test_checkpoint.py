@@ -17,8 +17,16 @@ from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import (Net, allow_fp16, ds_config, start, start_adamw, train_engine, weights,
-                                    whole_gradients)
+from tests.support.training import (
+    Net,
+    allow_fp16,
+    ds_config,
+    start,
+    start_adamw,
+    train_engine,
+    weights,
+    whole_gradients,
+)
 
 pytestmark = rooms("regular", "record", "checkpointing", "load")
 

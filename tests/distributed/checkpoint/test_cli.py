@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ds_layerwise.checkpoint import universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
-from ds_layerwise.checkpoint.regular import load_safely
+from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.cli import BF16, MODEL_FILE, TIED, Everything, assert_refused, run, saved

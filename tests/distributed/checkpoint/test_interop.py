@@ -14,8 +14,15 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
-from tests.support.universal import (MATRICES, convert, start_stock, start_with_loss, stock_states, train_with_loss,
-                                     write_dense)
+from tests.support.universal import (
+    MATRICES,
+    convert,
+    start_stock,
+    start_with_loss,
+    stock_states,
+    train_with_loss,
+    write_dense,
+)
 
 pytestmark = rooms("universal", "regular", "reshard")
 

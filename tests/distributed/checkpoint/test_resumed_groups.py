@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 import ds_layerwise
-from ds_layerwise.checkpoint.regular import load_safely
+from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.engine import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero import resumed_groups

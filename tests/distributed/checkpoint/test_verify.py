@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
-from ds_layerwise.checkpoint.regular import load_safely
+from ds_layerwise.checkpoint.safe_load import load_safely
 from tests.support.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, start_adamw, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("verify", "contents", "compare", "manifest", "folder")
+pytestmark = rooms("safe_load", "verify", "contents", "compare", "manifest", "folder")
 
 
 def run_process(*args):

@@ -16,8 +16,16 @@ from tests.support.harness import DistributedTest
 from tests.support.models import token_batch
 from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
-from tests.support.training import (Net, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
-                                    relative_error, start, train_engine)
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+)
 
 # peft 0.21 asks transformers 5 for what that one has renamed.
 pytestmark = [*rooms("rules", "param_groups"),

@@ -19,8 +19,17 @@ from ds_layerwise.errors import ConfigError, StepError
 from tests.support.checkpoints import on_rank_0
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest
-from tests.support.huggingface import (FINE_TUNE, GPT2_MATRICES, WIDTH, Batches, config, gpt2, make_trainer, steps_of,
-                                       train_plainly)
+from tests.support.huggingface import (
+    FINE_TUNE,
+    GPT2_MATRICES,
+    WIDTH,
+    Batches,
+    config,
+    gpt2,
+    make_trainer,
+    steps_of,
+    train_plainly,
+)
 from tests.support.reference import Recipe, trainable
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, relative_error

@@ -19,8 +19,17 @@ from ds_layerwise.plan.cost import DTYPE_BYTES
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
-from tests.support.training import (Net, allow_fp16, ds_config, recipe_for, relative_error, start, train_engine,
-                                    weights, whole_gradients)
+from tests.support.training import (
+    Net,
+    allow_fp16,
+    ds_config,
+    recipe_for,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+    whole_gradients,
+)
 
 pytestmark = rooms("wraps", "settings", "as_bytes")
 

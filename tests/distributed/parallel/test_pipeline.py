@@ -177,12 +177,12 @@ class TestAgainstOnePiece(DistributedTest):
         compare(2, True, clip=0.3, pipeline={"activation_checkpoint_interval": 2, "use_reentrant": False})
 
 
-def compare(stages, tied, *, clip, module_options={}, **changes):
+def compare(stages, tied, *, clip, module_options=None, **changes):
     """Train a pipeline and the oracle: losses, norms and weights."""
     pipes = dist.get_world_size() // stages
     expected = oracle(tied, pipes, clip=clip)
     assert expected.steps[0].clip_factor > 1.5
-    engine = start(pipeline(stages, tied=tied, **module_options), config(clip=clip, **changes))
+    engine = start(pipeline(stages, tied=tied, **(module_options or {})), config(clip=clip, **changes))
     assert (engine.grid.pipe_parallel_size, engine.optimizer.world_size) == (stages, pipes)
     for step in range(STEPS):
         loss, = train_pipeline(engine, 1, first=step)

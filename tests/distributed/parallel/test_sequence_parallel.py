@@ -15,8 +15,17 @@ from tests.support.harness import DistributedTest
 from tests.support.models import TINY_GPT_MATRICES, attend, tiny_gpt, token_batch, token_loss
 from tests.support.reference import Recipe, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import (Net, assert_same_on_all_ranks, ds_config, reduced_gradients, relative_error, start,
-                                    train_engine, weights, whole_gradients)
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+    whole_gradients,
+)
 
 pytestmark = rooms("sequence")
 

@@ -12,8 +12,17 @@ from ds_layerwise.errors import StepError
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable, whole_number_loss
 from tests.support.rooms import rooms
-from tests.support.training import (Net, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
-                                    relative_error, start, train_engine, weights)
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+)
 
 pytestmark = rooms("sync", "optimizer", "guard", "engine_protocol")
 

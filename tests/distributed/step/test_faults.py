@@ -19,8 +19,18 @@ from tests.support.harness import DistributedTest, OwnDistributedTest, free_port
 from tests.support.models import tiny_gpt, token_batch, token_loss
 from tests.support.reference import LossScale, train, trainable, whole_number_loss
 from tests.support.rooms import rooms
-from tests.support.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
-                                    relative_error, start, train_engine, weights)
+from tests.support.training import (
+    Net,
+    allow_fp16,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+)
 
 pytestmark = rooms("agreement", "comm", "optimizer", "skipped")
 

@@ -8,8 +8,12 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
-from deepspeed.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param,
-                             safe_set_full_optimizer_state)
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks import host_memory
@@ -18,8 +22,18 @@ from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.harness import DistributedTest
 from tests.support.reference import train
 from tests.support.rooms import rooms
-from tests.support.training import (MATRICES, Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for,
-                                    relative_error, start, train_engine, weights)
+from tests.support.training import (
+    MATRICES,
+    Net,
+    allow_fp16,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+)
 
 pytestmark = rooms("host_memory", "owned", "cost")
 

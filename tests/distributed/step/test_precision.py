@@ -10,8 +10,18 @@ from ds_layerwise import LayerWiseZeroOptimizer
 from tests.support.harness import DistributedTest, device
 from tests.support.reference import LossScale, train, trainable
 from tests.support.rooms import rooms
-from tests.support.training import (Net, allow_fp16, assert_same_on_all_ranks, ds_config, recipe_for, reduced_gradients,
-                                    relative_error, start, train_engine, whole_gradients)
+from tests.support.training import (
+    Net,
+    allow_fp16,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+    whole_gradients,
+)
 
 pytestmark = rooms("optimizer", "sync", "buffers", "loss_scaling")
 

@@ -6,8 +6,14 @@ from contextlib import nullcontext
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.utils import (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state,
-                             safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state)
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
 import ds_layerwise
 from ds_layerwise.errors import StepError

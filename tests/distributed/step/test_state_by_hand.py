@@ -16,8 +16,17 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import (MATRICES, Net, assert_same_on_all_ranks, ds_config, recipe_for, relative_error,
-                                    start, train_engine, whole_gradients)
+from tests.support.training import (
+    MATRICES,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    relative_error,
+    start,
+    train_engine,
+    whole_gradients,
+)
 
 pytestmark = rooms("writes", "same_weights", "state_access", "param_groups")
 

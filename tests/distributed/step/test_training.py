@@ -12,12 +12,32 @@ from torch.utils._pytree import tree_leaves
 
 from ds_layerwise.plan import cost
 from tests.support.harness import DistributedTest
-from tests.support.models import (CONV_NET_MATRICES, TINY_GPT_MATRICES, conv_net, image_batch, square_loss, tiny_gpt,
-                                  token_batch, token_loss)
+from tests.support.models import (
+    CONV_NET_MATRICES,
+    TINY_GPT_MATRICES,
+    conv_net,
+    image_batch,
+    square_loss,
+    tiny_gpt,
+    token_batch,
+    token_loss,
+)
 from tests.support.reference import Recipe, train, trainable, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
-from tests.support.training import (MUON, VARIANTS, Net, allow_fp16, assert_same_on_all_ranks, ds_config, poison,
-                                    recipe_for, reduced_gradients, relative_error, start, train_engine)
+from tests.support.training import (
+    MUON,
+    VARIANTS,
+    Net,
+    allow_fp16,
+    assert_same_on_all_ranks,
+    ds_config,
+    poison,
+    recipe_for,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+)
 
 pytestmark = rooms("sync", "owned", "comm", "planner", "optimizer", "param_sync", "planned")
 

@@ -1,0 +1,68 @@
+"""How a file of ``torch.save``'s is read without running anything that is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from ds_layerwise.checkpoint.plain import stand_ins
+from ds_layerwise.errors import LayerWiseError
+
+#: What reading a dict leads to that is not what it should be.
+_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` where its content is of another kind than what this package writes.
+
+    Raises:
+        LayerWiseError: instead of what that led to.
+    """
+    try:
+        yield
+    except _MALFORMED as e:
+        raise LayerWiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
+                             "checkpoint") from e
+
+
+def load_safely(path: Path, *, with_objects: bool = False) -> Any:
+    """What ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and DeepSpeed's own records.
+
+    Nothing in the file is executed.
+
+    Args:
+        with_objects: whether it may hold other objects. Numbers of numpy are read as builtins, and the rest as
+            :class:`.plain.Unreadable`.
+
+    Raises:
+        LayerWiseError: the file is missing, damaged, or holds something else.
+    """
+    if not path.exists():
+        raise LayerWiseError(f"{path} is missing; the checkpoint is not whole")
+    known: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+    try:
+        try:
+            return _load(path, known)
+        except UnpicklingError:
+            if not with_objects or not is_zipfile(path):
+                raise
+        with torch.serialization.safe_globals(known):
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        return _load(path, [*known, *stand_ins(unknown)])
+    except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
+        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+
+
+def _load(path: Path, known: list[Any]) -> Any:
+    with torch.serialization.safe_globals(known):
+        return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
