@@ -48,7 +48,6 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.config_file import config_of
 from ds_layerwise.plan.ds_config import refuse_misplaced, type_meant, what_ranks_share, with_plain_numbers
 from ds_layerwise.plan.listing import as_text, listed
-from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
@@ -233,12 +232,8 @@ def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeed
     if not _uses_us(engine):
         return original(model_parameters)
     with _alike():
-        config = _run(engine).optimizer
-        optimizer = LayerWiseOptimizer(model_parameters, config)
-        if not engine.client_lr_scheduler:
-            check_peaks(engine._config._param_dict.get("scheduler"), optimizer.param_groups, config,
-                        schedules=lr_schedules)
-        return optimizer
+        section = None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
+        return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section, schedules=lr_schedules)
 
 
 def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.settings import check, nearest, normalised, plain
 
@@ -39,14 +40,17 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         params: parameters, or groups of them; a group's own ``lr`` replaces ``muon_lr`` and ``adam_lr`` for it, as
             in stock DeepSpeed, unless the group gives those too; a group with matrices has to give ``muon_lr``, or
             ``use_muon``, which sends its parameters to one of the two. Keys that mean nothing here are carried along.
+        scheduler, schedules: the section of the config, if it counts, and DeepSpeed's module of schedulers.
 
     Raises:
         ConfigError: a group's value is out of bounds, a key is nearly one that is known, or one that holds for the
             whole run and says something else there.
     """
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
+    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig, *,
+                 scheduler: object = None, schedules: object = None) -> None:
         self.config = config
+        self._scheduler, self._schedules = scheduler, schedules
         self._stepping = False
         items = list(params)
         loose = [item for item in items if not isinstance(item, dict)]
@@ -69,18 +73,22 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if "lr" in item and "muon_lr" not in item and "use_muon" not in item}
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
-        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``.
+        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, and a schedule that makes
+        rates of two kinds what nobody chose.
 
         Raises:
             ConfigError: unless ``scale_mode`` is "match_rms_adamw", with which one rate is right for both.
         """
+        used: dict[int, set[str]] = {}
         for route in routes.values():
+            used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
             if route.whole and route.group in self._one_rate_for_both:
                 lr = self._one_rate_for_both[route.group]
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
                                   f"matrices ({route.name}), and Muon's rate is far from AdamW's: give the group "
                                   f"muon_lr, such as {DEFAULT_MUON_LR}, or set optimizer.params.scale_mode to "
                                   "'match_rms_adamw', with which lr is right for both")
+        check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
     def restore_groups(self) -> None:
         """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers count on theirs."""

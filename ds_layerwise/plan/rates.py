@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ds_layerwise.config import OptimizerConfig
@@ -24,13 +24,15 @@ PEAKS: dict[str, tuple[str, float | None]] = {
 
 
 def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: OptimizerConfig, *,
-                schedules: object = None) -> None:
+                used: Mapping[int, Collection[str]], schedules: object = None) -> None:
     """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the quotient.
 
-    With ``scale_mode`` "match_rms_adamw" and one rate for both optimizers, the peak is simply that rate.
+    Where a group has one rate, because nothing in it goes to the other optimizer, or because ``scale_mode`` is
+    "match_rms_adamw", the peak is simply that rate.
 
     Args:
         groups: the parameter groups, each with ``lr`` and the two ratios.
+        used: by index of a group, which of the two ratios its parameters have.
         schedules: the installed DeepSpeed's module of schedulers, whose defaults then count instead of :data:`PEAKS`'.
 
     Raises:
@@ -53,8 +55,9 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
     for index, (each, group) in enumerate(zip(peaks, groups)):
         peak, lr = check(NonNegative, where, each), float(group["lr"])
         matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
-        as_adamw = config.matrix.takes_rate_of_adamw and matrix == scalar == 1
-        if as_adamw or math.isclose(peak, lr, rel_tol=1e-6):
+        kinds = used.get(index, ())
+        one_rate = all(group[kind] == 1 for kind in kinds) and (len(kinds) < 2 or config.matrix.takes_rate_of_adamw)
+        if one_rate or math.isclose(peak, lr, rel_tol=1e-6):
             continue
         own = not math.isclose(lr, config.lr, rel_tol=1e-6)
         name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"

@@ -57,6 +57,10 @@ class DryRun:
             # What only the rules know of their settings takes torch to find out.
             from ds_layerwise.optimizers.registry import check_recipes
             check_recipes(in_use)
+        chosen = run.optimizer
+        check_peaks(filled.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
+                                               "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen,
+                    used={0: {route.recipe.lr_ratio for route in routes.values()}})
         specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes)
         return cls(run, routes, specs, [forecast(specs, run, num_ranks) for num_ranks in ranks], assumed)
 
@@ -75,9 +79,6 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
         ConfigError: training refuses it, or they cannot.
     """
     run = RunConfig.from_ds_config(given)
-    chosen = run.optimizer
-    check_peaks(given.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
-                                          "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen)
     if run.autocast:
         raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
                           "gradients in half precision; plan without it")

@@ -18,6 +18,8 @@ PARAMS = {"lr": 3e-4, "muon_lr": 0.02}
 def check(kind, params, *, optimizer=None, groups=None, **kwargs):
     config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": optimizer or PARAMS})
     own = {"lr": config.lr, "matrix_lr_ratio": config.matrix_lr_ratio, "scalar_lr_ratio": config.scalar_lr_ratio}
+    both = {"matrix_lr_ratio", "scalar_lr_ratio"}
+    kwargs.setdefault("used", dict.fromkeys(range(len(groups or [own])), both))
     check_peaks({"type": kind, "params": params}, groups or [own], config, **kwargs)
 
 
@@ -72,3 +74,18 @@ def test_one_rate_as_adamws_is_the_peak():
     with pytest.raises(ConfigError, match="muon_lr would become 0.00333"):
         check("WarmupLR", {"warmup_max_lr": 5e-5},
               optimizer={"lr": 3e-4, "muon_lr": 0.02, "scale_mode": "match_rms_adamw"})
+
+
+@pytest.mark.parametrize("used, refused", [
+    ({0: {"scalar_lr_ratio"}}, False), ({0: {"matrix_lr_ratio"}}, True), ({}, False),
+    ({0: {"matrix_lr_ratio", "scalar_lr_ratio"}}, True)])
+def test_a_rate_that_no_parameter_has_is_not_multiplied(used, refused):
+    if refused:
+        with pytest.raises(ConfigError, match="muon_lr would become"):
+            check("WarmupLR", {"warmup_max_lr": 0.02}, used=used)
+    else:
+        check("WarmupLR", {"warmup_max_lr": 0.02}, used=used)
+    # With a rate of its own, AdamW's is multiplied, too.
+    with pytest.raises(ConfigError, match="adam_lr 0.06667 instead of 0.001"):
+        check("WarmupLR", {"warmup_max_lr": 0.02}, used={0: {"scalar_lr_ratio"}},
+              optimizer={**PARAMS, "adam_lr": 1e-3})

@@ -153,6 +153,23 @@ class TestSchedulers(DistributedTest):
         for name, p in trainable(resumed.module).items():
             assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
 
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_peak_is_the_rate_where_no_other_optimizer_is_used(self, stage):
+        # The peak is not lr, and nothing goes to Muon, whose rate would be multiplied.
+        schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.03, "warmup_num_steps": 2,
+                                                   "warmup_type": "linear"}}
+        engine = start(Net(), ds_config(stage=stage, scheduler=schedule, layerwise={
+            "overrides": [{"name": "*", "optimizer": "scalar"}]}))
+        rates = []
+        for step in range(4):
+            rates.append(engine.get_lr()[0])
+            train_engine(engine, 1, first=step)
+        assert rates[-1] == engine.get_lr()[0] == 0.03
+        recipe = replace(recipe_for(Net()), matrices={}, schedule=lambda step: rates[step] / 0.003)
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
+        for name, p in trainable(engine.module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
     def test_overrides_reach_the_update(self):
         layerwise = {"overrides": [{"name": "*.bias", "weight_decay": 0.0}, {"name": "tall.*", "lr_scale": 0.5}]}
         engine = start(Net(), ds_config(layerwise=layerwise))
