@@ -8,59 +8,28 @@ Note: what travels, and who counts it
     ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards every
     rank is the mean rank. A rank receives in the one what it sends in the other.
 
-Note: two hops
-    An owner receives its shard from every rank, R times its own length. Of a bucket that is one matrix that is R times
-    the bucket, which neither fits nor arrives in time, so a skewed bucket takes two hops: first it is cut evenly, and
-    each rank receives and sums its cut; then the float32 sums go on to the owners. A rank then receives the bucket
-    once, and sends its cut of sums more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
+from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.wire import MAX_UNDER_WAY, even_cuts, takes_two_hops
 from ds_layerwise.recipes.recipe import DTYPE_BYTES
-
-#: Bytes of the states that go with so many elements of a parameter, by its name.
-StateBytes = Callable[[str, int], int]
-
-#: A bucket whose longest shard is more than this many times the mean one takes two hops.
-MAX_SKEW = 4
-
-#: Buckets that travel at a time: it bounds the memory for what is sent and received.
-MAX_UNDER_WAY = 2
 
 
 def max_over_mean(loads: Sequence[int]) -> float:
     """How much longer the busiest rank takes than the mean one; 1 where nobody has a load."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
-
-
-def takes_two_hops(shard_numels: Sequence[int]) -> bool:
-    """Whether a bucket of these shards is summed in even cuts first; see the note on two hops."""
-    return len(shard_numels) * max(shard_numels) > MAX_SKEW * sum(shard_numels)
-
-
-def even_cuts(numel: int, size: int) -> list[int]:
-    """Lengths of ``size`` cuts of ``numel`` elements; the first may be longer by one."""
-    return [numel // size + (rank < numel % size) for rank in range(size)]
-
-
-def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
-    """How much of piece ``rank`` of ``lengths`` lies in each piece of ``others``, both cutting the same range."""
-    start = sum(lengths[:rank])
-    stop = start + lengths[rank]
-    ends = list(accumulate(others, initial=0))
-    return [max(0, min(stop, high) - max(start, low)) for low, high in zip(ends, ends[1:])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +39,7 @@ class Wire:
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
     forward: tuple[int, ...]
-    """Sums that go on to their owners in float32; see the note on two hops."""
+    """Sums that go on to their owners in float32; see :mod:`.plan.wire`."""
 
 
 def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int] | None = None) -> Wire:
@@ -113,10 +82,6 @@ class RankMemory:
         return self.params + self.grads + self.masters + self.states
 
 
-#: Buckets that have their masters and states from the host on the device at a time: one that is updated, and the next.
-STAGING_SLOTS = 2
-
-
 def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
     """For pieces of ``specs``, their share of the states of the whole parameter."""
     of = {spec.name: (spec.state_bytes, spec.numel) for spec in specs}
@@ -126,33 +91,6 @@ def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
         return nbytes * numel // whole
 
     return state_bytes
-
-
-def pieces_on_host(layout: Layout, rank: int, ratio: float, *, state_bytes: StateBytes) -> frozenset[str]:
-    """Names of the parameters whose piece on ``rank`` has its master and its states in host memory.
-
-    Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated while another is
-    on its way. Of the bytes of all masters and states on ``rank``, they are at least the fraction ``ratio``, and less
-    than one piece more. A float32 parameter is its own master, which stays on the device: of it only states count.
-
-    Args:
-        ratio: from 0, nothing, to 1, everything.
-        state_bytes: as in :func:`memory_bytes`.
-    """
-    chosen, seen, taken = set(), 0, 0
-    for bucket in layout.buckets if ratio else ():
-        for piece in bucket.pieces(rank):
-            # Of its master, where that is not the parameter, and of its states.
-            nbytes = _master_bytes(bucket) * piece.numel + state_bytes(piece.name, piece.numel)
-            seen += nbytes
-            if nbytes and taken < ratio * seen:
-                taken += nbytes
-                chosen.add(piece.name)
-    return frozenset(chosen)
-
-
-def _master_bytes(bucket: Bucket) -> int:
-    return 0 if bucket.dtype == "float32" else 4
 
 
 def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
@@ -177,10 +115,10 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
         grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
     reduced = [0] * layout.world_size
     for bucket in layout.buckets:
-        master_bytes = _master_bytes(bucket)
+        of_master = master_bytes(bucket)
         reduced_bytes = 0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
         for rank, numel in bucket.non_empty_shards():
-            masters[rank] += master_bytes * numel
+            masters[rank] += of_master * numel
             reduced[rank] += reduced_bytes * numel
     for rank, name, numel in _held(layout):
         states[rank] += state_bytes(name, numel)
@@ -201,12 +139,12 @@ def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, stat
             continue
         numel = sum(piece.numel for piece in there)
         of_states = sum(state_bytes(piece.name, piece.numel) for piece in there)
-        moved.append(numel * _master_bytes(bucket) + of_states)
+        moved.append(numel * master_bytes(bucket) + of_states)
         states -= of_states
         # Masters that are left behind have memory of their own, without the padding of the shard.
         start, stop = bucket.shard(rank)
         left = sum(piece.numel for piece in bucket.pieces(rank)) - numel
-        masters -= _master_bytes(bucket) * (stop - start - left)
+        masters -= master_bytes(bucket) * (stop - start - left)
     return replace(memory, masters=masters, states=states, host=sum(moved),
                    staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)))
 

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.plan.cost import MAX_UNDER_WAY, max_over_mean
+from ds_layerwise.plan.cost import max_over_mean
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.wire import MAX_UNDER_WAY
 from ds_layerwise.recipes.recipe import Recipe
 
 _WIDTH, _PLAN_WIDTH = 110, 160

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError, LayoutError
-from ds_layerwise.plan.cost import even_cuts, overlaps, takes_two_hops
+from ds_layerwise.plan.wire import even_cuts, overlaps, takes_two_hops
 from ds_layerwise.ranks import host_group
 
 #: What a process group is to this package: torch's, or None for the whole world.

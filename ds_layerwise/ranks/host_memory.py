@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.cost import STAGING_SLOTS
+from ds_layerwise.plan.hosting import STAGING_SLOTS
 
 #: By kind, storages and memory for what is in them.
 Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]

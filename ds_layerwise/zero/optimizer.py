@@ -15,7 +15,7 @@ from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan import cost
+from ds_layerwise.plan import cost, hosting
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import Bucket
 from ds_layerwise.plan.report import start_up_table
@@ -87,7 +87,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
         check_recipes({route.recipe for route in self.routes.values()}, device)
-        on_host = cost.pieces_on_host(layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs))
+        on_host = hosting.pieces_on_host(layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs))
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads, rules_of(self.routes, peers),
                             names=self._planned.names, batch_matrices=self.config.batch_matrices, on_host=on_host,

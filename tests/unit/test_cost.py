@@ -9,23 +9,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.plan.cost import (
-    LayoutReport,
-    RankMemory,
-    even_cuts,
-    max_over_mean,
-    overlaps,
-    takes_two_hops,
-    traffic_bytes,
-    wire_elements,
-)
+from ds_layerwise.plan.cost import LayoutReport, RankMemory, max_over_mean, traffic_bytes, wire_elements
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.wire import even_cuts, overlaps, takes_two_hops
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
 
-pytestmark = rooms("cost")
+pytestmark = rooms("cost", "wire", "hosting")
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])

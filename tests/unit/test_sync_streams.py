@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan import cost
+from ds_layerwise.plan import wire
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import comm, side_stream
@@ -103,7 +103,7 @@ def make_sync(stage):
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("skew", [0, 2])
 def test_computation_waits_for_nothing_before_the_end_of_its_pass(device, monkeypatch, stage, skew):
-    monkeypatch.setattr(cost, "MAX_SKEW", skew)
+    monkeypatch.setattr(wire, "MAX_SKEW", skew)
     for seed in range(20):
         sync, params = make_sync(stage)
         order = random.Random(seed).sample(sorted(params), len(params))

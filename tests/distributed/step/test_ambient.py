@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan import cost
+from ds_layerwise.plan import wire
 from tests.support.harness import DistributedTest, device
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
@@ -129,7 +129,7 @@ class TestAmbient(DistributedTest):
         if case.endswith("host"):
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         if case.endswith("two hops"):
-            cost.MAX_SKEW = 0
+            wire.MAX_SKEW = 0
         expected = train(str(tmp_path / "plain"), config, nullcontext, ())
         for number, (what, around) in enumerate(AROUND.items()):
             places = [place for place in PLACES if (what, place) not in NOT_AROUND]

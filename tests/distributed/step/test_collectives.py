@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.comm.comm import comms_logger
 
-from ds_layerwise.plan import cost
+from ds_layerwise.plan import cost, wire
 from ds_layerwise.ranks import comm
 from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.support.harness import DistributedTest
@@ -86,8 +86,8 @@ class TestTwoHops(DistributedTest):
             everyone = torch.randn(size, sum(numels), generator=torch.Generator().manual_seed(seed)).to(dtype)
             results = []
             for most, hops in ((size, 1), (0, 2)):
-                monkeypatch.setattr(cost, "MAX_SKEW", most)
-                assert cost.takes_two_hops(numels) == (hops == 2)
+                monkeypatch.setattr(wire, "MAX_SKEW", most)
+                assert wire.takes_two_hops(numels) == (hops == 2)
                 out = torch.full((numels[rank],), math.nan)
                 comm.reduce_to_owners(everyone[rank].clone(), numels, out, group=None, divide_by=3.0,
                                       wire_dtype=dtype).wait()
@@ -104,7 +104,7 @@ class TestTwoHops(DistributedTest):
     def test_training_and_what_it_sends(self, stage, monkeypatch):
         results = []
         for most in (4, 0):
-            monkeypatch.setattr(cost, "MAX_SKEW", most)
+            monkeypatch.setattr(wire, "MAX_SKEW", most)
             engine = start(Net(), ds_config(gas=2, clip=5.0, stage=stage, bucket_numel=1,
                                             comms_logger={"enabled": True}))
             comms_logger.comms_dict.clear()
@@ -112,14 +112,14 @@ class TestTwoHops(DistributedTest):
             results.append(weights(engine.module).clone())
             sent = sum(size * record[0] for size, record in comms_logger.comms_dict["all_to_all_single"].items())
             layout, rank = engine.optimizer.layout, engine.optimizer.rank
-            wire, passes = cost.wire_elements(layout), 3 if stage == 1 else 6
+            travels, passes = cost.wire_elements(layout), 3 if stage == 1 else 6
             kept = 0
             for bucket in layout.buckets:
-                cuts = cost.even_cuts(bucket.numel, 3)
+                cuts = wire.even_cuts(bucket.numel, 3)
                 # An all-to-all is logged with what stays on its rank.
-                kept += bucket.shard_numels[rank] if most else cuts[rank] + cost.overlaps(
+                kept += bucket.shard_numels[rank] if most else cuts[rank] + wire.overlaps(
                     cuts, bucket.shard_numels, rank)[rank]
-            assert sent == 4 * passes * (wire.reduce[rank] + wire.forward[rank] + kept)
+            assert sent == 4 * passes * (travels.reduce[rank] + travels.forward[rank] + kept)
             assert bool(sum(wire.forward)) is not bool(most)
             engine.destroy()
         assert torch.equal(*results)

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_layerwise.plan import cost
+from ds_layerwise.plan import wire
 from tests.support.harness import DistributedTest
 from tests.support.models import (
     CONV_NET_MATRICES,
@@ -246,9 +246,9 @@ class TestMemory(DistributedTest):
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("stage", [1, 2])
     def test_in_two_hops(self, stage, monkeypatch):
-        monkeypatch.setattr(cost, "MAX_SKEW", 1.5)
+        monkeypatch.setattr(wire, "MAX_SKEW", 1.5)
         layout = self.compare(stage, {"bf16": {"enabled": True}})
-        assert {cost.takes_two_hops(bucket.shard_numels) for bucket in layout.buckets} == {True, False}
+        assert {wire.takes_two_hops(bucket.shard_numels) for bucket in layout.buckets} == {True, False}
 
     def compare(self, stage, sections):
         engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan import cost
+from ds_layerwise.plan import wire
 from ds_layerwise.ranks import comm
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -66,7 +66,7 @@ class TestACollectiveInBackward(DistributedTest):
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("hops", [1, 2])
     def test_no_rank_waits_for_the_backward_pass_of_another(self, stage, hops, monkeypatch):
-        monkeypatch.setattr(cost, "MAX_SKEW", dist.get_world_size() if hops == 1 else 0)
+        monkeypatch.setattr(wire, "MAX_SKEW", dist.get_world_size() if hops == 1 else 0)
         for bucket_numel in (1, 100):
             expected = self.gradients_and_weights(stage, False, bucket_numel)
             for value, wanted in zip(self.gradients_and_weights(stage, True, bucket_numel), expected, strict=True):
