@@ -139,8 +139,8 @@ def relative_error(value, expected):
 
 
 def poison(engine):
-    """Fill with NaN every element of every buffer that belongs to no parameter."""
-    optimizer = engine.optimizer
+    """Fill with NaN every element of every buffer that belongs to no parameter; how many these are on this rank."""
+    optimizer, hit = engine.optimizer, 0
     for bucket in optimizer.layout.buckets:
         used = torch.zeros(bucket.numel, dtype=torch.bool)
         for slot in bucket.slots:
@@ -150,5 +150,8 @@ def poison(engine):
         for buffer in (optimizer._values, optimizer._grads):
             if buffer is not None:
                 buffer.bucket(bucket)[~used] = float("nan")
+                hit += int((~used).sum())
         for shards in (optimizer._owned.masters, optimizer._owned.reduced):
             shards.bucket(bucket.index)[own] = float("nan")
+            hit += int(own.sum())
+    return hit
