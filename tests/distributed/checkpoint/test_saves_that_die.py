@@ -219,10 +219,6 @@ class TestKilledRanks(OwnDistributedTest):
             assert fork_ranks(1, load_what_is_left, Scenario(), [folder], (1,)) == [(0, "")]
 
 
-def test_there_are_at_least_fifty_moments():
-    assert len(SCENARIOS) * 2 * MOMENTS >= 50
-
-
 def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_begins(tmp_path):
     folder = tmp_path / "tag"
     for name in ("tag.replaced", "tag.incomplete"):
