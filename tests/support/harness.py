@@ -10,7 +10,8 @@
         def test_z(self): ...
 
 Fixtures and parameters are evaluated once, in the pytest process, and handed to every rank. ``class_tmpdir`` is one
-directory for all ranks and all tests of a class. The hooks that make pytest start ranks are in ``conftest.py``.
+directory for all ranks and all tests of a class; what several of them read there, :func:`made_once` has written. The
+hooks that make pytest start ranks are in ``conftest.py``.
 
 With ``DEEPSPEED_CHECKOUT`` in the environment, ``DistributedTest`` is that checkout's own
 (``tests/unit/common.py``), so that the same tests run under the harness they imitate.
@@ -107,13 +108,6 @@ class OwnDistributedTest:
     def __call__(self, request: pytest.FixtureRequest) -> None:
         method = getattr(self, request.node.originalname)
         self.world_size = num_ranks = request.getfixturevalue("_num_ranks")
-        if self.backend is None:
-            self.backend = get_accelerator().communication_backend_name()
-        if get_accelerator().device_name() != "cpu" and get_accelerator().device_count() < num_ranks:
-            pytest.fail(
-                f"{num_ranks} ranks need as many devices, this machine has {get_accelerator().device_count()}; "
-                "export DS_ACCELERATOR=cpu to run them on the CPU", pytrace=False
-            )
         wanted = inspect.signature(method).parameters
         kwargs = {name: request.getfixturevalue(name) for name, parameter in wanted.items()
                   if parameter.default is parameter.empty or name in request.fixturenames}
@@ -136,8 +130,16 @@ def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., 
     """Call ``function(**kwargs)`` on every rank.
 
     Raises:
-        pytest.fail.Exception: a rank raised, died or skipped, or not all of them returned in time.
+        pytest.fail.Exception: a rank raised, died or skipped, not all of them returned in time, or this machine has
+            too few devices for them.
     """
+    if test.backend is None:
+        test.backend = get_accelerator().communication_backend_name()
+    if get_accelerator().device_name() != "cpu" and get_accelerator().device_count() < num_ranks:
+        pytest.fail(
+            f"{num_ranks} ranks need as many devices, this machine has {get_accelerator().device_count()}; "
+            "export DS_ACCELERATOR=cpu to run them on the CPU", pytrace=False
+        )
     _import_what_engines_import()
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder, port = Path(name), free_port()
@@ -162,6 +164,33 @@ def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., 
         message = _verdict(ranks, ended, places, folder, test.exec_timeout)
     if message:
         pytest.fail(message, pytrace=False)
+
+
+def made_once(folder: Path, world_sizes: list[int], function: Callable[..., None], **kwargs: Any) -> Path:
+    """``folder``, into which ``function(folder, **kwargs)`` has written, on every rank of each of ``world_sizes``.
+
+    It is called for the first test that asks for this folder. A fixture returns it to tests that only read it, so that
+    none of them needs another to have run::
+
+        @pytest.fixture
+        def saved(self, class_tmpdir, precision):
+            return made_once(class_tmpdir / precision, [1, 3], self.save, precision=precision)
+
+    Raises:
+        pytest.fail.Exception: as :func:`run_ranks` does, for every test that asks.
+    """
+    failure = folder.with_name(f"{folder.name} failed")
+    if failure.exists():
+        pytest.fail(failure.read_text(), pytrace=False)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        try:
+            for num_ranks in world_sizes:
+                run_ranks(OwnDistributedTest(), num_ranks, function, {"folder": folder, **kwargs})
+        except BaseException as error:
+            failure.write_text(str(error))
+            raise
+    return folder
 
 
 @functools.cache
@@ -325,7 +354,7 @@ def _checkout_distributed_test(checkout: str) -> type:
     with warnings.catch_warnings():
         # Theirs uses what pytest keeps for itself, and our setup.cfg makes warnings errors.
         warnings.simplefilter("ignore", pytest.PytestDeprecationWarning)
-        from unit.common import DistributedTest as Theirs  # its package is called unit, ours tests.unit
+        Theirs = importlib.import_module("unit.common").DistributedTest  # its package is called unit, ours tests.unit
 
     # Every rank of theirs imports this file; see _join_group for why.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -15,7 +15,7 @@ from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
 from ds_layerwise.recipes.registry import REGISTRY, Entry
 from ds_layerwise.recipes.settings import Decay
 from tests.support.checkpoints import assert_equal_states, whole_states
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 from tests.support.universal import convert
@@ -89,11 +89,15 @@ def bytes_of_states(engine):
 
 
 class TestAnyState(DistributedTest):
-    @pytest.mark.world_size([1, 3])
-    def test_1_save(self, class_tmpdir, monkeypatch):
+    @pytest.fixture
+    def runs(self, class_tmpdir, monkeypatch):
+        """Checkpoints in folders that are called as the number of ranks that saved them."""
+        return made_once(class_tmpdir / "runs", [1, 3], self.save, monkeypatch=monkeypatch)
+
+    def save(self, folder, monkeypatch):
         engine = engine_of(monkeypatch, layerwise={"save_universal": True})
         train_engine(engine, 3)
-        folder = class_tmpdir / str(engine.world_size)
+        folder = folder / str(engine.world_size)
         engine.save_checkpoint(folder, tag="regular")
         expected = whole_states(engine)
         assert {key for _, key in expected} == KEYS
@@ -102,32 +106,32 @@ class TestAnyState(DistributedTest):
 
     @pytest.mark.world_size([1, 2, 3])
     @pytest.mark.parametrize("tag", ["regular", "regular_universal"])
-    def test_2_resume(self, class_tmpdir, tag, monkeypatch):
+    def test_resume(self, runs, tag, monkeypatch):
         engine = engine_of(monkeypatch, bucket_numel=10**6, layerwise={"layout": "lpt"})
         train_engine(engine, 1, first=40)
         for saved_by in ("1", "3"):
-            engine.load_checkpoint(class_tmpdir / saved_by, tag=tag)
-            assert_equal_states(whole_states(engine), torch.load(class_tmpdir / saved_by / "expected.pt"), saved_by)
+            engine.load_checkpoint(runs / saved_by, tag=tag)
+            assert_equal_states(whole_states(engine), torch.load(runs / saved_by / "expected.pt"), saved_by)
             train_engine(engine, 1, first=50)
 
     @pytest.mark.world_size(2)
-    def test_3_the_converter_loses_what_it_does_not_know_and_that_is_said(self, class_tmpdir, monkeypatch):
+    def test_the_converter_loses_what_it_does_not_know_and_that_is_said(self, runs, tmp_path, monkeypatch):
         engine = engine_of(monkeypatch)
-        convert(class_tmpdir / "3" / "regular", class_tmpdir / "3" / "converted")
+        convert(runs / "3" / "regular", tmp_path / "converted")
         with pytest.raises(LayerWiseError,
                            match="(fast_avg|row_avg|left|right|seen).pt is missing.*ds-layerwise to-universal"):
-            engine.load_checkpoint(class_tmpdir / "3", tag="converted")
+            engine.load_checkpoint(tmp_path, tag="converted")
         assert engine.optimizer.step_count == 0
 
     @pytest.mark.world_size([1, 3])
-    def test_4_what_is_planned_is_what_it_takes(self, monkeypatch):
+    def test_what_is_planned_is_what_it_takes(self, monkeypatch):
         engine = engine_of(monkeypatch)
         planned = engine.optimizer.forecast()
         assert as_json(planned)["memory_bytes"][engine.global_rank]["states"] == bytes_of_states(engine)
 
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("ratio", [0.4, 1.0])
-    def test_5_on_the_host(self, ratio, monkeypatch):
+    def test_on_the_host(self, ratio, monkeypatch):
         plain, hosted = engine_of(monkeypatch), engine_of(monkeypatch, zero_optimization={
             "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": ratio}})
         held = hosted.optimizer.forecast().memory[hosted.global_rank]

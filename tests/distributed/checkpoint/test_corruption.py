@@ -22,7 +22,7 @@ from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME, FORMAT, Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
@@ -266,36 +266,39 @@ def refusal(engine, load_dir):
 class TestCorruption(DistributedTest):
     exec_timeout = 900
 
-    @pytest.mark.world_size([2, 3])
-    def test_1_save(self, class_tmpdir):
+    @pytest.fixture
+    def good(self, class_tmpdir):
+        """What is damaged, and what else belongs to it but of which one file does not."""
+        return made_once(class_tmpdir / "good", [2, 3], self.save)
+
+    def save(self, folder):
         engine = started()
         train(engine, 3)
-        folder = class_tmpdir / ("run" if dist.get_world_size() == 2 else "world")
-        engine.save_checkpoint(folder, tag="tag")
+        run = folder / ("run" if dist.get_world_size() == 2 else "world")
+        engine.save_checkpoint(run, tag="tag")
         expected = whole_states(engine)
         if dist.get_world_size() == 3:
             return
-        on_rank_0(lambda: torch.save(expected, class_tmpdir / "expected.pt"))
+        on_rank_0(lambda: torch.save(expected, folder / "expected.pt"))
         train(engine, 1, first=3)
-        engine.save_checkpoint(folder, tag="later")
+        engine.save_checkpoint(run, tag="later")
         other = started(seed=8)
         train(other, 3, first=20)  # other data, too, which the states are made from
-        other.save_checkpoint(class_tmpdir / "seed", tag="tag")
+        other.save_checkpoint(folder / "seed", tag="tag")
 
     @pytest.mark.world_size([1, 2])
     @pytest.mark.parametrize("format", ["regular", pytest.param("universal", marks=pytest.mark.thorough)])
-    def test_2_every_damage_is_refused_by_name(self, format, class_tmpdir):
+    def test_every_damage_is_refused_by_name(self, format, good, tmp_path):
         todo = [case for case in CASES if (case.format, case.world_size) == (format, dist.get_world_size())]
-        root = class_tmpdir / f"{format} {dist.get_world_size()}"
-        on_rank_0(lambda: [shutil.copytree(class_tmpdir / run, root / run) for run in ("run", "world", "seed")])
-        damage, expected, wrong = Damage(root), torch.load(class_tmpdir / "expected.pt"), []
+        on_rank_0(lambda: [shutil.copytree(good / run, tmp_path / run) for run in ("run", "world", "seed")])
+        damage, expected, wrong = Damage(tmp_path), torch.load(good / "expected.pt"), []
         engine = started(seed=9)
         train(engine, 1, first=50)
         before, rest_before = everything(engine)
         for i, case in enumerate(todo):
             names = [damage(case)] if dist.get_rank() == 0 else [None]
             dist.broadcast_object_list(names, src=0)
-            message, problem = refusal(engine, root / "damaged")
+            message, problem = refusal(engine, tmp_path / "damaged")
             if not problem and not any(name in message for name in names[0]):
                 problem = f"does not name {names[0]}: {message}"
             after, rest_after = everything(engine)

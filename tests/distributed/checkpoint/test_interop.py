@@ -11,7 +11,7 @@ from deepspeed.utils import logger
 
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
 from tests.support.universal import (
@@ -54,12 +54,16 @@ def debug_lines():
 class TestStockIntoOurs(DistributedTest):
     """Saved by two ranks of DeepSpeed's AdamW, converted by DeepSpeed, loaded by any number of ranks of ours."""
 
-    @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_1_save(self, stage, class_tmpdir):
+    @pytest.fixture
+    def stages(self, class_tmpdir):
+        """Where checkpoints of the stages 1, 2 and 3 lie in folders that are called so."""
+        for stage in (1, 2, 3):
+            made_once(class_tmpdir / str(stage), [2], self.save, stage=stage)
+        return class_tmpdir
+
+    def save(self, folder, stage):
         engine = start_stock(stage)
         train_with_loss(engine, 0, 3)
-        folder = class_tmpdir / str(stage)
         engine.module.seen.fill_(2**24 + stage)
         engine.save_checkpoint(folder, tag="saved")
         convert(folder / "saved", folder / "converted", inject=True)
@@ -70,14 +74,14 @@ class TestStockIntoOurs(DistributedTest):
 
     @pytest.mark.world_size([1, 2, 3])
     @pytest.mark.parametrize("policy", ["reset", "keep_shared"])
-    def test_2_load(self, policy, class_tmpdir):
+    def test_load(self, policy, stages):
         engine = start_with_loss(layerwise={"on_optimizer_change": policy}, **BF16)
         train_with_loss(engine, 20, 21)
         for stage in (1, 2, 3):
-            expected = torch.load(class_tmpdir / str(stage) / "expected.pt")
+            expected = torch.load(stages / str(stage) / "expected.pt")
             assert names_in(expected) == {name for name, _ in engine.module.named_parameters()} > MATRICES
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                engine.load_checkpoint(class_tmpdir / str(stage), tag="converted")
+                engine.load_checkpoint(stages / str(stage), tag="converted")
             self.check(engine, expected, policy, printed.getvalue())
             assert (engine.global_steps, engine.optimizer.step_count) == (3, 3)
             assert engine.module.seen == 2**24 + stage
@@ -110,7 +114,7 @@ class TestStockIntoOurs(DistributedTest):
             assert not report
 
     @pytest.mark.world_size([1, 3])
-    def test_3_refused_unless_the_config_allows_it(self, class_tmpdir):
+    def test_refused_unless_the_config_allows_it(self, stages):
         engine = start_with_loss(**BF16)
         train_with_loss(engine, 20, 21)
         before = whole_states(engine)
@@ -118,7 +122,7 @@ class TestStockIntoOurs(DistributedTest):
         names = "|".join(sorted(MATRICES))
         for stage in (1, 2, 3):
             with pytest.raises(LayerWiseError, match=rf"({names}) was updated by adam .*layerwise.on_optimizer_change"):
-                engine.load_checkpoint(class_tmpdir / str(stage), tag="converted")
+                engine.load_checkpoint(stages / str(stage), tag="converted")
         assert_equal_states(whole_states(engine), before)
         assert_equal_states(engine.module.state_dict(), weights)
         assert (engine.global_steps, engine.optimizer.step_count) == (1, 1)
@@ -127,23 +131,26 @@ class TestStockIntoOurs(DistributedTest):
 class TestOursIntoStock(DistributedTest):
     """And from there back again."""
 
-    @pytest.mark.world_size(3)
-    def test_1_save(self, class_tmpdir):
+    @pytest.fixture
+    def run_of_3(self, class_tmpdir):
+        return made_once(class_tmpdir / "run", [3], self.save)
+
+    def save(self, folder):
         engine = start_with_loss(layerwise={"save_universal": True}, **BF16)
         train_with_loss(engine, 0, 3)
-        engine.save_checkpoint(class_tmpdir, tag="saved")
-        convert(class_tmpdir / "saved", class_tmpdir / "converted")
+        engine.save_checkpoint(folder, tag="saved")
+        convert(folder / "saved", folder / "converted")
         states = whole_states(engine)
         if dist.get_rank() == 0:
-            torch.save(states, class_tmpdir / "expected.pt")
+            torch.save(states, folder / "expected.pt")
 
     @pytest.mark.world_size([1, 2])
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("form", ["converted", "saved_universal"])
-    def test_2_load(self, form, stage, class_tmpdir, tmp_path):
-        expected = torch.load(class_tmpdir / "expected.pt")
+    def test_load(self, form, stage, run_of_3, tmp_path):
+        expected = torch.load(run_of_3 / "expected.pt")
         stock = start_stock(stage, checkpoint={"load_universal": True})
-        stock.load_checkpoint(class_tmpdir, tag=form)
+        stock.load_checkpoint(run_of_3, tag=form)
         self.check(stock, expected)
         assert {float(state["step"]) for state in stock.optimizer.optimizer.state.values()} == {3}
         assert stock.global_steps == 3
@@ -171,14 +178,14 @@ class TestOursIntoStock(DistributedTest):
             assert torch.equal(param.flatten(), travelled["fp32"].bfloat16()), name
 
     @pytest.mark.world_size(2)
-    def test_3_stage_3_reads_its_own_checkpoints_only(self, class_tmpdir, tmp_path):
+    def test_stage_3_reads_its_own_checkpoints_only(self, run_of_3, tmp_path):
         own = start_stock(1)
         train_with_loss(own, 0, 1)
         own.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted", inject=True)
         stock = start_stock(3, checkpoint={"load_universal": True})
         # It looks for files of the model that have names of stage 3, and for stage 1's own checkpoint it fails alike.
-        for folder, tag in ((tmp_path, "converted"), (class_tmpdir, "converted"), (class_tmpdir, "saved_universal")):
+        for folder, tag in ((tmp_path, "converted"), (run_of_3, "converted"), (run_of_3, "saved_universal")):
             with pytest.raises(AssertionError):
                 stock.load_checkpoint(folder, tag=tag)
 

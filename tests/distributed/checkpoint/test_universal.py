@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, whole_states
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 from tests.support.universal import convert, start_with_loss, train_with_loss
@@ -27,10 +27,15 @@ class Matrix(DistributedTest):
     #: Which of them the pointer file names; the others are loaded by their tags.
     pointed_to = "converted"
 
-    def test_1_save(self, class_tmpdir):
+    @pytest.fixture
+    def runs(self, class_tmpdir):
+        """Checkpoints in folders that are called as the number of ranks that saved them."""
+        return made_once(class_tmpdir / "runs", type(self).world_size, self.save)
+
+    def save(self, folder):
         engine = start_with_loss(layerwise={"save_universal": True}, **self.sections)
         train_with_loss(engine, 0, 5)
-        folder = class_tmpdir / str(dist.get_world_size())
+        folder = folder / str(dist.get_world_size())
         engine.save_checkpoint(folder, tag="saved")
         convert(folder / "saved", folder / "converted")
         states = whole_states(engine)
@@ -38,11 +43,11 @@ class Matrix(DistributedTest):
         if dist.get_rank() == 0:
             torch.save((states, losses), folder / "expected.pt")
 
-    def test_2_resume(self, class_tmpdir):
+    def test_resume(self, runs):
         engine = start_with_loss(**self.sections)
         train_with_loss(engine, 20, 21)
         for saved_by in type(self).world_size:
-            folder = class_tmpdir / str(saved_by)
+            folder = runs / str(saved_by)
             states, losses = torch.load(folder / "expected.pt")
             for tag in ("saved", "converted", "saved_universal"):
                 where = (saved_by, tag)

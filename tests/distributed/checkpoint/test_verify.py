@@ -12,7 +12,7 @@ import torch
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
 from ds_layerwise.checkpoint.safe_load import load_safely
 from tests.support.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, start_adamw, train_engine
 from tests.support.universal import convert
@@ -28,13 +28,17 @@ def run_process(*args):
 class TestVerify(DistributedTest):
     world_size = 1
 
-    @pytest.mark.world_size([1, 3])
-    def test_1_save(self, class_tmpdir):
-        saved(class_tmpdir / str(dist.get_world_size()), save_universal=True)
+    @pytest.fixture
+    def runs(self, class_tmpdir):
+        """Checkpoints in folders that are called as the number of ranks that saved them."""
+        return made_once(class_tmpdir / "runs", [1, 3], self.save)
 
-    def good(self, class_tmpdir, kind, tmp_path):
+    def save(self, folder):
+        saved(folder / str(dist.get_world_size()), save_universal=True)
+
+    def good(self, runs, kind, tmp_path):
         """A copy to spoil."""
-        return shutil.copytree(class_tmpdir / "3" / kind, tmp_path / "copy")
+        return shutil.copytree(runs / "3" / kind, tmp_path / "copy")
 
     def assert_found(self, folder, *lines):
         """It names nothing but ``lines``, of which each is a part of one."""
@@ -44,10 +48,10 @@ class TestVerify(DistributedTest):
         for line in lines:
             assert any(line in one for one in found), (line, out)
 
-    def test_good_ones(self, class_tmpdir):
+    def test_good_ones(self, runs):
         trained = [p for p in Everything().parameters() if p.requires_grad and p.numel()]
         for n, ranks in ((1, "1 rank"), (3, "3 ranks")):
-            regular = class_tmpdir / str(n) / "saved"
+            regular = runs / str(n) / "saved"
             for path, folder, kind in ((regular, regular, "regular"), (regular.parent, regular, "regular"),
                                        (*[regular.with_name("saved_universal")] * 2, "universal")):
                 size = sum((folder / name).stat().st_size for name in names_in(folder))
@@ -56,8 +60,8 @@ class TestVerify(DistributedTest):
                     f"{sum(p.numel() for p in trained):,} elements, {size:,} bytes\nok\n"), "")
 
     @pytest.mark.parametrize("kind", ["saved", "saved_universal"])
-    def test_a_flipped_bit_in_each_file(self, kind, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, kind, tmp_path)
+    def test_a_flipped_bit_in_each_file(self, kind, runs, tmp_path):
+        folder = self.good(runs, kind, tmp_path)
         generator = torch.Generator().manual_seed(3)
         names = names_in(folder)
         assert len(names) > (3 if kind == "saved" else 50)
@@ -70,16 +74,16 @@ class TestVerify(DistributedTest):
             path.write_bytes(content)
         assert run("verify", folder)[0] == 0
 
-    def test_missing_and_additional_files(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_missing_and_additional_files(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
         (folder / MODEL_FILE).rename(folder / "renamed")
         self.assert_found(folder, f"{folder / MODEL_FILE} is missing", f"warning: {folder / 'renamed'} is not of this")
         (folder / "renamed").rename(folder / MODEL_FILE)
         (folder / FILE_NAME).unlink()
         self.assert_found(folder, f"{folder / FILE_NAME} is missing")
 
-    def test_a_missing_parameter(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved_universal", tmp_path)
+    def test_a_missing_parameter(self, runs, tmp_path):
+        folder = self.good(runs, "saved_universal", tmp_path)
         for name in ("tall.weight", "tall.bias"):  # a frozen one, and a trained one
             count = len(list((folder / "zero" / name).iterdir()))
             shutil.move(folder / "zero" / name, tmp_path / name)
@@ -90,8 +94,8 @@ class TestVerify(DistributedTest):
             Manifest.of(folder).write(folder)
         assert run("verify", folder)[0] == 0
 
-    def test_a_changed_master(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_a_changed_master(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
         path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
         names = [name for group in load_safely(folder / MODEL_FILE)["param_shapes"] for name in group]
         partitions = load_safely(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
@@ -100,8 +104,8 @@ class TestVerify(DistributedTest):
             1))
         self.assert_found(folder, f"{names[changed]}: 1 of ")
 
-    def test_weights_in_the_model_file_that_do_not_fit(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_weights_in_the_model_file_that_do_not_fit(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
 
         def change(content):
             content["module"]["flat.weight"][3].add_(1)
@@ -112,8 +116,8 @@ class TestVerify(DistributedTest):
         self.assert_found(folder, "flat.weight: 40 of 480 weights in ", "twin.weight is missing in the module of ",
                           "head.weight is tied to embed.weight, and ", "tall.weight is frozen, and ")
 
-    def test_names_and_shapes_in_the_model_file_that_do_not_fit(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_names_and_shapes_in_the_model_file_that_do_not_fit(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
 
         def change(content):
             for group in content["param_shapes"]:
@@ -126,8 +130,8 @@ class TestVerify(DistributedTest):
                           "twin.weight is missing in the param_shapes of ",
                           "triplet.weight is missing in the optimizer's files")
 
-    def test_weights_of_a_universal_one_that_do_not_fit(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved_universal", tmp_path)
+    def test_weights_of_a_universal_one_that_do_not_fit(self, runs, tmp_path):
+        folder = self.good(runs, "saved_universal", tmp_path)
         edit(folder / "zero" / "flat.bias" / "fp32.pt", lambda content: content["param"][5:7].neg_())
         edit(folder / "zero" / "mean" / "fp32.pt", lambda content: content["param"].neg_())
         self.assert_found(folder, "flat.bias: 2 of 12 weights", "mean, which is not trained, is not the same")
@@ -144,8 +148,8 @@ class TestVerify(DistributedTest):
         (lambda ours, index: ours["single_partition_of_fp32_groups"].__setitem__(index, torch.zeros(1)),
          "has 1 elements of fp32 of embed.weight, and 1"),
     ])
-    def test_elements_that_are_not_there_exactly_once(self, spoil, line, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_elements_that_are_not_there_exactly_once(self, spoil, line, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
         for path in folder.glob("*_optim_states.pt"):
             ours = load_safely(path)["optimizer_state_dict"]["layerwise"]
             if ours["param_starts"].get("embed.weight") == 0:
@@ -153,8 +157,8 @@ class TestVerify(DistributedTest):
                                                  list(ours["shapes"]).index("embed.weight")))
         self.assert_found(folder, line)
 
-    def test_values_where_a_rank_should_have_none(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_values_where_a_rank_should_have_none(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
         path = folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
         ours = load_safely(path)["optimizer_state_dict"]
         index, name = next((i, name) for i, name in enumerate(ours["layerwise"]["shapes"])
@@ -163,8 +167,8 @@ class TestVerify(DistributedTest):
             index, torch.zeros(3)))
         self.assert_found(folder, f"has 3 elements of fp32 of {name}, and 0 by its own list")
 
-    def test_an_element_that_two_ranks_have(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved", tmp_path)
+    def test_an_element_that_two_ranks_have(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
         paths = sorted(folder.glob("*_optim_states.pt"))
         contents = [load_safely(path)["optimizer_state_dict"] for path in paths]
         index = list(contents[0]["layerwise"]["shapes"]).index("experts")
@@ -179,8 +183,8 @@ class TestVerify(DistributedTest):
         edit(paths[owner - 1], copied)
         self.assert_found(folder, "experts: elements 0 to 162 of 162 are in more than one file")
 
-    def test_states_of_a_universal_one(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved_universal", tmp_path)
+    def test_states_of_a_universal_one(self, runs, tmp_path):
+        folder = self.good(runs, "saved_universal", tmp_path)
         edit(folder / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content.update(param=torch.zeros(4)))
         (folder / "zero" / "flat.bias" / "exp_avg_sq.pt").unlink()
         Manifest.of(folder).write(folder)
@@ -188,22 +192,22 @@ class TestVerify(DistributedTest):
                           f"{folder / 'zero' / 'flat.bias' / 'exp_avg_sq.pt'} is missing")
         assert run("verify", folder, "--weights-only")[0] == 1
 
-    def test_what_is_not_finite_is_a_warning(self, class_tmpdir, tmp_path):
-        folder = self.good(class_tmpdir, "saved_universal", tmp_path)
+    def test_what_is_not_finite_is_a_warning(self, runs, tmp_path):
+        folder = self.good(runs, "saved_universal", tmp_path)
         edit(folder / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"][3:4].fill_(float("nan")))
         code, out, _ = run("verify", folder)
         lines = out.splitlines()[1:]
         assert code == 0 and lines == ["warning: tall.bias: exp_avg has values that are not finite", "ok"]
         assert "warning" not in run("verify", folder, "--weights-only")[1]
 
-    def test_what_deepspeeds_converter_wrote(self, class_tmpdir, tmp_path):
-        convert(class_tmpdir / "3" / "saved", tmp_path / "converted")
-        code, out, err = run("verify", tmp_path / "converted", class_tmpdir / "3" / "saved")
+    def test_what_deepspeeds_converter_wrote(self, runs, tmp_path):
+        convert(runs / "3" / "saved", tmp_path / "converted")
+        code, out, err = run("verify", tmp_path / "converted", runs / "3" / "saved")
         assert code == 0 and f"\nwarning: {tmp_path / 'converted'} has no {FILE_NAME}" in out, (out, err)
         assert out.endswith("ok\nequal bit for bit\n")
 
-    def test_a_process_of_its_own(self, class_tmpdir, tmp_path):
-        done = run_process("verify", class_tmpdir / "1")
+    def test_a_process_of_its_own(self, runs, tmp_path):
+        done = run_process("verify", runs / "1")
         assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("\nok\n")
         done = run_process("verify", tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", (
@@ -221,27 +225,30 @@ class TestVerify(DistributedTest):
 class TestCompare(DistributedTest):
     world_size = 1
 
-    @pytest.mark.world_size(3)
-    def test_1_save(self, class_tmpdir):
-        saved(class_tmpdir, "by_3", save_universal=True)
+    @pytest.fixture
+    def run_of_3(self, class_tmpdir):
+        return made_once(class_tmpdir / "run", [3], self.save)
 
-    def test_by_3_ranks_and_by_1(self, class_tmpdir):
+    def save(self, folder):
+        saved(folder, "by_3", save_universal=True)
+
+    def test_by_3_ranks_and_by_1(self, run_of_3, tmp_path):
         one = start(Everything(), ds_config(bucket_numel=1, **BF16))
-        one.load_checkpoint(class_tmpdir, tag="by_3")
-        one.save_checkpoint(class_tmpdir, tag="by_1")
+        one.load_checkpoint(run_of_3, tag="by_3")
+        one.save_checkpoint(tmp_path, tag="by_1")
         for other in ("by_3", "by_3_universal"):
-            code, out, _ = run("verify", class_tmpdir / "by_1", class_tmpdir / other)
+            code, out, _ = run("verify", tmp_path / "by_1", run_of_3 / other)
             assert code == 0 and out.splitlines()[1::2] == ["ok", "ok"] and out.endswith("\nequal bit for bit\n"), out
 
-    def test_in_bf16_and_in_fp32(self, class_tmpdir):
+    def test_in_bf16_and_in_fp32(self, run_of_3, tmp_path):
         one = start(Everything(), ds_config())
-        one.load_checkpoint(class_tmpdir, tag="by_3")
-        one.save_checkpoint(class_tmpdir, tag="in_fp32")
-        code, out, _ = run("verify", class_tmpdir / "in_fp32", class_tmpdir / "by_3")
+        one.load_checkpoint(run_of_3, tag="by_3")
+        one.save_checkpoint(tmp_path, tag="in_fp32")
+        code, out, _ = run("verify", tmp_path / "in_fp32", run_of_3 / "by_3")
         assert code == 0 and out.endswith("\nequal bit for bit\n"), out
 
-    def test_what_differs(self, class_tmpdir, tmp_path):
-        one, other = class_tmpdir / "by_3", shutil.copytree(class_tmpdir / "by_3_universal", tmp_path / "other")
+    def test_what_differs(self, run_of_3, tmp_path):
+        one, other = run_of_3 / "by_3", shutil.copytree(run_of_3 / "by_3_universal", tmp_path / "other")
         edit(other / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"][:3].add_(2))
         edit(other / "zero" / "flat.weight" / "exp_avg.pt", lambda content: content["param"][2, 5:7].add_(0.5))
         edit(other / "zero" / "twin.weight" / "exp_avg.pt", lambda content: content["param"][0].add_(0.25))
@@ -253,8 +260,8 @@ class TestCompare(DistributedTest):
         code, out, _ = run("verify", one, other, "--weights-only")
         assert code == 0 and out.endswith("\nequal bit for bit\n")
 
-    def test_zeros_of_two_signs_differ_and_the_same_nan_does_not(self, class_tmpdir, tmp_path):
-        one, other = (shutil.copytree(class_tmpdir / "by_3_universal", tmp_path / name) for name in ("one", "other"))
+    def test_zeros_of_two_signs_differ_and_the_same_nan_does_not(self, run_of_3, tmp_path):
+        one, other = (shutil.copytree(run_of_3 / "by_3_universal", tmp_path / name) for name in ("one", "other"))
         for folder, value in ((one, 0.0), (other, -0.0)):
             edit(folder / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"].fill_(float("nan")))
             edit(folder / "zero" / "flat.bias" / "exp_avg.pt", lambda content: content["param"].fill_(value))
@@ -262,10 +269,10 @@ class TestCompare(DistributedTest):
         assert code == 1 and out.splitlines()[-1] == (
             "exp_avg differs in 1 of 21 parameters, 0 elements, by at most 0: flat.bias")
 
-    def test_what_only_one_has(self, class_tmpdir, tmp_path):
+    def test_what_only_one_has(self, run_of_3, tmp_path):
         engine = start(Net(tied=True, odd=True), ds_config(params={"scalar_optimizer": "lion"}, **BF16))
         engine.save_checkpoint(tmp_path, tag="other")
-        one, other = class_tmpdir / "by_3", tmp_path / "other"
+        one, other = run_of_3 / "by_3", tmp_path / "other"
         code, out, _ = run("verify", one, other)
         lines = out.splitlines()[4:]
         assert code == 1 and lines[:6] == [

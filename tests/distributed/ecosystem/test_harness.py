@@ -53,15 +53,30 @@ class TestRanks(DistributedTest):
         assert dist.get_world_size() == 4
 
 
-class TestSharedFolder(DistributedTest):
-    world_size = 2
+class TestMadeOnce(DistributedTest):
+    world_size = [1, 2]
 
-    def test_first_writes(self, class_tmpdir):
-        Path(class_tmpdir, f"rank{dist.get_rank()}").touch()
+    @pytest.fixture
+    def made(self, class_tmpdir):
+        return harness.made_once(class_tmpdir / "made", [1, 2], self.make)
 
-    @pytest.mark.world_size(1)
-    def test_then_reads(self, class_tmpdir):
-        assert sorted(p.name for p in Path(class_tmpdir).iterdir()) == ["rank0", "rank1"]
+    def make(self, folder):
+        # The second of these tests would fail here, if it made the folder again.
+        (folder / f"rank {dist.get_rank()} of {dist.get_world_size()}").touch(exist_ok=False)
+
+    @pytest.mark.parametrize("reader", ["one", "another"])
+    def test_whichever_runs_first_finds_it(self, reader, made):
+        assert sorted(p.name for p in made.iterdir()) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
+
+
+def test_what_cannot_be_made_is_tried_once_and_fails_every_test_that_asks(tmp_path):
+    def make(folder):
+        (folder / "tried").touch(exist_ok=False)
+        raise ValueError("no space")
+
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception, match="(?s)rank 0 of 1 failed first.*ValueError: no space"):
+            harness.made_once(tmp_path / "made", [1], make)
 
 
 class TestWithoutGroup(DistributedTest):

@@ -14,7 +14,7 @@ from ds_layerwise import cli
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.costs import memory_bytes
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, reduced_gradients, relative_error, start
@@ -227,20 +227,25 @@ class TestCheckpoints(DistributedTest):
     def placements(self):
         return {1: [1], 2: [2], 4: [2, 4]}[dist.get_world_size()]
 
-    def test_1_save(self, class_tmpdir):
+    @pytest.fixture
+    def runs(self, class_tmpdir):
+        """Checkpoints in folders that are called as ranks_placement."""
+        return made_once(class_tmpdir / "runs", type(self).world_size, self.save)
+
+    def save(self, folder):
         for ep_size in self.placements():
             engine = start_experts(ep_size, layerwise={"save_universal": True}, stage=2 if ep_size == 2 else 1)
             train_experts(engine, 0, 3)
-            folder = class_tmpdir / f"{dist.get_world_size()}_{ep_size}"
-            engine.save_checkpoint(folder, tag="saved")
+            run = folder / f"{dist.get_world_size()}_{ep_size}"
+            engine.save_checkpoint(run, tag="saved")
             states, now = whole_states(engine), all_weights(engine, ep_size)
             train_experts(engine, 3, 6)
             later = all_weights(engine, ep_size)
             if dist.get_rank() == 0:
-                torch.save((states, now, later), folder / "expected.pt")
+                torch.save((states, now, later), run / "expected.pt")
             engine.destroy()
             if ep_size == 2:
-                on_rank_0(lambda: self.check_from_outside(folder, states))
+                on_rank_0(lambda: self.check_from_outside(run, states))
 
     def check_from_outside(self, folder, states):
         assert cli.main(["verify", str(folder / "saved"), str(folder / "saved_universal")]) == 0
@@ -252,15 +257,15 @@ class TestCheckpoints(DistributedTest):
         assert cli.main(["to-universal", str(folder), str(folder / "converted")]) == 0
         assert cli.main(["verify", str(folder / "converted"), str(folder / "saved_universal")]) == 0
 
-    def test_2_resume(self, class_tmpdir):
+    def test_resume(self, runs):
         world = dist.get_world_size()
         for ep_size in self.placements():
             engine = start_experts(ep_size)
             for saved in ("1_1", "2_2", "4_2", "4_4"):
-                states, now, later = torch.load(class_tmpdir / saved / "expected.pt")
+                states, now, later = torch.load(runs / saved / "expected.pt")
                 for tag in ("saved", "saved_universal"):
                     train_experts(engine, 9, 10)
-                    engine.load_checkpoint(class_tmpdir / saved, tag=tag)
+                    engine.load_checkpoint(runs / saved, tag=tag)
                     where = (saved, tag, "onto", world, ep_size)
                     assert engine.optimizer.fresh_states == {}, where
                     assert_equal_states(whole_states(engine), states, where)

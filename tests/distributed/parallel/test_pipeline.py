@@ -1,5 +1,6 @@
 """Pipelines against the same model in one piece."""
 
+import shutil
 from importlib.util import find_spec
 
 import deepspeed.comm as dist
@@ -15,7 +16,7 @@ import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, RoutingError
 from tests.support.checkpoints import assert_equal_states, on_rank_0
 from tests.support.cli import assert_refused, run
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.models import Block
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
@@ -362,47 +363,66 @@ def not_trained(engine):
 class TestCheckpoints(DistributedTest):
     """What two pipelines of two stages have saved, read by others."""
 
+    @pytest.fixture
+    def run_of_4(self, class_tmpdir):
+        """A checkpoint, what was saved in it, and what comes of the steps after it."""
+        return made_once(class_tmpdir / "run", [4], self.save)
+
+    def save(self, folder):
+        engine = self.start_4()
+        train_pipeline(engine, 3)
+        engine.save_checkpoint(folder, client_state={"key": "value"})
+        saved = {"states": whole_states(engine), "others": not_trained(engine)}
+        on_rank_0(lambda: torch.save(saved, folder / "saved.pt"))
+        later = self.go_on(engine)
+        on_rank_0(lambda: torch.save(later, folder / "later.pt"))
+
+    def start_4(self):
+        return start(with_frozen(2), config(layerwise={"save_universal": True}, bf16={
+            "enabled": True}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}}))
+
+    def go_on(self, engine):
+        """Train for three steps; their losses, and what the last one leaves."""
+        losses = train_pipeline(engine, 3, first=3)
+        return {"losses": losses, "lr": engine.get_lr(), "states": whole_states(engine),
+                "weights": whole_weights(engine)}
+
     @pytest.mark.world_size(4)
-    def test_1_resume_bit_for_bit(self, class_tmpdir):
-        first, resumed = (start(with_frozen(2), config(layerwise={"save_universal": True}, bf16={
-            "enabled": True}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}})) for _ in range(2))
-        train_pipeline(first, 3)
-        first.save_checkpoint(class_tmpdir, client_state={"key": "value"})
-        saved = {"states": whole_states(first), "others": not_trained(first)}
-        on_rank_0(lambda: torch.save(saved, class_tmpdir / "saved.pt"))
-        expected = train_pipeline(first, 3, first=3)
+    def test_resume_bit_for_bit(self, run_of_4, tmp_path):
+        resumed = self.start_4()
         train_pipeline(resumed, 2, first=70)
         # A folder whose name means something else to glob.
-        folder = class_tmpdir.with_name(f"{class_tmpdir.name} [1]*")
-        on_rank_0(lambda: folder.symlink_to(class_tmpdir))
+        folder = tmp_path / "run [1]*"
+        on_rank_0(lambda: folder.symlink_to(run_of_4))
         assert resumed.load_checkpoint(folder)[1]["key"] == "value"
         assert (resumed.global_steps, resumed.optimizer.step_count) == (3, 3)
-        assert train_pipeline(resumed, 3, first=3) == expected
-        assert resumed.get_lr() == first.get_lr()
-        assert_equal_states(whole_states(resumed), whole_states(first))
-        assert_equal_states(whole_weights(resumed), whole_weights(first))
+        found, expected = self.go_on(resumed), torch.load(run_of_4 / "later.pt")
+        assert found["losses"] == expected["losses"] and found["lr"] == expected["lr"]
+        assert_equal_states(found["states"], expected["states"])
+        assert_equal_states(found["weights"], expected["weights"])
 
     @pytest.mark.world_size([1, 2, 4])
-    def test_2_any_number_of_stages_and_pipelines(self, class_tmpdir):
+    def test_any_number_of_stages_and_pipelines(self, run_of_4):
         """Every weight and state is found by its name."""
         for stages in {1: [1], 2: [2, 1], 4: [4]}[dist.get_world_size()]:
             engine = start(with_frozen(stages), config(bf16={"enabled": True}))
+            expected = torch.load(run_of_4 / "saved.pt")
             for tag in ("global_step3", "global_step3_universal"):
-                self.load(engine, class_tmpdir, tag)
+                self.load(engine, run_of_4, tag, expected)
                 assert engine.optimizer.step_count == engine.global_steps == 3
-            self.load(engine, class_tmpdir, "global_step3", load_module_only=True, states=False)
+            self.load(engine, run_of_4, "global_step3", expected, load_module_only=True, states=False)
 
     @pytest.mark.world_size(2)
-    def test_3_deepspeeds_converter(self, class_tmpdir):
-        convert(class_tmpdir / "global_step3", class_tmpdir / "converted")
+    def test_deepspeeds_converter(self, run_of_4, tmp_path):
+        convert(run_of_4 / "global_step3", tmp_path / "converted")
         engine = start(with_frozen(2), config(bf16={"enabled": True}))
         with pytest.raises(LayerWiseError, match="3.bias, which is not trained, cannot be restored"):
-            engine.load_checkpoint(class_tmpdir, tag="converted")
-        self.load(engine, class_tmpdir, "converted", load_module_strict=False, others=False)
+            engine.load_checkpoint(tmp_path, tag="converted")
+        expected = torch.load(run_of_4 / "saved.pt")
+        self.load(engine, tmp_path, "converted", expected, load_module_strict=False, others=False)
 
-    def load(self, engine, folder, tag, *, states=True, others=True, **options):
+    def load(self, engine, folder, tag, expected, *, states=True, others=True, **options):
         """Load over other values, and compare with what was saved."""
-        expected = torch.load(folder / "saved.pt")
         train_pipeline(engine, 1, first=70)
         for name, value in engine.module.state_dict().items():
             if name not in engine.optimizer._params:
@@ -417,7 +437,7 @@ class TestCheckpoints(DistributedTest):
             assert_equal_states(not_trained(engine), expected["others"])
 
     @pytest.mark.world_size(2)
-    def test_4_what_does_not_fit_is_refused_on_all_ranks(self, class_tmpdir):
+    def test_what_does_not_fit_is_refused_on_all_ranks(self, run_of_4, tmp_path):
         engine = start(with_frozen(2), config(bf16={"enabled": True}))
         before = whole_states(engine)
         for module, message in (
@@ -426,28 +446,27 @@ class TestCheckpoints(DistributedTest):
             other = start(module, config())
             for states in (True, False):
                 with pytest.raises(LayerWiseError, match=message):
-                    other.load_checkpoint(class_tmpdir, tag="global_step3", load_optimizer_states=states)
+                    other.load_checkpoint(run_of_4, tag="global_step3", load_optimizer_states=states)
             other.destroy()
-        layer = class_tmpdir / "global_step3" / "layer_03-model_states.pt"
-        whole = layer.read_bytes()
-        on_rank_0(lambda: layer.write_bytes(whole[:-1]))
+        layer = tmp_path / "global_step3" / "layer_03-model_states.pt"
+        on_rank_0(lambda: shutil.copytree(run_of_4 / "global_step3", tmp_path / "global_step3"))
+        on_rank_0(lambda: layer.write_bytes(layer.read_bytes()[:-1]))
         for states in (True, False):
             with pytest.raises(LayerWiseError, match="layer_03-model_states.pt"):
-                engine.load_checkpoint(class_tmpdir, tag="global_step3", load_optimizer_states=states)
+                engine.load_checkpoint(tmp_path, tag="global_step3", load_optimizer_states=states)
         assert_equal_states(whole_states(engine), before)
-        on_rank_0(lambda: layer.write_bytes(whole))
 
     @pytest.mark.world_size(1)
-    def test_5_without_an_engine(self, class_tmpdir):
-        folder = class_tmpdir / "global_step3"
-        expected = torch.load(class_tmpdir / "saved.pt")
-        for command in (["verify", folder], ["to-universal", folder, class_tmpdir / "out"],
-                        ["consolidate", folder, class_tmpdir / "out"]):
+    def test_without_an_engine(self, run_of_4, tmp_path):
+        folder = run_of_4 / "global_step3"
+        expected = torch.load(run_of_4 / "saved.pt")
+        for command in (["verify", folder], ["to-universal", folder, tmp_path / "out"],
+                        ["consolidate", folder, tmp_path / "out"]):
             assert_refused("was saved by a pipeline, which only a pipeline reads", *command)
         code, out, _ = run("verify", f"{folder}_universal")
         assert code == 0, out
-        code, *_ = run("consolidate", f"{folder}_universal", class_tmpdir / "out.safetensors")
-        found = load_file(class_tmpdir / "out.safetensors")
+        code, *_ = run("consolidate", f"{folder}_universal", tmp_path / "out.safetensors")
+        found = load_file(tmp_path / "out.safetensors")
         assert code == 0 and found.keys() == expected["others"].keys() | {name for name, _ in expected["states"]}
         for (name, key), value in expected["states"].items():
             if key == "fp32":

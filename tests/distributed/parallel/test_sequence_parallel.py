@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_layerwise.errors import ConfigError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.models import TINY_GPT_MATRICES, attend, tiny_gpt, token_batch, token_loss
 from tests.support.reference import Recipe, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -184,37 +184,54 @@ class TestKeys(DistributedTest):
 class TestCheckpoints(DistributedTest):
     """Saved on four ranks, two a sequence, inside a step."""
 
-    @pytest.mark.world_size(4)
-    def test_1_resume_bit_for_bit(self, class_tmpdir):
-        engine, resumed = (start(PartOfASequence(), config(layerwise={"save_universal": True}),
-                                 **sequence_groups("mesh")) for _ in range(2))
+    @pytest.fixture
+    def run_of_4(self, class_tmpdir):
+        """A checkpoint, the gradients of the step that it is inside of, and what comes of the steps after it."""
+        return made_once(class_tmpdir / "run", [4], self.save)
+
+    def save(self, folder):
+        engine = self.start_4()
         train_engine(engine, 3, gas=GAS)
         engine.backward(engine((3, 0, dist.get_rank())))
         engine.step()
-        engine.save_checkpoint(class_tmpdir)
+        engine.save_checkpoint(folder)
+        gradients = self.go_on(engine)
+        torch.save((states(engine), weights(engine.module)), folder / f"later_{dist.get_rank()}.pt")
+        on_rank_0(lambda: torch.save(gradients, folder / "gradients.pt"))
+
+    def start_4(self):
+        return start(PartOfASequence(), config(layerwise={"save_universal": True}), **sequence_groups("mesh"))
+
+    def go_on(self, engine):
+        """End the step, and train for three more; the gradients of the first."""
+        engine.backward(engine((3, 1, dist.get_rank())))
+        gradients = whole_gradients(engine)
+        engine.step()
+        train_engine(engine, 3, gas=GAS, first=4)
+        return gradients
+
+    @pytest.mark.world_size(4)
+    def test_resume_bit_for_bit(self, run_of_4):
+        resumed = self.start_4()
         train_engine(resumed, 2, gas=GAS, first=70)
-        resumed.load_checkpoint(class_tmpdir)
+        resumed.load_checkpoint(run_of_4)
         assert resumed.global_steps == resumed.optimizer.step_count == 3
-        for each in (engine, resumed):
-            each.backward(each((3, 1, dist.get_rank())))
-            gradients = whole_gradients(each)
-            on_rank_0(lambda: torch.save(gradients, class_tmpdir / "gradients.pt"))
-            each.step()
-            train_engine(each, 3, gas=GAS, first=4)
-        assert_equal_states(states(resumed), states(engine))
-        assert torch.equal(weights(resumed.module), weights(engine.module))
+        assert_equal_states(self.go_on(resumed), torch.load(run_of_4 / "gradients.pt"))
+        later_states, later_weights = torch.load(run_of_4 / f"later_{dist.get_rank()}.pt")
+        assert_equal_states(states(resumed), later_states)
+        assert torch.equal(weights(resumed.module), later_weights)
 
     @pytest.mark.world_size(2)
-    def test_2_resume_on_fewer_sequences(self, class_tmpdir):
+    def test_resume_on_fewer_sequences(self, run_of_4):
         """The two ranks stand in for four: their second micro-batch is the mean of those that the four had."""
         engine = start(PartOfASequence(), config(stage=2), **sequence_groups("mpu"))
-        engine.load_checkpoint(class_tmpdir)
+        engine.load_checkpoint(run_of_4)
         saved = whole_states(engine)
         losses = [engine((3, 1, dist.get_rank() + SP * sequence)) for sequence in range(2)]
         engine.backward((losses[0] + losses[1]) / 2)
-        expected = torch.load(class_tmpdir / "gradients.pt")
+        expected = torch.load(run_of_4 / "gradients.pt")
         for name, value in whole_gradients(engine).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
         engine.optimizer.zero_grad()
-        engine.load_checkpoint(class_tmpdir, tag="global_step3_universal")
+        engine.load_checkpoint(run_of_4, tag="global_step3_universal")
         assert_equal_states(whole_states(engine), saved)

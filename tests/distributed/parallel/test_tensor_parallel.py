@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, part
@@ -142,7 +142,7 @@ def assert_holds(engine, expected):
 
 
 class TestCheckpoints(DistributedTest):
-    """One after the other in one folder: four ranks save, then two and four go on."""
+    """Four ranks save, two and four go on."""
 
     world_size = 4
 
@@ -160,12 +160,25 @@ class TestCheckpoints(DistributedTest):
         assert_holds(engine, saved["later"])
         return engine
 
-    def test_save(self, class_tmpdir):
+    @pytest.fixture
+    def run_of_4(self, class_tmpdir):
+        """A checkpoint in two parts, and what each part was then and later."""
+        return made_once(class_tmpdir / "parts", [4], self.save)
+
+    @pytest.fixture
+    def run_of_1(self, class_tmpdir):
+        """A checkpoint of the whole model."""
+        return made_once(class_tmpdir / "whole", [1], self.save_whole)
+
+    def save_whole(self, folder):
+        start(Net(), ds_config()).save_checkpoint(folder, tag="whole")
+
+    def save(self, folder):
         mpu = Mpu(2)
         module = OnWholeNumbers(mpu)
         engine = start(module, ds_config(clip=1.0), mpu=mpu)
         train_on_whole_numbers(engine, mpu, range(2))
-        engine.save_checkpoint(class_tmpdir, tag="first")
+        engine.save_checkpoint(folder, tag="first")
         expected = {"saved": everything(engine)}
         train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
         expected["later"] = everything(engine)
@@ -173,47 +186,46 @@ class TestCheckpoints(DistributedTest):
             # Of a part, DeepSpeed's functions see the part.
             assert torch.equal(safe_get_full_fp32_param(p), p), name
         if mpu.get_data_parallel_rank() == 0:
-            torch.save(expected, class_tmpdir / f"expected_{mpu.get_model_parallel_rank()}.pt")
+            torch.save(expected, folder / f"expected_{mpu.get_model_parallel_rank()}.pt")
 
     @pytest.mark.world_size([2, 4])
-    def test_resume_with_any_number_of_copies(self, class_tmpdir):
+    def test_resume_with_any_number_of_copies(self, run_of_4):
         for changes in ({}, {"stage": 2, "bucket_numel": 10**9}):
-            self.go_on(class_tmpdir, ds_config(clip=1.0, **changes)).destroy()
+            self.go_on(run_of_4, ds_config(clip=1.0, **changes)).destroy()
 
     @pytest.mark.world_size(2)
-    def test_another_number_of_parts_is_refused_everywhere(self, class_tmpdir):
+    def test_another_number_of_parts_is_refused_everywhere(self, run_of_4, run_of_1):
         engine = start(Net(), ds_config())
         before = {name: p.clone() for name, p in engine.module.named_parameters()}
         for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
             with pytest.raises(LayerWiseError, match="first holds a model in 2 parts, and this run has it in 1; resume "
                                                      "with as many, or put them together with DeepSpeed's"):
-                engine.load_checkpoint(class_tmpdir, tag="first", **options)
+                engine.load_checkpoint(run_of_4, tag="first", **options)
         assert all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
-        engine.save_checkpoint(class_tmpdir, tag="whole", save_latest=False)
         engine.destroy()
         mpu = Mpu(2)
         engine = start(Net(mpu), ds_config(), mpu=mpu)
         with pytest.raises(LayerWiseError, match="whole holds a model in 1 part, and this run has it in 2; resume "
                                                  "with as many$"):
-            engine.load_checkpoint(class_tmpdir, tag="whole")
+            engine.load_checkpoint(run_of_1, tag="whole")
         with torch.no_grad():
             engine.module.tall_rows.weight.fill_(7.0)
-        engine.load_checkpoint(class_tmpdir, tag="first", load_optimizer_states=False)
-        saved = torch.load(class_tmpdir / f"expected_{mpu.get_model_parallel_rank()}.pt")["saved"]
+        engine.load_checkpoint(run_of_4, tag="first", load_optimizer_states=False)
+        saved = torch.load(run_of_4 / f"expected_{mpu.get_model_parallel_rank()}.pt")["saved"]
         assert torch.equal(engine.module.tall_rows.weight, saved["tall_rows.weight", None])
 
     @pytest.mark.world_size(1)
-    def test_the_command_line(self, class_tmpdir, capsys):
-        first = str(class_tmpdir / "first")
+    def test_the_command_line(self, run_of_4, run_of_1, tmp_path, capsys):
+        first = str(run_of_4 / "first")
         assert main(["verify", first, first, "--quiet"]) == 0
         printed = capsys.readouterr().out
         assert "step 2, 2 ranks, 2 parts" in printed and printed.endswith("equal bit for bit\n")
-        assert main(["verify", first, str(class_tmpdir / "whole"), "--quiet"]) == 1
+        assert main(["verify", first, str(run_of_1 / "whole"), "--quiet"]) == 1
         assert "the models are cut into 2 and 1 parts" in capsys.readouterr().out
         for command in ("to-universal", "consolidate"):
-            assert main([command, first, str(class_tmpdir / command), "--quiet"]) == 2
+            assert main([command, first, str(tmp_path / command), "--quiet"]) == 2
             assert "cut into 2 parts; put them together with DeepSpeed's ds_to_uni" in capsys.readouterr().err
-            assert not (class_tmpdir / command).exists()
+            assert not (tmp_path / command).exists()
 
 
 def llama():
@@ -226,7 +238,7 @@ def llama():
 class TestAutoTp(DistributedTest):
     world_size = 4
 
-    def test_a_language_model_against_the_whole_one(self, class_tmpdir):
+    def test_a_language_model_against_the_whole_one(self, tmp_path):
         def data(step, micro, rank):
             seed = 1 + rank + 10 * step
             return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(seed))
@@ -250,14 +262,12 @@ class TestAutoTp(DistributedTest):
                     whole = whole if whole.shape[dim] == size else whole.chunk(2, dim)[dist.get_rank() % 2]
                 assert relative_error(p.detach(), whole) < 1e-5, (name, tp_mode)
             if stage == 1:
-                engine.save_checkpoint(class_tmpdir, tag="parts")
+                engine.save_checkpoint(tmp_path, tag="parts")
                 saved = everything(engine)
             else:
-                engine.load_checkpoint(class_tmpdir, tag="parts")
+                engine.load_checkpoint(tmp_path, tag="parts")
                 assert_holds(engine, saved)
             engine.destroy()
-        if dist.get_rank() < 2:
-            torch.save(saved, class_tmpdir / f"expected_{dist.get_rank()}.pt")
 
     @pytest.mark.world_size(2)
     def test_an_mpu_with_the_same_groups_changes_nothing(self):
@@ -274,12 +284,27 @@ class TestAutoTp(DistributedTest):
         for name, value in results[0][1].items():
             assert torch.equal(value, results[1][1][name]), name
 
+    @pytest.fixture
+    def run_of_4(self, class_tmpdir):
+        return made_once(class_tmpdir / "run", [4], self.save)
+
+    def save(self, folder):
+        engine = start(llama(), ds_config(params={"eps": 1e-8}, tensor_parallel={"autotp_size": 2}))
+        for step in range(STEPS):
+            ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.save_checkpoint(folder, tag="parts")
+        saved = everything(engine)
+        if dist.get_rank() < 2:
+            torch.save(saved, folder / f"expected_{dist.get_rank()}.pt")
+
     @pytest.mark.world_size(2)
-    def test_deepspeeds_converter_puts_the_parts_together(self, class_tmpdir):
-        convert(class_tmpdir / "parts", class_tmpdir / "whole")
+    def test_deepspeeds_converter_puts_the_parts_together(self, run_of_4, tmp_path):
+        convert(run_of_4 / "parts", tmp_path / "whole")
         engine = start(llama(), ds_config())
-        engine.load_checkpoint(class_tmpdir, tag="whole")
-        one, other = (torch.load(class_tmpdir / f"expected_{rank}.pt") for rank in range(2))
+        engine.load_checkpoint(tmp_path, tag="whole")
+        one, other = (torch.load(run_of_4 / f"expected_{rank}.pt") for rank in range(2))
         for key, value in everything(engine).items():
             cut = [dim for dim, size in enumerate(value.shape) if one[key].shape[dim] != size]
             assert torch.equal(value, torch.cat([one[key], other[key]], *cut) if cut else one[key]), key
