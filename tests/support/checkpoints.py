@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed.comm as dist
 import torch
 
@@ -14,10 +16,10 @@ def states(engine):
 
 def whole_states(engine):
     """Every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [(p.name, p.param_start, p.master, p.state)
                                       for p in engine.optimizer._owned.record().pieces])
-    whole = {}
+    whole: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, _, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
         for key, value in {"fp32": master, **state}.items():
             whole.setdefault((name, key), []).append(value)

@@ -37,7 +37,9 @@ def blocks(language: str) -> list[Block]:
 
 def blocks_of(path: Path) -> list[Block]:
     """Every fenced block of a page, also those that name no language."""
-    found, start, language, inside = [], 0, "", []
+    found: list[Block] = []
+    inside: list[str] = []
+    start, language = 0, ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.startswith("```") and not start:
             start, language, inside = number, line[3:].strip(), []

@@ -84,6 +84,12 @@ def part(whole: Tensor, dim: int, mpu: Mpu | None) -> Tensor:
     return whole.chunk(mpu.get_model_parallel_world_size(), dim)[mpu.get_model_parallel_rank()].contiguous()
 
 
+def mark(param: nn.Parameter, dim: int, **more: int) -> None:
+    """Say of a part, as Megatron does, what axis it is cut along."""
+    for key, value in {"tensor_model_parallel": True, "partition_dim": dim, **more}.items():
+        setattr(param, key, value)
+
+
 class Linear(nn.Module):
     """A linear layer, whole without an ``mpu``; cut along its rows (with its bias) or columns, and marked, with one."""
 
@@ -96,7 +102,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(part(whole.weight.data, dim, mpu))
         self.bias = nn.Parameter(part(whole.bias.data, 0, mpu) if dim == 0 else whole.bias.data)
         for param in (self.weight, self.bias)[:2 if dim == 0 else 1]:
-            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
+            mark(param, dim, partition_stride=1)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -108,11 +114,13 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(part(whole, 0, mpu))
         self.first = 0 if mpu is None else mpu.get_model_parallel_rank() * self.weight.shape[0]
         if mpu is not None:
-            self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+            mark(self.weight, 0)
 
 
 class Net(nn.Module):
     """Pairs of a layer cut along its rows and one cut along its columns, between copies of an activation."""
+
+    copied: Linear
 
     def __init__(self, mpu: Mpu | None = None) -> None:
         super().__init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -102,9 +104,9 @@ def reduced_gradients(engine):
 
 def whole_gradients(engine):
     """The averaged gradients, whole and 1-D, put together from all ranks."""
-    everyone = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, reduced_gradients(engine))
-    whole = {}
+    whole: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for pieces in everyone:
         for name, (first, values) in pieces.items():
             whole.setdefault(name, []).append((first, values))
