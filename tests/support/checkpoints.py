@@ -7,10 +7,12 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
+from tests.support import internals
+
 
 def states(engine):
     """This rank's states by (parameter, state), copies."""
-    return {(name, key): value.clone() for name, state in engine.optimizer._owned.states.items()
+    return {(name, key): value.clone() for name, state in internals.states(engine).items()
             for key, value in state.items()}
 
 
@@ -18,7 +20,7 @@ def whole_states(engine):
     """Every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [(p.name, p.param_start, p.master, p.state)
-                                      for p in engine.optimizer._owned.record().pieces])
+                                      for p in internals.records(engine)])
     whole: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, _, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
         for key, value in {"fp32": master, **state}.items():
@@ -28,7 +30,7 @@ def whole_states(engine):
 
 def masters(engine):
     """Whole masters by name, in the shape of their parameters."""
-    shapes = {name: p.shape for name, p in engine.optimizer._params.items()}
+    shapes = {name: p.shape for name, p in internals.trained(engine).items()}
     return {name: value.view(shapes[name]) for (name, key), value in whole_states(engine).items() if key == "fp32"}
 
 

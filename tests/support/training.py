@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_layerwise
+from tests.support import internals
 from tests.support.reference import Recipe, trainable, whole_number_loss
 
 
@@ -94,12 +95,11 @@ def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
 
 def reduced_gradients(engine):
     """This rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
-    optimizer = engine.optimizer
-    if optimizer.settings.stage == 2:
+    if engine.optimizer.settings.stage == 2:
         # They are sums until the step.
-        optimizer._grad_sync.finish()
-    return {piece.name: (piece.param_start, optimizer._owned.reduced.piece(piece.name).clone())
-            for pieces in optimizer._owned.pieces for piece in pieces}
+        internals.grad_sync(engine).finish()
+    return {piece.name: (piece.param_start, internals.reduced(engine, piece.name).clone())
+            for piece in internals.pieces(engine)}
 
 
 def whole_gradients(engine):
@@ -149,11 +149,10 @@ def poison(engine):
             used[slot.start - bucket.start:slot.stop - bucket.start] = True
         first, last = bucket.shard(optimizer.rank)
         own = ~used[first - bucket.start:last - bucket.start]
-        for buffer in (optimizer._values, optimizer._grads):
-            if buffer is not None:
-                buffer.bucket(bucket)[~used] = float("nan")
-                hit += int((~used).sum())
-        for shards in (optimizer._owned.masters, optimizer._owned.reduced):
+        for buffer in internals.buffers(engine):
+            buffer.bucket(bucket)[~used] = float("nan")
+            hit += int((~used).sum())
+        for shards in internals.shards(engine):
             shards.bucket(bucket.index)[own] = float("nan")
             hit += int(own.sum())
     return hit

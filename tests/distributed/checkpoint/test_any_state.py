@@ -14,6 +14,7 @@ from ds_layerwise.plan.report import as_json
 from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
 from ds_layerwise.recipes.registry import REGISTRY, Entry
 from ds_layerwise.recipes.settings import Decay
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
@@ -84,7 +85,7 @@ def engine_of(monkeypatch, **changes):
 
 def bytes_of_states(engine):
     """What they take on the device, by the tensors themselves."""
-    return sum(value.nbytes for state in engine.optimizer._owned.states.values() for key, value in state.items()
+    return sum(value.nbytes for state in internals.states(engine).values() for key, value in state.items()
                if key != "step")
 
 
@@ -135,7 +136,7 @@ class TestAnyState(DistributedTest):
         plain, hosted = engine_of(monkeypatch), engine_of(monkeypatch, zero_optimization={
             "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": ratio}})
         held = hosted.optimizer.forecast().memory[hosted.global_rank]
-        assert sum(t.nbytes for t in hosted.optimizer._owned.host.tensors) == held.host
+        assert sum(t.nbytes for t in internals.host_tensors(hosted)) == held.host
         for engine in (plain, hosted):
             train_engine(engine, 3)
         assert_equal_states(whole_states(hosted), whole_states(plain))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -269,7 +270,7 @@ class TestScalarOptimizers(DistributedTest):
         expected = whole_states(saved)
         engine = start(Net(), ds_config(params={"scalar_optimizer": now}, layerwise={"on_optimizer_change": policy}))
         # All others are Muon's.
-        scalars = {name for name in engine.optimizer._params if name not in MATRICES}
+        scalars = {name for name in internals.trained(engine) if name not in MATRICES}
         assert scalars >= {"embed.weight", "norm.bias", "head.weight"}
         family = {"adamw": "adam"}
         why = f"{family.get(before, before)} before, {family.get(now, now)} now" + ", went on from exp_avg" * kept

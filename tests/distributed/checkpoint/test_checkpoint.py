@@ -14,6 +14,7 @@ import ds_layerwise
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
@@ -132,7 +133,7 @@ class TestInsideAStep(DistributedTest):
     def reduce(self, engine):
         """Have the average of what has accumulated so far, as at the boundary."""
         if engine.zero_optimization_stage() == 1:
-            engine.optimizer._grad_sync.reduce()
+            internals.grad_sync(engine).reduce()
 
     def config(self, precision, **changes):
         return ds_config(gas=4, **({"bf16": {"enabled": True}} if precision == "bf16" else {}), **changes)
@@ -186,7 +187,7 @@ class TestDeepSpeedsTools(DistributedTest):
                 continue
             travels_as = "exp_avg" if key == "momentum_buffer" else key
             found = torch.load(tmp_path / "universal" / "zero" / name / f"{travels_as}.pt", weights_only=False)["param"]
-            piece = next(p for pieces in engine.optimizer._owned.pieces for p in pieces if p.name == name)
+            piece = next(p for p in internals.pieces(engine) if p.name == name)
             assert torch.equal(found.flatten()[piece.param_start:piece.param_start + piece.numel], value.flatten())
 
 
@@ -292,8 +293,8 @@ class TestWhatIsLoaded(DistributedTest):
         """A copy of all masters and states would not fit beside them."""
         engine = start(Net(), ds_config(bf16={"enabled": True}))
         train_engine(engine, 1)
-        owned, saved = engine.optimizer._owned, engine.optimizer.state_dict()
-        live = {t.data_ptr() for p in owned.record().pieces for t in (p.master, *p.state.values())}
+        saved = engine.optimizer.state_dict()
+        live = {t.data_ptr() for p in internals.records(engine) for t in (p.master, *p.state.values())}
         held = [*saved["single_partition_of_fp32_groups"],
                 *(t for state in saved["base_optimizer_state"]["state"].values() for t in state.values())]
         for tensor in held:
@@ -314,7 +315,7 @@ class TestWhatIsLoaded(DistributedTest):
     def test_a_piece_knows_where_in_its_parameter_it_starts(self):
         engine = start(Net(), ds_config(bucket_numel=1))
         starts = engine.optimizer.state_dict()["layerwise"]["param_starts"]
-        assert starts == {p.name: p.param_start for pieces in engine.optimizer._owned.pieces for p in pieces}
+        assert starts == {p.name: p.param_start for p in internals.pieces(engine)}
         assert dist.get_rank() == 0 or any(starts.values())
 
     def test_nothing_to_load_changes_nothing(self, tmp_path):
@@ -329,7 +330,7 @@ class TestWhatIsLoaded(DistributedTest):
         zeros = {name: torch.zeros_like(value) for name, value in engine.module.state_dict().items()}
         train_engine(engine, 1)
         engine.module.load_state_dict(zeros)
-        assert not engine.optimizer._param_sync._pending
+        assert not internals.gathers_under_way(engine)
 
 
 class TestRefusedOptimizers(DistributedTest):

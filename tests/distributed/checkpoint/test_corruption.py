@@ -21,6 +21,7 @@ from torch import nn
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME, FORMAT, Manifest
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
@@ -244,7 +245,7 @@ def everything(engine):
     """All that a load may change, copies."""
     optimizer = engine.optimizer
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    masters = {(piece.name, "fp32"): piece.master.clone() for piece in optimizer._owned.record().pieces}
+    masters = {(piece.name, "fp32"): piece.master.clone() for piece in internals.records(engine)}
     counts = (optimizer.step_count, engine.global_steps, engine.global_samples, engine.skipped_steps,
               engine.micro_steps)
     return ({**states(engine), **masters, ("weights", ""): weights(engine.module).clone(),

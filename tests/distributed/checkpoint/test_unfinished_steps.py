@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -126,17 +127,17 @@ class TestEveryPoint(DistributedTest):
     def test_inside_an_update_it_is_refused_on_every_rank(self, tmp_path):
         engine = start(Net(), ds_config())
         train_engine(engine, 1)
-        update = engine.optimizer._owned.update
+        update = internals.owned(engine).update
 
         def interrupted(*args, **options):
             update(*args, **options)
             engine.save_checkpoint(tmp_path)
 
-        engine.optimizer._owned.update = interrupted
+        internals.owned(engine).update = interrupted
         engine.backward(engine((1, 0, dist.get_rank())))
         with pytest.raises(StepError, match=re.escape("cannot be saved inside engine.step(), or after")):
             engine.step()
-        engine.optimizer._owned.update = update
+        internals.owned(engine).update = update
         with pytest.raises(StepError, match="some parameters have it and others not; load a checkpoint"):
             engine.save_checkpoint(tmp_path)
         assert not (tmp_path / "latest").exists() and not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import ds_layerwise
 from ds_layerwise.errors import RoutingError, StepError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.models import token_batch
@@ -98,9 +99,8 @@ class TestLora(DistributedTest):
             assert_equal_states(frozen(module), before)
             assert_same_on_all_ranks(module)
             # Padding apart, there is memory for what is trained alone.
-            buffers = [b for b in (engine.optimizer._values, engine.optimizer._grads) if b is not None]
             largest = sum(param.numel() + 64 for param in trainable(module).values()) + 64 * 2
-            assert all(tensor.numel() <= largest for buffer in buffers for tensor in buffer.tensors)
+            assert all(tensor.numel() <= largest for buffer in internals.buffers(engine) for tensor in buffer.tensors)
             engine.destroy()
 
     def test_saved_alone_then_resumed_then_all_is_unfrozen(self, tmp_path):

@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ds_layerwise.errors import ConfigError, StepError
+from tests.support import internals
 from tests.support.checkpoints import on_rank_0
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest
@@ -45,10 +46,8 @@ EXACT = {"ns_method": "standard", "ns_dtype": "fp32"}
 
 def masters(engine):
     """All float32 masters, whole."""
-    mine = {}
-    for pieces in engine.optimizer._owned.pieces:
-        for piece in pieces:
-            mine[piece.name] = (piece.param_start, engine.optimizer._owned.masters.piece(piece.name).clone())
+    mine = {piece.name: (piece.param_start, internals.master(engine, piece.name).clone())
+            for piece in internals.pieces(engine)}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return {name: torch.cat([of_rank[name][1] for of_rank in sorted(

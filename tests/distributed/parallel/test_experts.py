@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_layerwise import cli
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.costs import memory_bytes
 from tests.support.harness import DistributedTest, made_once
@@ -194,7 +195,7 @@ class TestExperts(DistributedTest):
         found = {kind.value: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
                  for kind, tensors in optimizer.offloading.memory().items()}
         assert (found["hp_params"], found["optim_states"]) == (memory.masters, memory.states)
-        assert sum(t.nbytes for t in optimizer._owned.host.tensors) == memory.host > 0
+        assert sum(t.nbytes for t in internals.host_tensors(engine)) == memory.host > 0
 
 
 def start_experts(ep_size, **kwargs):

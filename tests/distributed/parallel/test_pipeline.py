@@ -14,6 +14,7 @@ from torch import nn
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, RoutingError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0
 from tests.support.cli import assert_refused, run
 from tests.support.harness import DistributedTest, made_once
@@ -148,7 +149,7 @@ def whole_weights(engine):
 def whole_states(engine):
     """Every master and state of every stage, by parameter and key, whole and 1-D."""
     mine = {}
-    for piece in engine.optimizer._owned.record().pieces:
+    for piece in internals.records(engine):
         for key, value in {"fp32": piece.master, **piece.state}.items():
             mine[piece.name, key] = (piece.param_start, value.clone())
     everyone = [None] * dist.get_world_size()
@@ -355,7 +356,7 @@ def with_frozen(stages, **options):
 
 def not_trained(engine):
     """Frozen parameters and buffers of all stages."""
-    trained = {f"{name}" for name in engine.optimizer._params}
+    trained = {f"{name}" for name in internals.trained(engine)}
     return of_all_stages({name: value.clone() for name, value in engine.module.state_dict().items()
                           if name not in trained})
 
@@ -425,7 +426,7 @@ class TestCheckpoints(DistributedTest):
         """Load over other values, and compare with what was saved."""
         train_pipeline(engine, 1, first=70)
         for name, value in engine.module.state_dict().items():
-            if name not in engine.optimizer._params:
+            if name not in internals.trained(engine):
                 value.fill_(7)
         engine.load_checkpoint(folder, tag=tag, **options)
         for name, value in whole_weights(engine).items():

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
@@ -133,7 +134,7 @@ class TestExactly(DistributedTest):
 def everything(engine):
     """Masters (key None) and states of this rank's parts, by (parameter, key)."""
     return {(access.name, key): access.get_full_hp_param(key) for access in engine.optimizer._access
-            for key in (None, *engine.optimizer._owned.state_keys(access.name))}
+            for key in (None, *internals.owned(engine).state_keys(access.name))}
 
 
 def assert_holds(engine, expected):

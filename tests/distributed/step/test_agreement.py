@@ -11,6 +11,7 @@ from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks import same_weights
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_tensor_parallel import part_of
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
@@ -225,7 +226,7 @@ class TestOneRankAlone(DistributedTest):
             each.backward(each((0, 0, dist.get_rank())))
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
-                of, name = {"the norm": (engine.optimizer._owned, "sum_of_squares"),
+                of, name = {"the norm": (internals.owned(engine), "sum_of_squares"),
                             "a checksum": (same_weights, "checksum")}[where]
                 patch.setattr(of, name, no_memory)
             kind, message = (torch.OutOfMemoryError, "tried") if dist.get_rank() else (

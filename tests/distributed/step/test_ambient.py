@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.plan import wire
+from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
@@ -73,10 +74,9 @@ NOT_AROUND = {("inference mode", "backward"), ("a default device", "backward")}
 
 def everything(engine):
     """All that a rank has: parameters, masters, states and the norm, by name."""
-    optimizer = engine.optimizer
     found = {f"param {name}": p.detach().clone() for name, p in engine.module.named_parameters()}
-    for name, state in optimizer._owned.states.items():
-        found[f"master {name}"] = optimizer._owned.masters.piece(name).clone()
+    for name, state in internals.states(engine).items():
+        found[f"master {name}"] = internals.master(engine, name).clone()
         found.update({f"{key} {name}": value.clone() for key, value in state.items()})
     found["norm"] = torch.as_tensor(float(engine.get_global_grad_norm()), dtype=torch.float64, device="cpu")
     return found

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_layerwise.errors import StepError
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable, whole_number_loss
 from tests.support.rooms import rooms
@@ -189,7 +190,7 @@ class TestWhenBucketsStart(Backward):
     def launches(self):
         """Of a step of two micro-batches: for every bucket the micro-batch, and whether autograd was at work."""
         engine = start(Net(), self.config(gas=2, bucket_numel=1))
-        sync, inside = engine.optimizer._grad_sync, []
+        sync, inside = internals.grad_sync(engine), []
         launch = sync._launch
 
         def recording():
@@ -243,7 +244,7 @@ class TestWhenBucketsStart(Backward):
 
     def test_few_at_a_time(self):
         engine = start(Net(), self.config(bucket_numel=1))
-        sync, under_way = engine.optimizer._grad_sync, []
+        sync, under_way = internals.grad_sync(engine), []
         launch = sync._launch
 
         def recording():
@@ -259,7 +260,7 @@ class TestWhenBucketsStart(Backward):
         engine.enable_backward_allreduce = False
         for micro in range(2):
             engine.backward(engine((0, micro, dist.get_rank())))
-        assert engine.optimizer._grad_sync._launched == 0
+        assert internals.launched(engine) == 0
 
 
 class Checkpointed(nn.Module):
@@ -347,10 +348,10 @@ class TestAutograd(Backward):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the cycle between a parameter and its gradient
             engine((0, 0, dist.get_rank())).square().backward(create_graph=True)
-        optimizer = engine.optimizer
-        kept = [optimizer._owned.reduced.bucket(b.index) for b in optimizer.layout.buckets]
+        buckets = engine.optimizer.layout.buckets
+        kept = [internals.owned(engine).reduced.bucket(b.index) for b in buckets]
         if self.stage == 1:
-            kept += [optimizer._grads.bucket(b) for b in optimizer.layout.buckets]
+            kept += [internals.grads(engine).bucket(b) for b in buckets]
         assert not any(gradient.requires_grad for gradient in kept)
 
     @pytest.mark.parametrize("direct", [True, False])
@@ -385,7 +386,7 @@ class TestDropped(Backward):
 
     def test_what_is_under_way_is_over_before_the_next_gradient(self):
         engine = start(Net(), self.config(clip=5.0))
-        sync = engine.optimizer._grad_sync
+        sync = internals.grad_sync(engine)
         reduce, sync.reduce = sync.reduce, lambda: None
         engine.backward(engine((50, 0, dist.get_rank())))
         assert sync._pending
@@ -443,7 +444,7 @@ class TestWhenBucketsStartAtStage2(TestWhenBucketsStart):
 
     def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):
         engine = start(Net(), self.config(bucket_numel=1))
-        sync, kept = engine.optimizer._grad_sync, []
+        sync, kept = internals.grad_sync(engine), []
         launch = sync._launch
 
         def recording():
@@ -454,7 +455,7 @@ class TestWhenBucketsStartAtStage2(TestWhenBucketsStart):
         sync._launch = recording
         train_engine(engine, 1)
         assert not kept
-        assert engine.optimizer._grads is None
+        assert internals.grads(engine) is None
 
 
 class TestAutogradAtStage2(TestAutograd):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest, free_port
@@ -236,7 +237,7 @@ def train_until_it_ends(how, moment, folder):
         if moment == "backward":
             engine.module.tall.weight.register_hook(end)
         else:
-            engine.optimizer._owned.update = end
+            internals.owned(engine).update = end
     try:
         train_engine(engine, 2, first=2)
     finally:

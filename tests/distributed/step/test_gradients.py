@@ -5,6 +5,7 @@ import pytest
 from deepspeed.utils import safe_get_full_grad
 
 from ds_layerwise.ranks.bucket_order import Gradients
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start
@@ -18,8 +19,8 @@ class TestOneAnswer(DistributedTest):
     @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False)])
     def test_through_two_steps(self, stage, overlap):
         engine = start(Net(), ds_config(stage=stage, gas=2, overlap=overlap))
-        optimizer = engine.optimizer
-        sync, launch, update = optimizer._grad_sync, optimizer._grad_sync._launch, optimizer._owned.update
+        sync, owned = internals.grad_sync(engine), internals.owned(engine)
+        launch, update = sync._launch, owned.update
         launching, updating = set(), set()
 
         def watched_launch():
@@ -30,7 +31,7 @@ class TestOneAnswer(DistributedTest):
             updating.add(sync.gradients)
             update(*args, **kwargs)
 
-        sync._launch, optimizer._owned.update = watched_launch, watched_update
+        sync._launch, owned.update = watched_launch, watched_update
         for step in range(2):
             for micro in range(2):
                 before = Gradients.SUMS if micro else Gradients.NONE

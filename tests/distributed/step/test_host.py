@@ -17,6 +17,7 @@ from deepspeed.utils import (
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks import host_memory
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.harness import DistributedTest
@@ -55,14 +56,15 @@ def storages(tensors):
 
 
 def on_host(engine):
-    return storages(engine.optimizer._owned.host.tensors)
+    return storages(internals.host_tensors(engine))
 
 
 def predicted(engine):
     """This rank's memory by the cost model."""
     optimizer = engine.optimizer
-    grads = None if optimizer._grads is None else {
-        d: str(optimizer._grads.dtype(d)).removeprefix("torch.") for d in optimizer.layout.dtypes}
+    buffer = internals.grads(engine)
+    grads = None if buffer is None else {
+        d: str(buffer.dtype(d)).removeprefix("torch.") for d in optimizer.layout.dtypes}
     return memory_bytes(optimizer.layout, stage=optimizer.settings.stage, grads_stored_as=grads,
                         host_ratio=optimizer.settings.host_ratio)[optimizer.rank]
 
@@ -115,7 +117,7 @@ class TestAgainstNone(DistributedTest):
 
     def compare(self, stage, precision, copies, gas=1):
         plain, expected = self.run(config(stage=stage, precision=precision, gas=gas), gas)
-        assert not copies["in"] and not plain.optimizer._owned.host.tensors
+        assert not copies["in"] and not internals.host_tensors(plain)
         for ratio in (0, 0.4, 1):
             layerwise = {"overlap_param_gather": ratio == 0.4}
             engine, seen = self.run(config(ratio, stage=stage, precision=precision, gas=gas, layerwise=layerwise), gas)
@@ -174,7 +176,7 @@ class TestMemory(DistributedTest):
             engine = start(Net(odd=True), config(ratio, stage=stage, precision=precision, bucket_numel=400))
             train_engine(engine, 1)
             optimizer, memory = engine.optimizer, predicted(engine)
-            owned = optimizer._owned
+            owned = internals.owned(engine)
             host, sizes = on_host(engine), {}
             for kind, tensors in optimizer.offloading.memory().items():
                 assert not storages(tensors).keys() & host.keys()
@@ -208,7 +210,7 @@ class TestMemory(DistributedTest):
             monkeypatch.setattr(type(accelerator), name, pin, raising=False)
         for wanted in (True, False):
             engine = start(Net(), config(1, pin_memory=wanted))
-            homes = [t.data_ptr() for t in engine.optimizer._owned.host.tensors]
+            homes = [t.data_ptr() for t in internals.host_tensors(engine)]
             assert homes and [t.data_ptr() for t in pinned] == (homes if wanted else [])
             pinned.clear()
 
@@ -252,9 +254,8 @@ class TestMemory(DistributedTest):
         for made in (old, tuned, whole):
             engine = start(Net(), made)
             assert sum(on_host(engine).values()) == sum(
-                storages(t for state in plain.optimizer._owned.states.values() for t in state.values() if t.dim()
-                         ).values()) + sum(4 * piece.numel for pieces in plain.optimizer._owned.pieces
-                                           for piece in pieces)
+                storages(t for state in internals.states(plain).values() for t in state.values() if t.dim()).values()
+            ) + sum(4 * piece.numel for piece in internals.pieces(plain))
             train_engine(engine, 2)
             assert torch.equal(weights(engine.module), weights(plain.module))
             assert_equal_states(whole_states(engine), whole_states(plain))

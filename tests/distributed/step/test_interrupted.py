@@ -13,6 +13,7 @@ import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.optimizers import muon
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -50,8 +51,8 @@ def hooked(engine, where, monkeypatch):
         memory = OutOfMemory(muon.newton_schulz)
         monkeypatch.setattr(muon, "newton_schulz", memory)
     else:
-        memory = OutOfMemory(type(engine.optimizer._owned.host).__enter__)
-        monkeypatch.setattr(type(engine.optimizer._owned.host), "__enter__", lambda self: memory(self))
+        memory = OutOfMemory(type(internals.owned(engine).host).__enter__)
+        monkeypatch.setattr(type(internals.owned(engine).host), "__enter__", lambda self: memory(self))
     return memory
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ds_layerwise import LayerWiseZeroOptimizer
+from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.reference import LossScale, train, trainable
 from tests.support.rooms import rooms
@@ -64,10 +65,9 @@ class TestPrecision(DistributedTest):
 
             train_engine(engine, STEPS, gas=gas, check=check)
             assert engine.get_global_grad_norm() == pytest.approx(expected.steps[-1].norm, rel=1e-6)
-            for pieces in engine.optimizer._owned.pieces:
-                for piece in pieces:
-                    wanted = expected.params[piece.name].flatten()[piece.param_start:piece.param_start + piece.numel]
-                    assert relative_error(engine.optimizer._owned.masters.piece(piece.name), wanted) < 1e-5, piece.name
+            for piece in internals.pieces(engine):
+                wanted = expected.params[piece.name].flatten()[piece.param_start:piece.param_start + piece.numel]
+                assert relative_error(internals.master(engine, piece.name), wanted) < 1e-5, piece.name
             dtype = of_oracle.get("param_dtype", torch.float32)
             for name, p in trainable(module).items():
                 assert p.dtype == dtype
@@ -106,8 +106,7 @@ class TestLossScale(DistributedTest):
                                             params={"scalar_optimizer": "sgd"}))
             assert engine.optimizer.loss_scale == scale and not engine.optimizer.dynamic_loss_scale
             train_engine(engine, 1)
-            results.append({name: engine.optimizer._owned.masters.piece(name).clone()
-                            for name in engine.optimizer._owned.states})
+            results.append({name: internals.master(engine, name).clone() for name in internals.states(engine)})
             engine.destroy()
         for name, value in results[0].items():
             assert relative_error(results[1][name], value) < 1e-6, name
@@ -192,7 +191,7 @@ class TestRounding(DistributedTest):
             engine.set_gradient_accumulation_boundary(micro == 1)
             engine.backward(engine(factor))
         for index in range(len(engine.optimizer.layout.buckets)):
-            for values in engine.optimizer._owned.reduced.views(index):
+            for values in internals.owned(engine).reduced.views(index):
                 assert values.unique().tolist() == [expected]
 
     @pytest.mark.parametrize("stage", [1, 2])

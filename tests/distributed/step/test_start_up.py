@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
@@ -38,7 +39,7 @@ class TestStartUp(DistributedTest):
         with LiveMemory(p.data for p in model.parameters()) as memory:
             engine = start(model, config)
         expected = engine.optimizer.forecast().start_up[engine.optimizer.rank]
-        on_host = sum(t.nbytes for t in engine.optimizer._owned.host.tensors)
+        on_host = sum(t.nbytes for t in internals.host_tensors(engine))
         assert size < 0.9 * expected and memory.peak <= expected + on_host + 4096
         if not offload:
             assert memory.peak > 0.95 * expected

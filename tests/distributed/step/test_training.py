@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_layerwise.plan import wire
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import (
     CONV_NET_MATRICES,
@@ -83,15 +84,13 @@ class TestAgainstTheOracle(DistributedTest):
 
 
 def assert_states_equal(engine, expected):
-    optimizer = engine.optimizer
-    for pieces in optimizer._owned.pieces:
-        for piece in pieces:
-            for key, wanted in expected[piece.name].items():
-                value = optimizer._owned.states[piece.name][key].flatten()
-                wanted = wanted.flatten()[piece.param_start:piece.param_start + piece.numel]
-                assert relative_error(value, wanted) < 1e-5, (piece.name, key)
-            if "step" in optimizer._owned.states[piece.name]:
-                assert optimizer._owned.states[piece.name]["step"] == optimizer.step_count
+    for piece in internals.pieces(engine):
+        state = internals.states(engine)[piece.name]
+        for key, wanted in expected[piece.name].items():
+            wanted = wanted.flatten()[piece.param_start:piece.param_start + piece.numel]
+            assert relative_error(state[key].flatten(), wanted) < 1e-5, (piece.name, key)
+        if "step" in state:
+            assert state["step"] == engine.optimizer.step_count
 
 
 class WithLoss(nn.Module):
@@ -192,7 +191,7 @@ class TestInvariance(DistributedTest):
             assert poison(engine) > 0
             for name, p in module.named_parameters():
                 assert p.isfinite().all(), name
-            for name, state in engine.optimizer._owned.states.items():
+            for name, state in internals.states(engine).items():
                 for key, value in state.items():
                     assert value.isfinite().all(), (name, key)
             engine.destroy()
@@ -254,7 +253,7 @@ class TestMemory(DistributedTest):
         engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},
                                                 **sections))
         optimizer = engine.optimizer
-        forecast, sync = optimizer.forecast(), optimizer._grad_sync
+        forecast, sync = optimizer.forecast(), internals.grad_sync(engine)
         allocations, launch = Allocations(forecast.traffic[optimizer.rank].total), sync._launch
 
         def counting():
@@ -263,7 +262,7 @@ class TestMemory(DistributedTest):
 
         sync._launch = counting
         train_engine(engine, 2, gas=2)
-        assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(optimizer)}.values()
+        assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(engine)}.values()
                    ) == forecast.memory[optimizer.rank].total
         assert allocations.most == allocations.expected
         if stage == 2:
@@ -272,13 +271,12 @@ class TestMemory(DistributedTest):
         return optimizer.layout
 
 
-def kept(optimizer):
+def kept(engine):
     """Every tensor with one element for each of a parameter that the optimizer keeps from step to step."""
-    owned, buckets = optimizer._owned, optimizer.layout.buckets
-    buffers = [buffer for buffer in (optimizer._values, optimizer._grads) if buffer is not None]
-    return [*(buffer.bucket(bucket) for buffer in buffers for bucket in buckets),
-            *(shards.bucket(bucket.index) for shards in (owned.masters, owned.reduced) for bucket in buckets),
-            *(value for state in owned.states.values() for key, value in state.items() if key != "step")]
+    buckets = engine.optimizer.layout.buckets
+    return [*(buffer.bucket(bucket) for buffer in internals.buffers(engine) for bucket in buckets),
+            *(shards.bucket(bucket.index) for shards in internals.shards(engine) for bucket in buckets),
+            *(value for state in internals.states(engine).values() for key, value in state.items() if key != "step")]
 
 
 class TestOverlapWithForward(DistributedTest):
@@ -295,11 +293,11 @@ class TestOverlapWithForward(DistributedTest):
             engine.backward(loss)
             engine.step()
             if overlap:
-                pending = set(engine.optimizer._param_sync._pending)
+                pending = set(internals.gathers_under_way(engine))
                 assert pending == set(range(len(engine.optimizer.layout.buckets)))
                 if step == 4:
                     module.inner.head(torch.zeros(1, 16))
-                    assert pending - engine.optimizer._param_sync._pending.keys() == {
+                    assert pending - internals.gathers_under_way(engine).keys() == {
                         engine.optimizer.layout.bucket_of("inner.head.weight").index}
         return torch.stack(losses), engine.module.state_dict()
 
@@ -356,7 +354,7 @@ class TestOverlapWithBackward(DistributedTest):
     @pytest.mark.parametrize("overlap", [True, False])
     def test_buckets_start_inside_the_boundarys_backward_alone(self, overlap):
         engine = start(Net(), ds_config(gas=2, overlap=overlap))
-        sync, started = engine.optimizer._grad_sync, []
+        sync, started = internals.grad_sync(engine), []
         reduce = sync.reduce
 
         def recording():
@@ -378,7 +376,7 @@ class TestOverlapWithBackward(DistributedTest):
         engine = start(Net(), ds_config())
         with engine.no_sync():
             engine.backward(engine((0, 0, dist.get_rank())))
-            assert engine.optimizer._grad_sync._launched == 0
+            assert internals.launched(engine) == 0
         engine.backward(engine((0, 1, dist.get_rank())))
         # Two micro-batches, and no division by accumulation steps, which are 1.
         for name, (first, values) in reduced_gradients(engine).items():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_layerwise.ranks import comm, param_sync
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, start, weights
@@ -150,8 +151,8 @@ def train(engine, seldom=True):
 
 def under_way(engine):
     """The names of the parameters that have not arrived."""
-    sync, layout = engine.optimizer._param_sync, engine.optimizer.layout
-    return {slot.name for index in sync._pending for slot in layout.buckets[index].slots}
+    buckets = engine.optimizer.layout.buckets
+    return {slot.name for index in internals.gathers_under_way(engine) for slot in buckets[index].slots}
 
 
 ALL = {"first.weight", "first.bias", "scale", "second.weight", "second.bias", "seldom.weight", "seldom.bias",
@@ -244,13 +245,14 @@ class TestWhatIsUnderWay(DistributedTest):
 
     def test_an_update_never_writes_to_it(self):
         engine, written_while = engine_of(True), set()
-        update, sync = engine.optimizer._owned.update, engine.optimizer._param_sync
+        owned = internals.owned(engine)
+        update = owned.update
 
         def recording(index, *args, **options):
-            written_while.update({index} & sync._pending.keys())
+            written_while.update({index} & internals.gathers_under_way(engine).keys())
             update(index, *args, **options)
 
-        engine.optimizer._owned.update = recording
+        owned.update = recording
         for seldom in (True, False, False):
             train(engine, seldom)
             assert under_way(engine) == ALL
@@ -297,13 +299,13 @@ class TestWhatIsUnderWay(DistributedTest):
             monkeypatch.setitem(torch._dynamo.utils.counters, "frames", {"total": 1, "ok": 1})
         for _ in range(2):
             train(engine)
-            assert not engine.optimizer._param_sync._pending
+            assert not internals.gathers_under_way(engine)
         assert_same_on_all_ranks(engine.module)
 
     def test_nothing_after_the_end(self):
         engine = engine_of(True)
         train(engine)
         engine.destroy()
-        assert not engine.optimizer._param_sync._pending
+        assert not internals.gathers_under_way(engine)
         assert all(type(p) is nn.Parameter for p in engine.module.parameters())
         assert_same_on_all_ranks(engine.module)

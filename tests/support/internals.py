@@ -1,0 +1,77 @@
+"""What tests know of the inside of an engine's optimizer: the one place that a change of its private names reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def owned(engine: Any) -> Any:
+    """What this rank updates: masters, states and reduced gradients of its pieces."""
+    return engine.optimizer._owned
+
+
+def pieces(engine: Any) -> list[Any]:
+    """This rank's pieces of parameters, with their places, in the order of the buckets."""
+    return [piece for of_bucket in owned(engine).pieces for piece in of_bucket]
+
+
+def records(engine: Any) -> list[Any]:
+    """This rank's pieces as a checkpoint takes them, with their masters and states."""
+    return list(owned(engine).record().pieces)
+
+
+def states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """This rank's live states by parameter."""
+    return owned(engine).states
+
+
+def master(engine: Any, name: str) -> torch.Tensor:
+    """This rank's piece of the master of a parameter, 1-D and live."""
+    return owned(engine).masters.piece(name)
+
+
+def reduced(engine: Any, name: str) -> torch.Tensor:
+    """This rank's piece of the reduced gradient of a parameter, 1-D and live."""
+    return owned(engine).reduced.piece(name)
+
+
+def shards(engine: Any) -> list[Any]:
+    """What has an element for each that this rank owns: masters and reduced gradients."""
+    return [owned(engine).masters, owned(engine).reduced]
+
+
+def host_tensors(engine: Any) -> list[torch.Tensor]:
+    """What this rank keeps in the memory of the host."""
+    return list(owned(engine).host.tensors)
+
+
+def grads(engine: Any) -> Any:
+    """The buffer that gradients of all parameters accumulate in, or None where there is none."""
+    return engine.optimizer._grads
+
+
+def buffers(engine: Any) -> list[Any]:
+    """What has an element for each of all parameters: their values, and their gradients where these have a buffer."""
+    return [buffer for buffer in (engine.optimizer._values, grads(engine)) if buffer is not None]
+
+
+def trained(engine: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are trained, by name."""
+    return engine.optimizer._params
+
+
+def grad_sync(engine: Any) -> Any:
+    """What reduces gradients, bucket by bucket."""
+    return engine.optimizer._grad_sync
+
+
+def launched(engine: Any) -> int:
+    """How many buckets of gradients are under way, or were, in this step."""
+    return int(grad_sync(engine)._launched)
+
+
+def gathers_under_way(engine: Any) -> dict[int, Any]:
+    """The gathers of new weights that nobody has waited for, by bucket."""
+    return engine.optimizer._param_sync._pending
