@@ -26,9 +26,9 @@ class StepError(LayerWiseError, RuntimeError):
     """The engine or the user asked for something that the current point of a step does not allow."""
 
 
-def unknown_key(where: str, key: str, known: Iterable[str]) -> ConfigError:
+def unknown_key(where: str, key: object, known: Iterable[str]) -> ConfigError:
     """The error for a key that nobody reads, with the nearest known key as a suggestion."""
     known = sorted(known)
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(str(key), known, n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"
     return ConfigError(f"{where}.{key} is not an option; {hint}")

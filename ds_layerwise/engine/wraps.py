@@ -100,7 +100,7 @@ def _initialize_params(original: Callable[[Any], Any], config: ds_config_module.
     if not (isinstance(kind, str) and is_ours(kind)):
         return original(given)
     # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
-    config_of(given)
+    config_of(with_plain_numbers(given))
     try:
         return original(given)
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:

@@ -45,7 +45,7 @@ class RunConfig:
         Raises:
             ConfigError: names the key, its value, what it may say and the way out.
         """
-        given: Mapping[str, Any] = with_plain_numbers(config_of(config))
+        given: Mapping[str, Any] = config_of(with_plain_numbers(config))
         section = given.get("optimizer") or {}
         if not is_ours(section.get("type")):
             raise ConfigError(f"optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got {section.get('type')!r}"
@@ -85,7 +85,10 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
     offload = zero.get("offload_optimizer") or {}
     if zero.get("cpu_offload") is True:
         return 1.0
-    ratio = offload.get("ratio", 1.0)
+    ratio = offload.get("ratio", "auto")
+    if ratio == "auto":
+        # As DeepSpeed reads it.
+        ratio = 1.0
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
         raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
     return float(ratio) if offload.get("device") == "cpu" else 0.0

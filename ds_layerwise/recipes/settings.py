@@ -51,7 +51,7 @@ def build(section: type[T], where: str, values: Mapping[str, Any]) -> T:
     """
     for key in values:
         if key not in section.keys():
-            raise unknown_key(where, str(key), section.keys())
+            raise unknown_key(where, key, section.keys())
     schema = _schema_of(section)
     for key, value in values.items():
         _refuse_placeholders(f"{where}.{key}", value, schema["properties"][key])
@@ -81,21 +81,21 @@ def plain(value: object) -> object:
 
 
 def normalised(value: object) -> Any:
-    """``value`` with Python's own numbers, and with tuples for lists and for arrays with axes."""
+    """``value`` with Python's own numbers, and with tuples for lists, those of other packages, and arrays with axes."""
     value = plain(value)
     if getattr(value, "shape", ()) != () and callable(tolist := getattr(value, "tolist", None)):
         # An array of one number is no number.
         value = tolist()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(normalised(each) for each in value)
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > sys.float_info.max:
         return float("inf") if value > 0 else float("-inf")
     return value
 
 
-def nearest(key: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """The one of ``known`` that somebody most likely meant with ``key``."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
+def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
+    """The one of ``known`` that somebody most likely meant with ``key``, which in Python need be no text."""
+    close = difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -1,14 +1,18 @@
 """The two sections: defaults of stock Muon, bounds, suggestions, and keys elsewhere that cannot be honoured."""
 
+from collections import UserList
+
+import numpy as np
 import pytest
 
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.ds_config import refuse_unsupported
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.muon import Muon
 from tests.support.rooms import rooms
 
-pytestmark = rooms("config")
+pytestmark = rooms("config", "run_config")
 
 
 def optimizer(params=None, kind="LayerWiseMuon"):
@@ -164,3 +168,38 @@ def test_neutral_values_are_accepted():
     refuse_unsupported({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"},
                                               "reduce_scatter": True, "compute_grad_norm": False},
                         "gradient_clipping": 0.0, "prescale_gradients": False})
+
+
+def run_config(params=None, layerwise=None, zero=None, **sections):
+    return RunConfig.from_ds_config({
+        "optimizer": {"type": "LayerWiseMuon", "params": params or {}}, "layerwise": layerwise or {},
+        "zero_optimization": {"stage": 1, **(zero or {})}, **sections})
+
+
+@pytest.mark.parametrize("key", [1, None, ("a", "b"), 0.5])
+def test_a_key_that_is_no_text_is_told_like_any_other(key):
+    for given, where in (({"params": {key: 1}}, "optimizer.params"), ({"layerwise": {key: 1}}, "layerwise"),
+                         ({"layerwise": {"overrides": [{"name": "*", key: 1}]}}, "layerwise.overrides[0]")):
+        with pytest.raises(ConfigError) as error:
+            run_config(**given)
+        assert str(error.value).startswith(f"{where}.{key} is not an option; known: ")
+
+
+def test_lists_of_other_packages_are_lists():
+    """OmegaConf's are sequences, and no lists."""
+    run = run_config({"betas": UserList([0.5, 0.75]), "ns_coefficients": UserList([UserList([1, 2, 3])])})
+    assert run.optimizer.betas == (0.5, 0.75) and run.optimizer.matrix.ns_coefficients == ((1.0, 2.0, 3.0), )
+    with pytest.raises(ConfigError, match="optimizer.params.betas must be two numbers"):
+        run_config({"betas": b"ab"})
+
+
+@pytest.mark.parametrize("yes", [True, np.bool_(True), np.array(True)])
+def test_switches_of_numpy_are_switches(yes):
+    assert run_config(bf16={"enabled": yes}).param_dtype == "bfloat16"
+    assert run_config(zero={"cpu_offload": yes}).host_ratio == 1.0
+    assert run_config(torch_autocast={"enabled": yes, "dtype": "bfloat16"}).autocast is True
+
+
+@pytest.mark.parametrize("ratio, host_ratio", [({}, 1.0), ({"ratio": "auto"}, 1.0), ({"ratio": 0.25}, 0.25)])
+def test_how_much_is_offloaded(ratio, host_ratio):
+    assert run_config(zero={"offload_optimizer": {"device": "cpu", **ratio}}).host_ratio == host_ratio

@@ -68,6 +68,20 @@ class TestNumbers(DistributedTest):
         assert torch.equal(*results)
 
 
+class TestSwitches(DistributedTest):
+    world_size = 1
+
+    def test_those_of_numpy_are_as_good_as_pythons(self):
+        engine = start(Net(), ds_config(bf16={"enabled": np.bool_(True)}))
+        assert next(engine.module.parameters()).dtype == torch.bfloat16
+        train_engine(engine, 1)
+
+    def test_a_ratio_that_nothing_filled_in_is_deepspeeds_default(self):
+        config = ds_config(bf16={"enabled": True})
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": "auto"}
+        assert start(Net(), config).optimizer.settings.host_ratio == 1.0
+
+
 class TestReadme(DistributedTest):
     world_size = 1
 
