@@ -48,13 +48,25 @@ def announce(text: str) -> None:
 def say_last(text: str) -> None:
     """:func:`say` on stdout, for a program of which nobody else writes there.
 
-    Once its reader has gone, stdout leads nowhere: Python would say at its exit that it cannot be flushed.
+    Once its reader has gone, or its disk is full, stdout leads nowhere: Python would say at its exit that it cannot be
+    flushed, and exit with 120.
+
+    Raises:
+        OSError: as :func:`say` does.
     """
-    if say(text) or sys.stdout is None or sys.stdout.closed:
-        return
+    try:
+        if say(text) or sys.stdout is None or sys.stdout.closed:
+            return
+    except OSError:
+        _lead_nowhere(sys.stdout)
+        raise
+    _lead_nowhere(sys.stdout)
+
+
+def _lead_nowhere(stream: TextIO) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
     finally:
         os.close(null)
 
