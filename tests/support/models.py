@@ -154,3 +154,15 @@ def vector_batch(step: int, micro: int, rank: int) -> Tensor:
 def square_loss(module: nn.Module, batch: Tensor) -> Tensor:
     """Mean square of the output, cast to what the module computes in first."""
     return module(batch.to(next(module.parameters()).dtype)).float().square().mean()
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Passes its input on, and raises ZeroDivisionError in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError

@@ -1,6 +1,5 @@
 """Parameters that arrive on a device with streams, played by streams that only know what was done before they go on."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,33 +12,9 @@ from ds_layerwise.ranks import comm, side_stream
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
 from tests.support.rooms import rooms
+from tests.support.streams import Device, Stream
 
 pytestmark = rooms("param_sync")
-
-
-class Stream:
-    def __init__(self):
-        self.knows = set()
-
-    def wait_stream(self, other):
-        self.knows |= other.knows
-
-
-class Device:
-    def __init__(self):
-        self.current = Stream()
-
-    def is_synchronized_device(self):
-        return False
-
-    def current_stream(self):
-        return self.current
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
 
 @pytest.mark.parametrize("on_another", [True, False])

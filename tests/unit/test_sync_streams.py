@@ -1,7 +1,6 @@
 """Reductions on a device with streams, played by streams that only know what was done before they go on."""
 
 import random
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import comm, side_stream
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
+from tests.support import streams
 from tests.support.rooms import rooms
 
 pytestmark = rooms("sync", "side_stream")
@@ -20,36 +20,12 @@ pytestmark = rooms("sync", "side_stream")
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2)}
 
 
-class Stream:
-    """Knows what is over when its next work begins."""
-
-    def __init__(self):
-        self.knows, self.waits = set(), 0
-
-    def wait_stream(self, other):
-        self.knows |= other.knows
-        self.waits += 1
-
-
-class Device:
+class Device(streams.Device):
     """An accelerator, and a group of two ranks of which this is the first, where nothing arrives but time."""
 
     def __init__(self):
-        self.current, self.log, self.kept = Stream(), [], []
-
-    def is_synchronized_device(self):
-        return False
-
-    Stream = staticmethod(Stream)
-
-    def current_stream(self):
-        return self.current
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+        super().__init__()
+        self.log, self.kept = [], []
 
     def all_to_all_single(self, out, sent, *, output_split_sizes, input_split_sizes, group, async_op):
         assert async_op, "a collective that is not asynchronous holds up the stream that it is called on"
@@ -121,7 +97,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(device, monkey
             assert not computing.waits and all(stream is side for _, stream, _ in device.log)
             # The end of the pass, and the step, may be on other streams than the hooks.
             for finish in (sync.reduce, sync.finish):
-                device.current = Stream()
+                device.current = streams.Stream()
                 device.current.wait_stream(computing)
                 finish()
                 last = device.current

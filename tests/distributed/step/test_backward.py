@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_layerwise.errors import StepError
 from tests.support import internals
 from tests.support.harness import DistributedTest
+from tests.support.models import FailsInBackward
 from tests.support.reference import train, trainable, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
@@ -356,19 +357,10 @@ class TestAutograd(Backward):
 
     @pytest.mark.parametrize("direct", [True, False])
     def test_after_an_exception_in_backward(self, direct):
-        class Fails(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                raise ZeroDivisionError
-
         class SometimesFailing(Net):
             def forward(self, place):
                 loss = super().forward(place)
-                return Fails.apply(loss) if place[0] == 50 else loss
+                return FailsInBackward.apply(loss) if place[0] == 50 else loss
 
         engine = start(SometimesFailing(), self.config(clip=5.0, overlap=False))
         with pytest.raises(ZeroDivisionError):

@@ -108,6 +108,8 @@ class TestOverrides(DistributedTest):
          r"sets ns_steps for embed.weight, which goes to adamw \(embedding\) and takes betas, eps, weight_decay"),
         ({"name": "square.weight", "betas": [0.5, 0.5]},
          r"sets betas for square.weight, which goes to muon \(matrix\) and takes nesterov.*; narrow the pattern"),
+        ({"name": "square.weight", "scale_mode": "match_rms_adamw"},
+         r"sets scale_mode for square.weight, which takes a learning rate of another size.* give the entry lr_scale"),
         ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3}, r"sets eps for head.weight, which goes to lion"),
         ({"name": "norm.weight", "optimizer": "muon"}, r"norm.weight \(12,\) was sent to the matrix optimizer"),
     ])

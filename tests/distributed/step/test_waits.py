@@ -10,6 +10,7 @@ from ds_layerwise.plan import wire
 from ds_layerwise.ranks import comm
 from tests.support import internals
 from tests.support.harness import DistributedTest
+from tests.support.models import FailsInBackward
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, reduced_gradients, start, weights
 
@@ -109,16 +110,6 @@ class TestTwoEnginesInOnePass(DistributedTest):
         assert len(torch.distributed.distributed_c10d._world.pg_map) == known
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ZeroDivisionError
-
-
 class TestAnExceptionInBackward(DistributedTest):
     world_size = 2
 
@@ -140,7 +131,7 @@ class TestAnExceptionInBackward(DistributedTest):
                 # One bucket is over on rank 0, and none yet on rank 1.
                 monkeypatch.setattr(comm.Pending, "advance", lambda self: first and first.pop() and not self.wait())
                 inner = engine.module[1].forward
-                engine.module[1].forward = lambda x: inner(Fails.apply(x))
+                engine.module[1].forward = lambda x: inner(FailsInBackward.apply(x))
                 with pytest.raises(ZeroDivisionError):
                     engine.backward(loss(engine, 50))
                 assert internals.launched(engine) == (2 if dist.get_rank() else 3)
