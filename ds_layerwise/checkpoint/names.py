@@ -42,27 +42,28 @@ def new_names(names: Iterable[str], rename: Mapping[str, str], *, use_all: bool 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
-def expert_names(variants: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """The names in a checkpoint of each parameter's variants: experts there are numbered over all ranks.
+def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The names in a checkpoint of each parameter that is an expert: experts there are numbered over all ranks.
 
     Args:
-        variants: of every parameter, how many different ones go by its name; see :class:`.plan.layout.ParamSpec`.
+        ep_size: of every parameter, how many ranks in a row hold different experts under its name; see
+            :class:`.plan.layout.ParamSpec`.
 
     Raises:
-        LayerWiseError: a parameter has variants and is not in a list of experts.
+        LayerWiseError: a parameter differs by rank and is not in a list of experts.
     """
-    found = {name: _EXPERT.fullmatch(name) for name, count in variants.items() if count > 1}
+    found = {name: _EXPERT.fullmatch(name) for name, count in ep_size.items() if count > 1}
     held: dict[str, int] = {}
     for name, match in found.items():
         if match is None:
-            raise LayerWiseError(f"{name} is another parameter on every one of {variants[name]} ranks, and is not in a "
+            raise LayerWiseError(f"{name} is another parameter on every one of {ep_size[name]} ranks, and is not in a "
                                  "deepspeed.moe.layer.MoE, so that its parts cannot be told apart in a checkpoint")
         held[match[1]] = max(held.get(match[1], 0), int(match[2]) + 1)
-    names: dict[str, tuple[str, ...]] = {name: (name,) for name in variants}
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in ep_size}
     for name, match in found.items():
         if match is not None:
-            names[name] = tuple(f"{match[1]}{variant * held[match[1]] + int(match[2])}{match[3]}"
-                                for variant in range(variants[name]))
+            names[name] = tuple(f"{match[1]}{ep_rank * held[match[1]] + int(match[2])}{match[3]}"
+                                for ep_rank in range(ep_size[name]))
     return names
 
 

@@ -79,8 +79,9 @@ class ShardRecord:
     layout_json: str
     layout_digest: str
     pieces: tuple[PieceRecord, ...]
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names of the variants of those parameters of the layout that have some; see :func:`.names.expert_names`."""
+    expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the name of an expert in the layout, the names in a checkpoint of those that ranks hold under it; see
+    :func:`.names.expert_names`."""
 
 
 class Saved(Protocol):

@@ -99,7 +99,7 @@ def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
             "num_parts": num_parts,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
-            "variants": dict(record.variants),
+            "variants": dict(record.expert_names),
             **describe(header),
             "param_starts": {piece.name: piece.param_start for piece in record.pieces},
             "extra_states": extra,
@@ -192,10 +192,10 @@ class RegularCheckpoint:
             self.layout = Layout.from_json(self.ours["layout"])
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         # Version 0.1 of this package, which writes the same format, knew no experts.
-        variants: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
+        expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
         for holder in range(self.world_size):
             for piece in self.layout.pieces(holder):
-                names = variants.get(piece.name, (piece.name,))
+                names = expert_names.get(piece.name, (piece.name,))
                 self._holders.setdefault(names[holder % len(names)], []).append(
                     (holder, piece.param_start, piece.param_start + piece.numel))
 

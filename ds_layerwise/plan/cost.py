@@ -49,15 +49,15 @@ def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int]
     for bucket in layout.buckets:
         if dtype in (None, bucket.dtype) and (only is None or bucket.index in only):
             own, holders = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels)
-            gather += np.repeat((holders - 1) * own, bucket.variants)
+            gather += np.repeat((holders - 1) * own, bucket.ep_size)
             if not takes_two_hops(bucket.shard_numels):
-                reduce += np.repeat(bucket.numel - own, bucket.variants)
+                reduce += np.repeat(bucket.numel - own, bucket.ep_size)
                 continue
             cuts = np.array(even_cuts(bucket.numel, holders), np.int64)
             cut_ends, own_ends = np.cumsum(cuts), np.cumsum(own)
             both = np.minimum(cut_ends, own_ends) - np.maximum(cut_ends - cuts, own_ends - own)
-            reduce += np.repeat(bucket.numel - cuts, bucket.variants)
-            forward += np.repeat(cuts - np.maximum(both, 0), bucket.variants)
+            reduce += np.repeat(bucket.numel - cuts, bucket.ep_size)
+            forward += np.repeat(cuts - np.maximum(both, 0), bucket.ep_size)
     return Wire(*(tuple(elements.tolist()) for elements in (reduce, gather, forward)))
 
 
@@ -183,7 +183,7 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
             received += np.array(even_cuts(bucket.numel, holders), np.int64) * (holders * wire_bytes + 4)
         elif holders > 1:
             received += own * holders * wire_bytes
-        under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.variants)))
+        under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.ep_size)))
         sent_now, received_now = sum(s for s, _ in under_way), np.sum([r for _, r in under_way], axis=0)
         more = sent_now + received_now > most_sent + most_received
         most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)

@@ -28,14 +28,14 @@ from ds_layerwise.recipes.recipe import DTYPE_BYTES, Recipe
 
 
 def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route], *,
-             variants: Mapping[str, int] | None = None, wires: Mapping[str, str] | None = None,
+             ep_size: Mapping[str, int] | None = None, wires: Mapping[str, str] | None = None,
              tp_size: int = 1) -> list[ParamSpec]:
     """What the planner needs to know of the parameters that have a route.
 
     Args:
         params: name, shape and dtype of each, in model order.
         tp_size: how many parts tensor parallelism has cut matrices into.
-        variants, wires: by name, see :class:`.plan.layout.ParamSpec`; 1 and float32 where nothing is said.
+        ep_size, wires: by name, see :class:`.plan.layout.ParamSpec`; 1 and float32 where nothing is said.
     """
     @cache
     def work(recipe: Recipe, shape: tuple[int, ...], axis: Axis | None) -> int:
@@ -46,7 +46,7 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
         seen = route.matrix_shape or (math.prod(shape),)
         return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole,
                          work=work(route.recipe, seen, route.tp_axis) if route.whole else 0,
-                         variants=(variants or {}).get(name, 1), wire=(wires or {}).get(name, "float32"),
+                         ep_size=(ep_size or {}).get(name, 1), wire=(wires or {}).get(name, "float32"),
                          state_bytes=route.recipe.state_bytes(seen))
 
     return [spec(*param) for param in params if param[0] in routes]

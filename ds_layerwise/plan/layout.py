@@ -25,12 +25,12 @@ class ParamSpec:
     """What a planner knows of one parameter.
 
     ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the FLOPs of one
-    update, 0 for what is cut; ``state_bytes`` those of all its states together. ``variants`` is how many different
+    update, 0 for what is cut; ``state_bytes`` those of all its states together. ``ep_size`` is how many different
     parameters go by this name, on as many consecutive ranks, again and again: more than 1 for experts, of which each
     rank has its own. ``wire`` is the dtype that the gradient travels in; a bucket has one.
 
     Raises:
-        LayoutError: no name, no elements, no variants, or work that nobody would do.
+        LayoutError: no name, no elements, ep_size below 1, or work that nobody would do.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ParamSpec:
     dtype: str
     whole: bool
     work: int = 0
-    variants: int = 1
+    ep_size: int = 1
     wire: str = "float32"
     state_bytes: int = 0
 
@@ -47,8 +47,8 @@ class ParamSpec:
             raise LayoutError(f"a parameter needs a name and a dtype, got name {self.name!r}, dtype {self.dtype!r}")
         if any(size < 1 for size in self.shape):
             raise LayoutError(f"{self.name}: every axis needs at least 1 element, got shape {self.shape}")
-        if self.variants < 1:
-            raise LayoutError(f"{self.name}: variants must be at least 1, got {self.variants}")
+        if self.ep_size < 1:
+            raise LayoutError(f"{self.name}: ep_size must be at least 1, got {self.ep_size}")
         if self.work < 0 or (self.work and not self.whole):
             raise LayoutError(f"{self.name}: work must be at least 0, and 0 where whole is false, got {self.work} "
                               f"with whole {self.whole}")
@@ -96,8 +96,8 @@ class Bucket:
     """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0, of rank 1, ...
 
     Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole`` bucket no slot
-    crosses a border between shards. Where parameters have ``variants``, every so many consecutive ranks of the layout
-    have the same shard, each of its own variant, and a collective takes the ranks of one variant.
+    crosses a border between shards. Where parameters are experts, every ``ep_size`` consecutive ranks of the layout
+    have the same shard, each of its own experts, and a collective takes the ranks that have the same ones.
 
     Raises:
         LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross.
@@ -109,7 +109,7 @@ class Bucket:
     start: int
     shard_numels: tuple[int, ...]
     slots: tuple[Slot, ...]
-    variants: int = 1
+    ep_size: int = 1
     # Numbers of the shards that are not empty, and where these start. At 1024 ranks most shards of most buckets are
     # empty, or all are equal and these are ranges: that keeps layouts of 10,000 buckets cheap.
     _filled: Sequence[int] = field(init=False, repr=False, compare=False)
@@ -119,10 +119,10 @@ class Bucket:
     """Whether all shards have the same length."""
 
     def __post_init__(self) -> None:
-        if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.variants < 1:
-            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards, slots and variants at "
+        if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.ep_size < 1:
+            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards, slots and ep_size at "
                               f"least 1, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} "
-                              f"slots, {self.variants} variants")
+                              f"slots, ep_size {self.ep_size}")
         filled: Sequence[int]
         starts: Sequence[int]
         is_even = self.shard_numels.count(self.shard_numels[0]) == len(self.shard_numels)
@@ -138,7 +138,7 @@ class Bucket:
             starts = tuple(accumulate(numels[:-1], initial=self.start))
         if lowest < 0:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
-                              f"{self.variants * self.shard_numels.index(lowest)} has {lowest}")
+                              f"{self.ep_size * self.shard_numels.index(lowest)} has {lowest}")
         object.__setattr__(self, "is_even", is_even)
         object.__setattr__(self, "_filled", filled)
         object.__setattr__(self, "_starts", starts)
@@ -179,7 +179,7 @@ class Bucket:
     @property
     def world_size(self) -> int:
         """The number of ranks of the layout."""
-        return len(self.shard_numels) * self.variants
+        return len(self.shard_numels) * self.ep_size
 
     def shard(self, rank: int) -> tuple[int, int]:
         """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is empty.
@@ -189,23 +189,23 @@ class Bucket:
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
-        number = rank // self.variants
+        number = rank // self.ep_size
         i = bisect_left(self._filled, number)
         start = self._starts[i] if i < len(self._starts) else self.stop
         return start, start + self.shard_numels[number]
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """``(rank, numel)`` of every shard that has elements, in rank order."""
-        return ((number * self.variants + variant, self.shard_numels[number])
-                for number in self._filled for variant in range(self.variants))
+        return ((number * self.ep_size + ep_rank, self.shard_numels[number])
+                for number in self._filled for ep_rank in range(self.ep_size))
 
     def owners(self, slot: Slot) -> range:
-        """The ranks that hold ``slot`` as a whole, one for each of its variants."""
+        """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its name."""
         owner = self.owner(slot)
-        return range(owner, owner + self.variants)
+        return range(owner, owner + self.ep_size)
 
     def owner(self, slot: Slot) -> int:
-        """The rank that holds ``slot``, or the first of its variants, as a whole.
+        """The rank that holds ``slot``, or the first expert of its name, as a whole.
 
         Raises:
             LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
@@ -213,7 +213,7 @@ class Bucket:
         if not self.whole or not self.start <= slot.start < self.stop:
             raise LayoutError(f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
                               f"[{self.start}, {self.stop}), whole {self.whole}")
-        return self._filled[bisect_right(self._starts, slot.start) - 1] * self.variants
+        return self._filled[bisect_right(self._starts, slot.start) - 1] * self.ep_size
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What lies in the shard of ``rank``, in memory order, without padding."""
@@ -273,8 +273,8 @@ class Layout:
         if bucket.index != index:
             raise LayoutError(f"bucket {bucket.index} is at place {index} of the launch order")
         if bucket.world_size != self.world_size:
-            raise LayoutError(f"bucket {index} has {len(bucket.shard_numels)} shards for each of {bucket.variants} "
-                              f"variants, the layout {self.world_size} ranks")
+            raise LayoutError(f"bucket {index} has {len(bucket.shard_numels)} shards with ep_size {bucket.ep_size}, "
+                              f"the layout {self.world_size} ranks")
         if bucket.start != expected_start:
             raise LayoutError(f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one before "
                               f"it stops at {expected_start}")
@@ -320,7 +320,7 @@ class Layout:
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
             "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start, "shards": _run_lengths(b),
                          "slots": [[s.name, s.start, s.numel] for s in b.slots],
-                         **({"variants": b.variants} if b.variants > 1 else {})} for b in self.buckets],
+                         **({"variants": b.ep_size} if b.ep_size > 1 else {})} for b in self.buckets],
         }, separators=(",", ":"))
 
     @classmethod

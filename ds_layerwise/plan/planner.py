@@ -54,23 +54,23 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
     streams: dict[tuple[str, bool, int, str], list[_Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
-        streams[spec.dtype, spec.whole, spec.variants, spec.wire].append(
-            _Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.variants))
+        streams[spec.dtype, spec.whole, spec.ep_size, spec.wire].append(
+            _Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.ep_size))
     drafts: list[_Draft] = []
     whole_buckets: dict[int, list[list[_Item]]] = defaultdict(list)
-    for (_, whole, variants, _), items in streams.items():
-        holders = world_size // variants
+    for (_, whole, ep_size, _), items in streams.items():
+        holders = world_size // ep_size
         if not whole:
             drafts += [_split(bucket, holders, alignment) for bucket in _cut_stream(items, bucket_numel)]
         elif policy == "size_matching":
             drafts += _match_sizes(items, holders, bucket_numel)
         else:
-            whole_buckets[variants] += _cut_stream(items, bucket_numel)
-    for variants, buckets in whole_buckets.items():
+            whole_buckets[ep_size] += _cut_stream(items, bucket_numel)
+    for ep_size, buckets in whole_buckets.items():
         if policy == "lpt":
-            drafts += [_equal_shards(bucket, world_size // variants) for bucket in buckets]
+            drafts += [_equal_shards(bucket, world_size // ep_size) for bucket in buckets]
         else:
-            drafts += _balance(buckets, world_size // variants)
+            drafts += _balance(buckets, world_size // ep_size)
     return Layout(policy, world_size, alignment, _assemble(drafts))
 
 
@@ -84,8 +84,8 @@ def _check(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, polic
     for spec in specs:
         if spec.name in seen:
             raise LayoutError(f"{spec.name} is there twice among {len(specs)} parameters; names must differ")
-        if world_size % spec.variants:
-            raise LayoutError(f"{spec.name} has {spec.variants} variants, which {world_size} ranks cannot share evenly")
+        if world_size % spec.ep_size:
+            raise LayoutError(f"{spec.name} has ep_size {spec.ep_size}, which {world_size} ranks cannot share evenly")
         seen.add(spec.name)
 
 
@@ -98,7 +98,7 @@ class _Item(NamedTuple):
     span: int
     work: int
     dtype: str
-    variants: int
+    ep_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ def _assemble(drafts: list[_Draft]) -> tuple[Bucket, ...]:
     ends: dict[str, int] = defaultdict(int)
     buckets: list[Bucket] = []
     for index, draft in enumerate(drafts):
-        dtype, variants = draft.items[0].dtype, draft.items[0].variants
+        dtype, ep_size = draft.items[0].dtype, draft.items[0].ep_size
         start = ends[dtype]
         slots = tuple(Slot(item.name, start + offset, item.numel)
                       for item, offset in zip(draft.items, draft.offsets, strict=True))
-        buckets.append(Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, variants))
+        buckets.append(Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, ep_size))
         ends[dtype] = buckets[-1].stop
     return tuple(buckets)
 

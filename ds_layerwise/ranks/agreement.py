@@ -14,21 +14,21 @@ class Agreement:
     """Sums over all ranks of a model, one rank's error raised on all of them, and who is left out of an update.
 
     Args:
-        variants: by parameter, how many ranks in a row hold other experts under its name; in model order.
+        ep_size: by parameter, how many ranks in a row hold other experts under its name; in model order.
         group: ranks with the same part of the model.
         model_group: ranks with its other parts; None where the model is whole on each.
         tensor_group: ranks with parts of the same parameters, which are updated together.
         tied: parameters that other stages of a pipeline hold, too, and the ranks of those stages.
     """
 
-    def __init__(self, variants: Mapping[str, int], *, group: comm.Group, model_group: comm.Group,
+    def __init__(self, ep_size: Mapping[str, int], *, group: comm.Group, model_group: comm.Group,
                  tensor_group: comm.Group, tied: Sequence[tuple[str, comm.Group]]) -> None:
         self._group, self._model_group, self._tensor_group = group, model_group, tensor_group
         self._tied = tied
         rank = comm.rank_of(group)
         self._place: dict[str, int] = {}
         self._numel = 0
-        for name, count in variants.items():
+        for name, count in ep_size.items():
             self._place[name] = self._numel + rank % count
             self._numel += count
 

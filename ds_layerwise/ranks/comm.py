@@ -28,7 +28,7 @@ from ds_layerwise.ranks import host_group
 #: What a process group is to this package: torch's, or None for the whole world.
 Group = Any
 
-#: By the number of variants of a bucket's parameters, the ranks of one variant.
+#: By a bucket's ep_size, the ranks that hold the same experts; by 1, all.
 Groups = Mapping[int, Group]
 
 

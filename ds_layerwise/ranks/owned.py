@@ -46,7 +46,7 @@ class Owned:
         values: the parameter buffer; masters start as its shards.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
         rules: by parameter, what updates it.
-        names: by parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`.
+        names: by parameter, those that its experts have in a checkpoint; see :func:`.checkpoint.names.expert_names`.
         batch_matrices: whether a rule gets all whole parameters of a bucket at once, or one by one.
         on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
             parameter is the parameter, which stays on the device.
@@ -60,7 +60,7 @@ class Owned:
         self.layout, self.rank, self._rules = layout, rank, rules
         self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
         self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
-        """By parameter, the name that a checkpoint has for this rank's variant of it."""
+        """By parameter, the name that a checkpoint has for what this rank holds of it."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
         self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
         self.pieces = self._values.pieces

@@ -60,7 +60,7 @@ class ParamSync:
         self._launched_on = LaunchStream()
         with profiled("gather"):
             self._pending[index] = comm.gather_from_owners(memory, bucket.shard_numels,
-                                                           group=self._groups[bucket.variants])
+                                                           group=self._groups[bucket.ep_size])
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is under way."""

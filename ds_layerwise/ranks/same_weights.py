@@ -25,14 +25,14 @@ class SameWeights:
 
     Args:
         params: the trained parameters by name.
-        variants: by parameter, how many ranks in a row hold other experts under its name.
+        ep_size: by parameter, how many ranks in a row hold other experts under its name.
         group: ranks with the same part of the model.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], variants: Mapping[str, int], *, group: comm.Group) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], ep_size: Mapping[str, int], *, group: comm.Group) -> None:
         self._params, self._group = params, group
         rank = comm.rank_of(group)
-        self._variant = {name: rank % count for name, count in variants.items()}
+        self._ep_rank = {name: rank % count for name, count in ep_size.items()}
         self._seen = {name: param._version for name, param in params.items()}
         self._said = False
 
@@ -71,13 +71,13 @@ class SameWeights:
         anywhere = dict.fromkeys(name for names in comm.gather_objects(self.written(), group=self._group)
                                  for name in names)
         with comm.Alike(None):
-            mine = {name: (self._variant[name], checksum(self._params[name])) for name in anywhere}
+            mine = {name: (self._ep_rank[name], checksum(self._params[name])) for name in anywhere}
         everyone = comm.gather_objects(mine, group=self._group)
         with comm.Alike(None):
             for name in anywhere:
                 seen: dict[int, tuple[int, object]] = {}
-                for rank, (variant, value) in enumerate(each[name] for each in everyone):
-                    first, expected = seen.setdefault(variant, (rank, value))
+                for rank, (ep_rank, value) in enumerate(each[name] for each in everyone):
+                    first, expected = seen.setdefault(ep_rank, (rank, value))
                     if value != expected:
                         raise StepError(f"{name} was written since the last step, and is not the same on ranks {first} "
                                         f"and {rank}; write the same values on every rank, or broadcast them")

@@ -148,7 +148,7 @@ class GradSync(BucketOrder):
                     self._grads.param(slot.name).zero_()
             self._start(comm.reduce_to_owners(
                 self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
-                group=self._groups[bucket.variants], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
+                group=self._groups[bucket.ep_size], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
 
 
 class EagerGradSync(BucketOrder):
@@ -252,6 +252,6 @@ class EagerGradSync(BucketOrder):
                     param.grad = None
             out = total if self._empty[bucket.index] else torch.empty_like(total)
             self._empty[bucket.index] = False
-            pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.variants],
+            pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.ep_size],
                                             divide_by=1, wire_dtype=wire_dtype)
             self._start(pending if out is total else pending.then(lambda: total.add_(out)))

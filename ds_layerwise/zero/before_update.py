@@ -53,14 +53,14 @@ class BeforeUpdate:
                  planned: Planned, settings: Settings, given: Iterable[Tensor],
                  tied: Sequence[tuple[str, comm.Group]], grad_sync: GradSync | EagerGradSync, offloading: Offloading,
                  interrupted: Interrupted) -> None:
-        variants = {spec.name: spec.variants for spec in planned.specs}
+        ep_size = {spec.name: spec.ep_size for spec in planned.specs}
         self._owned, self._grad_sync, self._settings = owned, grad_sync, settings
         self._offloading, self._interrupted = offloading, interrupted
         self._counted_elsewhere = planned.counted_elsewhere
         self._guard = Guard(model, params, values, given, may_be_unused=settings.may_be_unused)
-        self._agreement = Agreement(variants, group=settings.group, model_group=settings.model_group,
+        self._agreement = Agreement(ep_size, group=settings.group, model_group=settings.model_group,
                                     tensor_group=settings.tensor_group, tied=tied)
-        self.same_weights = SameWeights(params, variants, group=settings.group)
+        self.same_weights = SameWeights(params, ep_size, group=settings.group)
 
     def decide(self, *, clip_grad: float, loss_scale: float) -> Decision:
         """Find out what to do with the gradients of this step. Every rank must call this at the same point.

@@ -139,7 +139,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._hooks = [register_grad_hook(param, self._make_hook(name, every))
                        for name, param in self._params.items()]
         takeover.take(self._params.values(), self)
-        self._access = [StateAccess(name, param, self._owned, group=groups[self.layout.bucket_of(name).variants],
+        self._access = [StateAccess(name, param, self._owned, group=groups[self.layout.bucket_of(name).ep_size],
                                     local_sum=self._grad_sync.local_sum, gradient_divisor=self._grad_sync.divisor,
                                     wait=self._ready_for_access)
                         for name, param in self._params.items()]

@@ -34,7 +34,7 @@ class Planned:
     specs: list[ParamSpec]
     layout: Layout
     names: dict[str, tuple[str, ...]]
-    """By parameter, those of its variants in a checkpoint; see :func:`.checkpoint.names.expert_names`."""
+    """By parameter, those that its experts have in a checkpoint; see :func:`.checkpoint.names.expert_names`."""
     recipes_elsewhere: dict[str, Recipe]
     """The recipes of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
     counted_elsewhere: frozenset[str]
@@ -64,12 +64,12 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         trained = {name: param for name, param in model.named_parameters() if name in routes}
         specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
                          routes, tp_size=tp_size,
-                         variants={name: settings.variants(name, getattr(param, "group_name"))
+                         ep_size={name: settings.ep_size(name, getattr(param, "group_name"))
                                    for name, param in trained.items() if is_moe_param(param)},
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment)
-        names = expert_names({spec.name: spec.variants for spec in specs})
+        names = expert_names({spec.name: spec.ep_size for spec in specs})
     recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings)
@@ -99,7 +99,7 @@ def _compare(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: La
         LayerWiseError: it differs; on every rank.
     """
     described = [f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
-                 f"{spec.variants} variants, gradient sent in {spec.wire}"
+                 f"ep_size {spec.ep_size}, gradient sent in {spec.wire}"
                  f"{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
                  for spec in specs for route in [routes[spec.name]]]
     described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"

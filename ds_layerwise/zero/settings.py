@@ -78,16 +78,16 @@ class Settings:
         """How many parts tensor parallelism has cut the model into."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
-    def variants(self, expert: str, group_name: str) -> int:
+    def ep_size(self, expert: str, group_name: str) -> int:
         """How many ranks in a row hold other experts under the name of ``expert``, of that group, than this rank.
 
         Raises:
             ConfigError: its ranks are in another order than that.
         """
         group, rank = self.expert_groups[group_name], comm.rank_of(self.group)
-        variants = comm.size_of(self.group) // comm.size_of(group)
-        if comm.rank_of(group) != rank // variants:
+        ep_size = comm.size_of(self.group) // comm.size_of(group)
+        if comm.rank_of(group) != rank // ep_size:
             raise ConfigError(f"{expert} is an expert of group {group_name}, in which rank {rank} is number "
-                              f"{comm.rank_of(group)} instead of {rank // variants}: every {variants} ranks in a row "
+                              f"{comm.rank_of(group)} instead of {rank // ep_size}: every {ep_size} ranks in a row "
                               "must hold all experts")
-        return variants
+        return ep_size

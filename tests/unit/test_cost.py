@@ -79,7 +79,7 @@ def test_each_rank_sends_what_it_does_not_keep_and_its_shard_to_everyone():
 
 def test_experts_travel_among_the_ranks_that_hold_the_same_ones():
     dense = Bucket(0, "float32", True, 0, (64, 0, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64)))
-    experts = Bucket(1, "float32", True, 128, (128, 64), (Slot("e", 128, 128), Slot("f", 256, 50)), variants=2)
+    experts = Bucket(1, "float32", True, 128, (128, 64), (Slot("e", 128, 128), Slot("f", 256, 50)), ep_size=2)
     found = Layout("balanced", 4, 64, (dense, experts))
     wire = wire_elements(found)
     assert wire.reduce == (64 + 64, 128 + 64, 128 + 128, 64 + 128)

@@ -30,7 +30,7 @@ def layout(*buckets, world_size=3, alignment=64, policy="balanced"):
     (("w", (2, -3), "float32", True), r"w: every axis .* got shape \(2, -3\)"),
     (("w", (2, 3), "float32", True, -1), "w: work must be at least 0.* got -1 with whole True"),
     (("w", (2, 3), "float32", False, 5), "w: work must be .*0 where whole is false, got 5 with whole False"),
-    (("w", (2, 3), "float32", False, 0, 0), "w: variants must be at least 1, got 0"),
+    (("w", (2, 3), "float32", False, 0, 0), "w: ep_size must be at least 1, got 0"),
 ])
 def test_a_spec_that_no_parameter_can_have_is_refused(values, message):
     with pytest.raises(LayoutError, match=message):
@@ -67,7 +67,7 @@ def test_a_bucket_that_breaks_an_invariant_is_refused(make, message):
     (lambda: layout(world_size=0), "world_size >= 1"),
     (lambda: layout(whole(), alignment=0), "alignment >= 1"),
     (lambda: layout(whole(index=1)), "bucket 1 is at place 0 of the launch order"),
-    (lambda: layout(whole(), world_size=2), "bucket 0 has 3 shards for each of 1 variants, the layout 2 ranks"),
+    (lambda: layout(whole(), world_size=2), "bucket 0 has 3 shards with ep_size 1, the layout 2 ranks"),
     (lambda: layout(whole(start=64, slots=(("a", 64, 60),))), "starts at 64 of the bfloat16 buffer, .* stops at 0"),
     (lambda: layout(whole(), whole(1, 128, slots=(("x", 128, 4),))), "bucket 1 starts at 128 .* stops at 192"),
     (lambda: layout(whole(shards=(128, 0, 65))), "the shard of rank 2 has 65 elements, not a multiple of 64"),
@@ -127,9 +127,9 @@ def test_no_rank_owns_a_slot_of_another_bucket():
         whole().owner(Slot("x", 192, 4))
 
 
-def test_ranks_in_a_row_have_the_same_shard_each_of_its_own_variant():
+def test_ranks_in_a_row_have_the_same_shard_each_of_its_own_experts():
     slots = (Slot("a", 0, 60), Slot("b", 64, 10))
-    bucket = Bucket(0, "float32", True, 0, (64, 64), slots, variants=2)
+    bucket = Bucket(0, "float32", True, 0, (64, 64), slots, ep_size=2)
     assert bucket.world_size == 4
     assert [bucket.shard(rank) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
     assert [[p.name for p in bucket.pieces(rank)] for rank in range(4)] == [["a"], ["a"], ["b"], ["b"]]
@@ -139,13 +139,13 @@ def test_ranks_in_a_row_have_the_same_shard_each_of_its_own_variant():
     with_experts = Layout("balanced", 4, 64, (bucket,))
     assert Layout.from_json(with_experts.to_json()) == with_experts
     assert '"variants":2' in with_experts.to_json() and "variants" not in result.to_json()
-    ragged = Bucket(0, "float32", True, 0, (0, 128), slots, variants=3)
+    ragged = Bucket(0, "float32", True, 0, (0, 128), slots, ep_size=3)
     assert [ragged.owner(slot) for slot in slots] == [3, 3]
     assert [ragged.shard(rank) for rank in (2, 3, 5)] == [(0, 0), (0, 128), (0, 128)]
     assert Layout.from_json(Layout("lpt", 6, 64, (ragged,)).to_json()).buckets == (ragged,)
-    with pytest.raises(LayoutError, match="0 variants"):
-        Bucket(0, "float32", True, 0, (64, 64), slots, variants=0)
-    with pytest.raises(LayoutError, match="2 shards for each of 2 variants, the layout 3 ranks"):
+    with pytest.raises(LayoutError, match="ep_size 0"):
+        Bucket(0, "float32", True, 0, (64, 64), slots, ep_size=0)
+    with pytest.raises(LayoutError, match="2 shards with ep_size 2, the layout 3 ranks"):
         layout(bucket)
 
 

@@ -400,19 +400,19 @@ def test_experts_are_shared_among_the_ranks_that_hold_them_and_keep_the_backward
              ParamSpec("expert.b", (8, 8), "float32", True, 10, 2),
              ParamSpec("expert.bias", (90,), "float32", False, 0, 2), ParamSpec("last", (8, 8), "float32", True, 10)]
     layout = plan_layout(specs, 4, bucket_numel=1, policy=policy, alignment=1)
-    variants = {slot.name: bucket.variants for bucket in layout.buckets for slot in bucket.slots}
-    assert variants == {spec.name: spec.variants for spec in specs}
+    ep_size = {slot.name: bucket.ep_size for bucket in layout.buckets for slot in bucket.slots}
+    assert ep_size == {spec.name: spec.ep_size for spec in specs}
     assert [bucket.slots[0].name for bucket in layout.buckets if policy != "size_matching"] == \
         [spec.name for spec in reversed(specs) if policy != "size_matching"]
     for name, bucket in ((s.name, b) for b in layout.buckets for s in b.slots):
-        assert len(bucket.shard_numels) == 4 // variants[name]
+        assert len(bucket.shard_numels) == 4 // ep_size[name]
     if policy == "balanced":
         a, b = (layout.bucket_of(name).owner(layout.slot(name)) for name in ("expert.a", "expert.b"))
         assert sorted((a, b)) == [0, 2]
-    # 90 elements over two ranks, for either variant
+    # 90 elements over two ranks, for either expert
     assert [p.numel for rank in range(4) for p in layout.pieces(rank) if p.name == "expert.bias"] == [45] * 4
 
 
-def test_experts_need_a_multiple_of_their_variants():
-    with pytest.raises(LayoutError, match="e has 2 variants, which 3 ranks cannot share evenly"):
+def test_experts_need_a_multiple_of_their_ep_size():
+    with pytest.raises(LayoutError, match="e has ep_size 2, which 3 ranks cannot share evenly"):
         plan_layout([ParamSpec("e", (8, 8), "float32", True, 1, 2)], 3, bucket_numel=1)
