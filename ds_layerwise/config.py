@@ -23,6 +23,7 @@ from ds_layerwise.recipes.settings import Betas, Count, Decay, NonNegative, Sect
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
 
 LayoutPolicy = Literal["balanced", "lpt", "size_matching"]
+Reduction = Literal["auto", "ordered", "native"]
 OnMissingState = Literal["fresh", "error"]
 OnOptimizerChange = Literal["error", "reset", "keep_shared"]
 OnHyperChange = Literal["checkpoint", "config"]
@@ -274,6 +275,8 @@ class LayerWiseConfig(Section):
 
     layout: LayoutPolicy = "balanced"
     """Who owns which matrix; see :mod:`ds_layerwise.plan.planner`."""
+    reduction: Reduction = "auto"
+    """How gradients are added up over ranks; see :mod:`ds_layerwise.ranks.wires`. "auto" is "ordered" on a CPU."""
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
     max_skipped_steps: Annotated[Count | None, Field(json_schema_extra={"may_be_null": True})] = 100

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.plan.wire import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import ShardBuffer
+from ds_layerwise.ranks.exchange import Exchange
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import SideStream
+from ds_layerwise.ranks.wires import Wires
 
 
 def late_gradient(name: str, bucket: int) -> StepError:
@@ -51,14 +53,18 @@ class BucketOrder:
 
     Note: one order for all ranks
         Collectives of a group must begin in the same order on every rank, though gradients arrive in another on each.
-        Buckets start in the order of their index. Where one takes two hops, the second begins just before the first of
-        the bucket that is ``in_flight`` later.
+        Buckets start in the order of their index. Where one takes two collectives, in groups of their own, the second
+        begins when the first is over and those of all buckets before it have begun. What buckets in cuts hold goes on
+        to its owners when all have arrived.
     """
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *, groups: comm.Groups,
-                 divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype], in_flight: int = MAX_UNDER_WAY) -> None:
-        self.layout, self.reduced = layout, reduced
-        self._params, self._groups = params, groups
+    def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *,
+                 wires: Wires, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
+                 in_flight: int = MAX_UNDER_WAY) -> None:
+        self.layout, self.rank, self.reduced = layout, rank, reduced
+        self._params, self._wires = params, wires
+        self._exchange = Exchange(layout.buckets, rank, wires)
+        self._cuts: dict[int, Tensor] = {}
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
@@ -72,6 +78,7 @@ class BucketOrder:
         # of them have started depends on how fast others are, which may start, on gradients alone.
         self._advance(wait=True)
         self._wait()
+        self._cuts.clear()
         self._start_pass()
         self._finished = False
         self.got: set[str] = set()
@@ -119,6 +126,7 @@ class BucketOrder:
         self._advance(wait=True)
         self._wait()
         self._end_pass()
+        self._side.join()
 
     def finish(self) -> None:
         """Make sure that ``reduced`` holds the averages of this step.
@@ -148,6 +156,15 @@ class BucketOrder:
         while self._pending:
             self._pending.popleft().wait()
         self._side.join()
+
+    def _to_owners(self, *, add: bool) -> None:
+        """Let what buckets in cuts hold go on to its owners: into ``reduced``, or with ``add`` on top of that."""
+        if self._exchange.rounds:
+            self._side.follow()
+            with self._side:
+                self._exchange.to_owners(self._cuts, self.reduced.tensors_by_bucket, add=add)
+            self._side.join()
+            self._cuts.clear()
 
     def _start(self, pending: comm.Pending) -> None:
         """Take over the next bucket, which has begun to travel; ``with self._side``."""

@@ -2,11 +2,7 @@
 
 Small objects travel between hosts, see :mod:`.ranks.host_group`.
 
-Note: why gradients travel by all-to-all
-    Every rank sends each owner that owner's shard and sums what it receives itself. That moves (R-1)/R of a bucket
-    a rank, the lower bound, takes shards of any length, adds in float32 whatever travels, and adds in rank order, so
-    the sum depends neither on the size of the bucket nor on the backend. gloo's ``reduce_scatter_tensor`` moves as
-    much as its all-reduce, twice that.
+Which of them a bucket takes is up to :mod:`.ranks.wires`.
 
 Sizes are in elements. ``rank`` is within the group.
 """
@@ -22,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError, LayoutError
-from ds_layerwise.plan.wire import even_cuts, overlaps, takes_two_hops
 from ds_layerwise.ranks import host_group
 
 #: What a process group is to this package: torch's, or None for the whole world.
@@ -38,11 +33,12 @@ class Pending:
     Args:
         finish: what is left to do after the transfer: something local, or another collective, which it returns.
         keep: memory that the transfer reads, kept alive until it is over.
+        is_chained: whether ``finish`` begins another collective.
     """
 
     def __init__(self, works: Sequence[Any] = (), finish: Callable[[], Pending | None] | None = None, *,
-                 keep: Tensor | None = None) -> None:
-        self._works, self._finish, self._keep = works, finish, keep
+                 keep: Tensor | None = None, is_chained: bool = False) -> None:
+        self._works, self._finish, self._keep, self.is_chained = works, finish, keep, is_chained
 
     def advance(self) -> bool:
         """Go on as far as it goes without waiting for another rank, and say whether all is over."""
@@ -60,13 +56,19 @@ class Pending:
         """Wait for the transfer at hand, do what follows it, and say whether that is another transfer."""
         for work in self._works:
             work.wait()
-        self._works, self._keep = (), None
+        self._works, self._keep, self.is_chained = (), None, False
         finish, self._finish = self._finish, None
         following = None if finish is None else finish()
         if following is None:
             return False
         self._works, self._finish, self._keep = following._works, following._finish, following._keep
+        self.is_chained = following.is_chained
         return True
+
+    def begin_last(self) -> None:
+        """Wait until the last of its collectives has begun."""
+        while self.is_chained:
+            self._go_on()
 
     def then(self, more: Callable[[], object]) -> Pending:
         """The same, with ``more`` to do locally at the end."""
@@ -108,67 +110,39 @@ def take_over_timeout(group: Group) -> None:
             group._get_backend(device)._set_default_timeout(backend.options._timeout)
 
 
-def reduce_to_owners(bucket: Tensor, shard_numels: Sequence[int], out: Tensor, *, group: Group,
-                     divide_by: float, wire_dtype: torch.dtype) -> Pending:
-    """Send every rank its shard of ``bucket`` and average what arrives into ``out``.
-
-    Where one shard is most of the bucket, its rank would receive many times the bucket: then everybody sums an even
-    cut, to the same bits, and the sums go on in a second collective when the first is over. All ranks must get there
-    at the same place between their other collectives.
+def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[int] | None = None,
+               sent_to: Sequence[int] | None = None) -> Any:
+    """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to fill 1-D ``out`` with what they send.
 
     Args:
-        bucket: 1-D, all shards back to back in rank order; read until the result has been waited for.
-        out: float32, as long as this rank's shard; may be this rank's shard of ``bucket``.
-        divide_by: the sum over ranks is divided by this, in float32.
-        wire_dtype: what the elements travel in. They are added in float32, in rank order.
+        received, sent_to: elements from and to each rank; equal parts where None.
     """
-    size, rank = size_of(group), rank_of(group)
-    own = shard_numels[rank]
-    if size == 1:
-        return Pending(finish=lambda: _average(bucket.view(1, own), out, divide_by))
-    two_hops = takes_two_hops(shard_numels)
-    cuts = even_cuts(bucket.numel(), size) if two_hops else list(shard_numels)
-    sent = bucket if bucket.dtype == wire_dtype else bucket.to(wire_dtype)
-    received = torch.empty(size * cuts[rank], dtype=wire_dtype, device=bucket.device)
-    sums = torch.empty(cuts[rank], dtype=out.dtype, device=bucket.device) if two_hops else out
-    work = dist.all_to_all_single(received, sent, output_split_sizes=[cuts[rank]] * size, input_split_sizes=cuts,
-                                  group=group, async_op=True)
-    if not two_hops:
-        return Pending([work], lambda: _average(received.view(size, cuts[rank]), out, divide_by), keep=sent)
-
-    def second_hop() -> Pending:
-        _average(received.view(size, cuts[rank]), sums, divide_by)
-        return Pending([dist.all_to_all_single(
-            out, sums, output_split_sizes=overlaps(shard_numels, cuts, rank),
-            input_split_sizes=overlaps(cuts, shard_numels, rank), group=group, async_op=True)], keep=sums)
-
-    return Pending([work], second_hop, keep=sent)
+    return dist.all_to_all_single(out, sent, output_split_sizes=None if received is None else list(received),
+                                  input_split_sizes=None if sent_to is None else list(sent_to), group=group,
+                                  async_op=True)
 
 
-def _average(rows: Tensor, out: Tensor, divide_by: float) -> None:
-    if rows.data_ptr() != out.data_ptr() or rows.dtype != out.dtype:
-        out.copy_(rows[0])
-    for row in rows[1:]:
-        out.add_(row)
-    if divide_by != 1:
-        out.div_(divide_by)
+def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
+    """Begin to add up 1-D ``sent`` over ``group`` the backend's way; ``out`` is this rank's of as many equal parts.
 
-
-def gather_from_owners(bucket: Tensor, shard_numels: Sequence[int], *, group: Group) -> Pending:
-    """Fill every rank's ``bucket`` in place with the shards of all ranks; each rank gives its own.
-
-    Equal shards take one all-gather, shards of different length one broadcast from each owner: gloo has no
-    all-gather for those.
+    ``out`` may be that part of ``sent``.
     """
-    size, rank = size_of(group), rank_of(group)
-    if size == 1:
-        return Pending()
-    starts = [sum(shard_numels[:r]) for r in range(size)]
-    shards = [bucket[start:start + numel] for start, numel in zip(starts, shard_numels, strict=True)]
-    if len(set(shard_numels)) == 1:
-        return Pending([dist.all_gather_into_tensor(bucket, shards[rank], group=group, async_op=True)])
-    return Pending([dist.broadcast(shard, global_rank(group, owner), group=group, async_op=True)
-                    for owner, shard in enumerate(shards) if shard.numel()])
+    return dist.reduce_scatter_tensor(out, sent, group=group, async_op=True)
+
+
+def reduce_scatter_ragged(out: Tensor, parts: Sequence[Tensor], *, group: Group) -> Any:
+    """The same for parts of different length, one for each rank; gloo has no such collective."""
+    return dist.reduce_scatter(out, list(parts), group=group, async_op=True)
+
+
+def all_gather(out: Tensor, own: Tensor, *, group: Group) -> Any:
+    """Begin to fill 1-D ``out`` with equal parts of all ranks; ``own`` may be this rank's part of it."""
+    return dist.all_gather_into_tensor(out, own, group=group, async_op=True)
+
+
+def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> Any:
+    """The same for parts of different length, one for each rank; gloo has no such collective."""
+    return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 
 def ranks_of(group: Group) -> list[int]:

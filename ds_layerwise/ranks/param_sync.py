@@ -6,18 +6,21 @@ import functools
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from ds_layerwise.plan.layout import Layout
+from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.buffers import FlatBuffer
+from ds_layerwise.ranks.buffers import FlatBuffer, cut_of
+from ds_layerwise.ranks.exchange import Exchange
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import LaunchStream
 from ds_layerwise.ranks.under_way import can_mark, mark, references, unmark
+from ds_layerwise.ranks.wires import Wires
 
 
 class ParamSync:
@@ -34,14 +37,27 @@ class ParamSync:
         modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A forward
         pass within a transform of torch.func, which unpacks parameters unasked, waits for everything at its start.
         Nobody sees C++ code that a module hands the weight of another one: docs/training.md says so.
+
+    Note: buckets in cuts
+        Owners send what the cuts of all ranks hold of their shards, in the rounds of an
+        :class:`~ds_layerwise.ranks.exchange.Exchange`, and then each rank gives its cut to all. A round begins when its
+        last bucket is launched, and the buckets that it completes when the next round has begun, so that all ranks
+        begin everything in the same order.
     """
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
-                 groups: comm.Groups) -> None:
-        self.layout = layout
-        self._values, self._groups = values, groups
+    def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
+                 wires: Wires) -> None:
+        self.layout, self.rank = layout, rank
+        self._values, self._wires = values, wires
+        self._exchange = Exchange(reversed(layout.buckets), rank, wires)
+        self._rounds: dict[int, list[int]] = {bucket.index: [] for bucket in layout.buckets}
+        for number, each in enumerate(self._exchange.rounds):
+            for index in each.buckets:
+                self._rounds[index].append(number)
+        self._start_rounds()
         self._params = [[params[slot.name] for slot in bucket.slots] for bucket in layout.buckets]
         self._pending: dict[int, comm.Pending] = {}
+        self._chained: deque[comm.Pending] = deque()
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: list[int] | None = None
@@ -59,8 +75,55 @@ class ParamSync:
             memory = self._apart[index]
         self._launched_on = LaunchStream()
         with profiled("gather"):
-            self._pending[index] = comm.gather_from_owners(memory, bucket.shard_numels,
-                                                           group=self._groups[bucket.ep_size])
+            if bucket.way == "cuts":
+                self._launch_in_cuts(bucket, memory)
+            else:
+                self._gather(bucket, memory)
+
+    def _gather(self, bucket: Bucket, memory: Tensor) -> None:
+        pending = self._pending[bucket.index] = self._wires[bucket.ep_size].gather(memory, bucket)
+        if pending.is_chained:
+            self._chained.append(pending)
+
+    def _start_rounds(self) -> None:
+        self._memory: dict[int, Tensor] = {}
+        self._missing = [len(each.buckets) for each in self._exchange.rounds]
+        self._incomplete = {index: len(rounds) for index, rounds in self._rounds.items()}
+        self._under_way: deque[tuple[int, comm.Pending]] = deque()
+        self._num_started = 0
+
+    def _launch_in_cuts(self, bucket: Bucket, memory: Tensor) -> None:
+        self._memory[bucket.index] = memory
+        for number in self._rounds[bucket.index]:
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                self._start_round(number)
+        if self._num_started == len(self._exchange.rounds):
+            while self._under_way:
+                self._end_round()
+            self._start_rounds()
+
+    def _start_round(self, number: int) -> None:
+        each = self._exchange.rounds[number]
+        some = self._memory[min(each.buckets)]
+        shard = some[:0]
+        if each.own is not None:
+            bucket = self.layout.buckets[each.own]
+            start, stop = bucket.shard(self.rank)
+            shard = self._memory[each.own][start - bucket.start:stop - bucket.start]
+        cuts = {index: cut_of(self._memory[index], self.layout.buckets[index], self.rank) for index, *_ in each.runs}
+        self._under_way.append((number, self._exchange.to_cuts(each, shard, cuts)))
+        self._num_started += 1
+        if len(self._under_way) > 1:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        number, pending = self._under_way.popleft()
+        pending.wait()
+        for index in sorted(self._exchange.rounds[number].buckets, reverse=True):
+            self._incomplete[index] -= 1
+            if not self._incomplete[index]:
+                self._gather(self.layout.buckets[index], self._memory[index])
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is under way."""
@@ -71,6 +134,7 @@ class ParamSync:
     def wait(self, indices: Iterable[int]) -> None:
         """Wait for those of ``indices`` that are under way."""
         with self._lock:
+            self._begin_last()
             for index in indices:
                 if index in self._pending:
                     self._pending[index].wait()
@@ -81,14 +145,24 @@ class ParamSync:
     def finish(self) -> None:
         """Wait for everything under way."""
         self.wait(sorted(self._pending, reverse=True))
+        if self._memory:
+            # An update that was left half-way launched some of the buckets of a round.
+            self._start_rounds()
 
     def may_be_late(self) -> bool:
         """Whether everybody who uses parameters after this step will wait for them; ask before :meth:`launch`."""
         return (self._views is not None and self._views == self._count_views() and not _has_compiled()
                 and all(can_mark(param) for params in self._params for param in params))
 
+    def _begin_last(self) -> None:
+        """Let the last collective of everything under way begin, in the order of launching."""
+        while self._chained:
+            self._chained.popleft().begin_last()
+
     def leave_under_way(self) -> None:
         """Let everything arrive when it is used first; only where it :meth:`may_be_late`."""
+        # What is used when, and what else begins before, may differ between ranks.
+        self._begin_last()
         for index in self._pending:
             mark(self._params[index], functools.partial(self.wait, (index, )))
 

@@ -13,6 +13,7 @@ from ds_layerwise.plan.wire import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.wires import Wires
 
 
 def nothing_reduced() -> StepError:
@@ -39,11 +40,11 @@ class GradSync(BucketOrder):
     Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and ``finish`` once, ``reset``.
     """
 
-    def __init__(self, layout: Layout, params: Mapping[str, nn.Parameter], grads: FlatBuffer, reduced: ShardBuffer, *,
-                 groups: comm.Groups, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
+    def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], grads: FlatBuffer,
+                 reduced: ShardBuffer, *, wires: Wires, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
                  in_flight: int = MAX_UNDER_WAY) -> None:
         self._grads = grads
-        super().__init__(layout, params, reduced, groups=groups, divide_by=divide_by, wire_dtype=wire_dtype,
+        super().__init__(layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype,
                          in_flight=in_flight)
 
     def reset(self) -> None:
@@ -128,6 +129,7 @@ class GradSync(BucketOrder):
         param.grad = None
 
     def _end_pass(self) -> None:
+        self._to_owners(add=False)
         self._finished = True
 
     def finish(self) -> None:
@@ -146,9 +148,18 @@ class GradSync(BucketOrder):
             for slot in bucket.slots:
                 if slot.name not in self._has_grad:
                     self._grads.param(slot.name).zero_()
-            self._start(comm.reduce_to_owners(
-                self._grads.bucket(bucket), bucket.shard_numels, self.reduced.bucket(bucket.index),
-                group=self._groups[bucket.ep_size], divide_by=self._divide_by, wire_dtype=self._wire_dtype(bucket)))
+            self._start(self._wires[bucket.ep_size].reduce(
+                self._grads.bucket(bucket), bucket, self._arrives_in(bucket), divide_by=self._divide_by,
+                wire_dtype=self._wire_dtype(bucket)))
+
+    def _arrives_in(self, bucket: Bucket) -> Tensor:
+        """Where what this rank adds up of ``bucket`` goes, float32."""
+        if bucket.way != "cuts":
+            return self.reduced.bucket(bucket.index)
+        cut = self._grads.cut(bucket, self.rank)
+        self._cuts[bucket.index] = cut = cut if cut.dtype == torch.float32 else torch.empty_like(
+            cut, dtype=torch.float32)
+        return cut
 
 
 class EagerGradSync(BucketOrder):
@@ -173,6 +184,7 @@ class EagerGradSync(BucketOrder):
         super().reset()
         self._empty = [True] * len(self.layout.buckets)
         self._passes = 0
+        self._have_owners = False
 
     @property
     def gradients(self) -> Gradients:
@@ -195,7 +207,14 @@ class EagerGradSync(BucketOrder):
         """
         if self.gradients not in (Gradients.SUMS, Gradients.AVERAGES):
             raise no_gradient()
+        self._settle()
         return 1.0 if self.gradients is Gradients.AVERAGES else self._divide_by
+
+    def _settle(self) -> None:
+        """Let the sums so far be at their owners, all of them. Every rank must call this."""
+        if self._cuts:
+            self._to_owners(add=self._have_owners)
+            self._have_owners = True
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
@@ -204,6 +223,7 @@ class EagerGradSync(BucketOrder):
             for index in range(len(self._empty)):
                 self.reduced.bucket(index).zero_()
             self._empty = [False] * len(self._empty)
+            self._have_owners = True
             self._passes = 1
         for piece in self.reduced.pieces[self._bucket_of[name]]:
             first = max(start, piece.param_start)
@@ -216,6 +236,7 @@ class EagerGradSync(BucketOrder):
         """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""
         if self.gradients is not Gradients.SUMS:
             return {}
+        self._settle()
         return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
 
     def _end_pass(self) -> None:
@@ -233,6 +254,7 @@ class EagerGradSync(BucketOrder):
             return
         if not self._passes:
             raise nothing_reduced()
+        self._settle()
         for index in range(len(self.layout.buckets)):
             if self._divide_by != 1:
                 self.reduced.bucket(index).div_(self._divide_by)
@@ -240,8 +262,12 @@ class EagerGradSync(BucketOrder):
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
-        total, wire_dtype = self.reduced.bucket(bucket.index), self._wire_dtype(bucket)
+        in_cuts, wire_dtype = bucket.way == "cuts", self._wire_dtype(bucket)
+        total = self._cuts.get(bucket.index) if in_cuts else self.reduced.bucket(bucket.index)
         with self._side:
+            is_first = total is None or (not in_cuts and self._empty[bucket.index])
+            if total is None:
+                total = self._cuts[bucket.index] = self.reduced.bucket(bucket.index).new_empty(bucket.cut_numel)
             travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=total.device)
             for slot in bucket.slots:
                 param = self._params[slot.name]
@@ -250,8 +276,7 @@ class EagerGradSync(BucketOrder):
                     travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
                     self._side.keep(param.grad)
                     param.grad = None
-            out = total if self._empty[bucket.index] else torch.empty_like(total)
+            out = total if is_first else torch.empty_like(total)
             self._empty[bucket.index] = False
-            pending = comm.reduce_to_owners(travelling, bucket.shard_numels, out, group=self._groups[bucket.ep_size],
-                                            divide_by=1, wire_dtype=wire_dtype)
-            self._start(pending if out is total else pending.then(lambda: total.add_(out)))
+            pending = self._wires[bucket.ep_size].reduce(travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype)
+            self._start(pending if is_first else pending.then(lambda: total.add_(out)))

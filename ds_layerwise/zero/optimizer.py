@@ -25,6 +25,7 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.wires import is_native, make_wires
 from ds_layerwise.zero import ambient, autocast, takeover
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
@@ -105,15 +106,16 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def _init_syncs(self) -> comm.Groups:
         s, reduced = self.settings, self._owned.reduced
         groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
-        own = own_groups.take(groups, self, self._device)
+        wires = make_wires(own_groups.take(groups, self, self._device), device=self._device,
+                           native=is_native(self.config.reduction, self._device))
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
-            self._grad_sync = EagerGradSync(self.layout, self._params, reduced, groups=own,
+            self._grad_sync = EagerGradSync(self.layout, self.rank, self._params, reduced, wires=wires,
                                             divide_by=s.divide_by, wire_dtype=self._wire_dtype)
         else:
-            self._grad_sync = GradSync(self.layout, self._params, self._grads, reduced, groups=own,
+            self._grad_sync = GradSync(self.layout, self.rank, self._params, self._grads, reduced, wires=wires,
                                        divide_by=s.divide_by, wire_dtype=self._wire_dtype)
-        self._param_sync = ParamSync(self.layout, self._params, self._values, groups=groups)
+        self._param_sync = ParamSync(self.layout, self.rank, self._params, self._values, wires=wires)
         return groups
 
     def _init_parts(self, model: nn.Module) -> None:

@@ -35,7 +35,7 @@ import ds_layerwise
 from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.model_file import ModelParam, route_model
 from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.wires import Wire
 
 #: How far off a prediction may be, in percent.
 BAR_PERCENT = 2.0
@@ -105,7 +105,7 @@ class Peak:
 
     def __init__(self, optimizer: Any, base: int) -> None:
         self.base, self.most, self._sync = base, 0, optimizer._grad_sync
-        self._launch, self._reduce = self._sync._launch, comm.reduce_to_owners
+        self._launch, self._reduce = self._sync._launch, Wire.reduce
 
     def look(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Count, do ``then``, count again."""
@@ -116,11 +116,11 @@ class Peak:
 
     def __enter__(self) -> Peak:
         self._sync._launch = functools.partial(self.look, self._launch)
-        comm.reduce_to_owners = functools.partial(self.look, self._reduce)
+        Wire.reduce = lambda wire, *args, **kwargs: self.look(self._reduce, wire, *args, **kwargs)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._sync._launch, comm.reduce_to_owners = self._launch, self._reduce
+        self._sync._launch, Wire.reduce = self._launch, self._reduce
 
 
 def start(job: Job) -> tuple[Any, nn.Module]:

@@ -43,7 +43,7 @@ INSIDE = {
                    "folder tags", "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise muon", "registry"),
     "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
-              "agreement bucket_order disks own_groups param_sync same_weights", "sync"),
+              "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups settings skipped state_access "

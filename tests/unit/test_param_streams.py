@@ -11,6 +11,7 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import comm, side_stream
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
+from ds_layerwise.ranks.wires import Wire
 from tests.support.rooms import rooms
 from tests.support.streams import Device, Stream
 
@@ -22,15 +23,17 @@ def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypa
     device, sent = Device(), []
     monkeypatch.setattr(side_stream, "get_accelerator", lambda: device)
 
-    def gather(bucket, numels, *, group):
+    def gather(self, memory, bucket):
         sent.append(len(sent))
         # As NCCL does: only the stream that is current for whoever waits is held up.
         return comm.Pending([SimpleNamespace(wait=lambda number=sent[-1]: device.current.knows.add(number))])
 
-    monkeypatch.setattr(comm, "gather_from_owners", gather)
+    monkeypatch.setattr(Wire, "gather", gather)
+    monkeypatch.setattr(comm, "size_of", lambda group: 2)
+    monkeypatch.setattr(comm, "rank_of", lambda group: 0)
     layout = plan_layout([ParamSpec(name, (8, 8), "float32", False) for name in "ab"], 2, bucket_numel=1)
     params = {name: nn.Parameter(torch.zeros(8, 8)) for name in "ab"}
-    sync = ParamSync(layout, params, FlatBuffer(layout, torch.device("cpu")), groups={1: None})
+    sync = ParamSync(layout, 0, params, FlatBuffer(layout, torch.device("cpu")), wires={1: Wire(None)})
     for bucket in layout.buckets:
         sync.launch(bucket.index)
     sync.leave_under_way()

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_layerwise.ranks import comm, param_sync
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.wires import Wire
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -131,12 +132,12 @@ KEPT = {
 
 def arrive_late(monkeypatch):
     """Nothing is sent before somebody waits for it: who does not, is sure to read what is old."""
-    gather = comm.gather_from_owners
+    gather = Wire.gather
 
-    def late(bucket, numels, *, group):
-        return comm.Pending(finish=lambda: gather(bucket, numels, group=group).wait())
+    def late(wire, memory, bucket):
+        return comm.Pending(finish=lambda: gather(wire, memory, bucket).wait())
 
-    monkeypatch.setattr(param_sync.comm, "gather_from_owners", late)
+    monkeypatch.setattr(Wire, "gather", late)
 
 
 def engine_of(overlap, **changes):

@@ -1,0 +1,160 @@
+"""The way between equal cuts of buckets and the owners of what is in them.
+
+Note: rounds
+    An owner has shards in several buckets that travel in cuts. In one round it takes part with one of them, in each
+    round with the next, so that what arrives from all ranks, in rank order, is that shard as it lies in memory. Owners
+    are balanced over the model, and so is a round.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.wires import Wire
+
+#: Rounds under way at a time; it bounds the memory for what is packed.
+_MAX_UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One all-to-all of an :class:`Exchange`, as one rank sees it."""
+
+    ep_size: int
+    dtype: str
+    """The layout's name for the dtype of the parameters."""
+    own: int | None
+    """The bucket of which this rank's shard takes part; None where it has no more."""
+    by_holder: tuple[int, ...]
+    """By rank of the group, how many elements of that shard are in its cut."""
+    by_owner: tuple[int, ...]
+    """By rank of the group, how many elements of its shard are in this rank's cuts."""
+    runs: tuple[tuple[int, int, int], ...]
+    """Those elements, by owner: the bucket, the first one in this rank's cut of it, and how many."""
+    buckets: frozenset[int]
+    """Every bucket of which anybody's shard takes part."""
+
+
+def rounds_of(buckets: Iterable[Bucket], rank: int) -> list[Round]:
+    """The rounds for those of ``buckets`` that travel in cuts, which take part in the order given.
+
+    Args:
+        rank: of the layout.
+    """
+    rounds: list[Round] = []
+    kinds: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
+    for bucket in buckets:
+        if bucket.way == "cuts":
+            kinds[bucket.ep_size, bucket.dtype].append(bucket)
+    for (ep_size, dtype), alike in kinds.items():
+        drafts: list[_Draft] = []
+        turn: dict[int, int] = defaultdict(int)
+        for bucket in alike:
+            _deal(bucket, rank // ep_size, turn, drafts)
+        rounds += [draft.done(ep_size, dtype, alike[0].holders) for draft in drafts]
+    return rounds
+
+
+class _Draft:
+    def __init__(self) -> None:
+        self.own: Bucket | None = None
+        self.span = (0, 0)
+        self.runs: dict[int, tuple[int, int, int]] = {}
+        self.buckets: set[int] = set()
+
+    def done(self, ep_size: int, dtype: str, holders: int) -> Round:
+        by_holder, by_owner = [0] * holders, [0] * holders
+        if self.own is not None:
+            (start, stop), cut = self.span, self.own.cut_numel
+            for holder in range(start // cut, -(-stop // cut)):
+                by_holder[holder] = min(stop, (holder + 1) * cut) - max(start, holder * cut)
+        for owner, (_, _, numel) in self.runs.items():
+            by_owner[owner] = numel
+        return Round(ep_size, dtype, None if self.own is None else self.own.index, tuple(by_holder), tuple(by_owner),
+                     tuple(run for _, run in sorted(self.runs.items())), frozenset(self.buckets))
+
+
+def _deal(bucket: Bucket, holder: int, turn: dict[int, int], drafts: list[_Draft]) -> None:
+    """Let every owner in ``bucket`` take part in the round that is its turn."""
+    first, last = holder * bucket.cut_numel, (holder + 1) * bucket.cut_numel
+    stop = 0
+    for rank, numel in bucket.non_empty_shards():
+        if rank % bucket.ep_size:
+            continue
+        owner = rank // bucket.ep_size
+        start, stop = stop, stop + numel
+        if turn[owner] == len(drafts):
+            drafts.append(_Draft())
+        draft = drafts[turn[owner]]
+        turn[owner] += 1
+        draft.buckets.add(bucket.index)
+        if max(start, first) < min(stop, last):
+            draft.runs[owner] = (bucket.index, max(start, first) - first, min(stop, last) - max(start, first))
+        if owner == holder:
+            draft.own, draft.span = bucket, (start, stop)
+
+
+class Exchange:
+    """Moves what is in this rank's cuts to its owners, and back.
+
+    Args:
+        buckets: of the layout, in the order in which they take part.
+        rank: of the layout.
+        wires: by ep_size.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], rank: int, wires: Mapping[int, Wire]) -> None:
+        self.rounds = rounds_of(buckets, rank)
+        self._wires = wires
+
+    def to_owners(self, cuts: Mapping[int, Tensor], shards: Sequence[Tensor], *, add: bool = False) -> None:
+        """Send ``cuts`` to their owners, and wait. Every rank of the groups must call this.
+
+        Args:
+            cuts: by bucket, this rank's cut, 1-D; may share memory with the same place in a shard.
+            shards: by bucket, this rank's shard, 1-D, of the same dtype: overwritten, or added to with ``add``.
+        """
+        under_way: deque[comm.Pending] = deque()
+        for each in self.rounds:
+            under_way.append(self._send_to_owners(each, cuts, shards, add))
+            if len(under_way) == _MAX_UNDER_WAY:
+                under_way.popleft().wait()
+        for pending in under_way:
+            pending.wait()
+
+    def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shards: Sequence[Tensor],
+                        add: bool) -> comm.Pending:
+        like = next(iter(cuts.values()))
+        packed = torch.cat([cuts[index][first:first + numel] for index, first, numel in each.runs]) \
+            if each.runs else like.new_empty(0)
+        shard = like.new_empty(0) if each.own is None else shards[each.own]
+        out = torch.empty_like(shard) if add else shard
+        work = comm.all_to_all(out, packed, group=self._wires[each.ep_size].group, received=each.by_holder,
+                               sent_to=each.by_owner)
+        pending = comm.Pending([work], keep=packed)
+        return pending.then(lambda: shard.add_(out)) if add else pending
+
+    def to_cuts(self, each: Round, shard: Tensor, cuts: Mapping[int, Tensor]) -> comm.Pending:
+        """Begin one round of the way back: every owner's shard into the cuts of all ranks.
+
+        Args:
+            shard: this rank's of bucket ``each.own``, 1-D; empty where it has none.
+            cuts: by bucket, 1-D, of the same dtype; may share memory with the same place in ``shard``.
+        """
+        packed = shard.new_empty(sum(each.by_owner))
+        work = comm.all_to_all(packed, shard, group=self._wires[each.ep_size].group, received=each.by_owner,
+                               sent_to=each.by_holder)
+
+        def unpack() -> None:
+            arrived = packed.split_with_sizes([numel for _, _, numel in each.runs])
+            for (index, first, numel), values in zip(each.runs, arrived, strict=True):
+                cuts[index][first:first + numel].copy_(values)
+
+        return comm.Pending([work], unpack, keep=shard)

@@ -1,0 +1,62 @@
+"""Which ranks of a group share a node, and the groups of those that do and of those in the same place on each."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from torch import distributed
+
+from ds_layerwise.ranks import comm
+
+
+def node_of_each_rank() -> list[int]:
+    """By rank of the world, the number of its node, counted in rank order. Every rank must call this.
+
+    A node begins where the host's name changes, or where local ranks begin again: nodes may be namespaces of one host.
+    """
+    places = comm.gather_objects((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "-1"))), group=None)
+    nodes, node = [0], 0
+    for (host, local), (next_host, next_local) in zip(places, places[1:]):
+        node += next_host != host or (next_local <= local and next_local >= 0)
+        nodes.append(node)
+    return nodes
+
+
+def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:
+    """How many of ``ranks``, in the order of their group, are on each node; 1 where nodes have different numbers.
+
+    Args:
+        nodes: by rank of the world.
+    """
+    counts: dict[int, int] = {}
+    for rank in ranks:
+        counts[nodes[rank]] = counts.get(nodes[rank], 0) + 1
+    most = max(counts.values())
+    in_rows = all(len({nodes[rank] for rank in ranks[first:first + most]}) == 1
+                  for first in range(0, len(ranks), most))
+    return most if len(set(counts.values())) == 1 and in_rows else 1
+
+
+def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int]) -> dict[int, tuple[comm.Group, comm.Group]]:
+    """By key of ``groups``, the group of this rank's node and that of the ranks in its place on the other nodes.
+
+    Only for groups of which several nodes have several ranks each. Every rank of the world must call this.
+    """
+    wanted: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for key, group in groups.items():
+        ranks = comm.ranks_of(group)
+        per_node = ranks_per_node(ranks, nodes)
+        if 1 < per_node < len(ranks):
+            place = comm.rank_of(group)
+            first = place - place % per_node
+            wanted[key] = tuple(ranks[first:first + per_node]), tuple(ranks[place % per_node::per_node])
+    everyone = comm.gather_objects(sorted({level for levels in wanted.values() for level in levels}), group=None)
+    made = {}
+    for ranks in sorted({level for levels in everyone for level in levels}):
+        group = distributed.new_group(list(ranks))
+        if comm.rank_of(None) in ranks:
+            comm.take_over_timeout(group)
+            made[ranks] = group
+    return {key: (made[inside], made[across]) for key, (inside, across) in wanted.items()}

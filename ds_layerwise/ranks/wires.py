@@ -1,0 +1,189 @@
+"""How the ranks of one group send a bucket: what travels between whom, and how sums are made.
+
+Note: two ways to add up
+    ``native`` is the backend's reduce-scatter: on NCCL the fewest bytes out of a node; it adds in the dtype that
+    travels and in an order of its own. ``ordered`` sends every rank all summands of its cut, and the rank adds them in
+    float32, in rank order, so that the sum depends neither on the size of a bucket nor on the backend. Where several
+    nodes have several ranks each it goes in two levels: first between the ranks of a node, then the sums of nodes, in
+    the order of nodes, between the ranks in the same place on each. So a node sends no more than half of what it holds
+    to each other half of the nodes, as a hierarchical reduce-scatter does.
+
+Note: where each of gloo's collectives is fast
+    gloo's ``reduce_scatter_tensor`` moves as much as its all-reduce, twice as much as an all-to-all. Its all-gather is
+    a ring that waits for every hop: over a network an all-to-all of copies takes 0.64 times as long (two ranks,
+    1 Gbit/s), inside a host, where copies cost as much as sending, twice as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.config import Reduction
+from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.ranks import comm, nodes
+from ds_layerwise.ranks.comm import Group, Pending
+
+#: From so many rows on, one kernel adds them up also on a CPU: up to there a kernel a row is faster, and the same bits.
+_ONE_KERNEL_FROM = 17
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The ranks that share buckets, and how they send.
+
+    Args:
+        group: all of them.
+        native: how sums are made, see the note.
+        on_host: whether what travels lies in host memory, where gloo sends it.
+        inside, across: the ranks of this node, and those in this rank's place on every node; both None where a node has
+            one rank, or all.
+        one_node: whether all of them are on one node.
+    """
+
+    group: Group
+    native: bool = False
+    on_host: bool = True
+    inside: Group = None
+    across: Group = None
+    one_node: bool = False
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", comm.rank_of(self.group))
+        object.__setattr__(self, "size", comm.size_of(self.group))
+
+    def reduce(self, memory: Tensor, bucket: Bucket, out: Tensor, *, divide_by: float,
+               wire_dtype: torch.dtype) -> Pending:
+        """Average ``memory`` over the ranks: each gets its own shard, or its own cut where the bucket travels in cuts.
+
+        Args:
+            memory: 1-D, the whole of ``bucket``; read until the result has been waited for.
+            out: float32, as long as this rank's shard or cut; may be that part of ``memory``.
+            divide_by: the sum over ranks is divided by this, in float32.
+            wire_dtype: what the elements travel in.
+        """
+        if self.size == 1:
+            return Pending(finish=lambda: average(memory.view(1, -1), out, divide_by))
+        if bucket.way == "ragged":
+            return self._reduce_ragged(memory, bucket.shard_numels, out, divide_by, wire_dtype)
+        if self.native:
+            sent = _cast(memory, wire_dtype)
+            received = out if out.dtype == wire_dtype else out.new_empty(out.numel(), dtype=wire_dtype)
+            work = comm.reduce_scatter(received, sent, group=self.group)
+            return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
+        if self.inside is not None:
+            return self._reduce_in_two_levels(memory, out, divide_by, wire_dtype)
+        sent = _cast(memory, wire_dtype)
+        received = torch.empty_like(sent)
+        work = comm.all_to_all(received, sent, group=self.group)
+        return Pending([work], lambda: average(received.view(self.size, -1), out, divide_by), keep=sent)
+
+    def _reduce_ragged(self, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
+                       wire_dtype: torch.dtype) -> Pending:
+        sent, own = _cast(memory, wire_dtype), shard_numels[self.rank]
+        if self.native and not self.on_host:
+            received = sent.new_empty(own)
+            work = comm.reduce_scatter_ragged(received, sent.split_with_sizes(shard_numels), group=self.group)
+            return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
+        received = sent.new_empty(self.size * own)
+        work = comm.all_to_all(received, sent, group=self.group, received=[own] * self.size, sent_to=shard_numels)
+        return Pending([work], lambda: average(received.view(self.size, own), out, divide_by), keep=sent)
+
+    def _reduce_in_two_levels(self, memory: Tensor, out: Tensor, divide_by: float,
+                              wire_dtype: torch.dtype) -> Pending:
+        per_node, cut = comm.size_of(self.inside), out.numel()
+        num_nodes = self.size // per_node
+        # To each rank of the node what it and those in its place on the other nodes hold in the end.
+        sent = memory.new_empty(per_node, num_nodes, cut, dtype=wire_dtype)
+        sent.copy_(memory.view(num_nodes, per_node, cut).transpose(0, 1))
+        received = torch.empty_like(sent)
+        work = comm.all_to_all(received.view(-1), sent.view(-1), group=self.inside)
+
+        def between_nodes() -> Pending:
+            sums = out.new_empty(num_nodes * cut)
+            average(received.view(per_node, -1), sums, 1)
+            arrived = torch.empty_like(sums)
+            return Pending([comm.all_to_all(arrived, sums, group=self.across)],
+                           lambda: average(arrived.view(num_nodes, cut), out, divide_by), keep=sums)
+
+        return Pending([work], between_nodes, keep=sent, is_chained=True)
+
+    def gather(self, memory: Tensor, bucket: Bucket) -> Pending:
+        """Fill every rank's ``memory`` in place with the shards, or the cuts, of all ranks; each gives its own."""
+        if self.size == 1:
+            return Pending()
+        if bucket.way == "ragged":
+            shards = memory.split_with_sizes(bucket.shard_numels)
+            own = shards[self.rank]
+            if not self.on_host:
+                return Pending([comm.all_gather_ragged(shards, own, group=self.group)])
+            copies = own.repeat(self.size)
+            return Pending([comm.all_to_all(memory, copies, group=self.group, received=bucket.shard_numels,
+                                            sent_to=[own.numel()] * self.size)], keep=copies)
+        cut = memory.numel() // self.size
+        own = memory[self.rank * cut:(self.rank + 1) * cut]
+        if self.one_node or not self.on_host:
+            return Pending([comm.all_gather(memory, own, group=self.group)])
+        if self.inside is not None:
+            return self._gather_in_two_levels(memory, own)
+        copies = own.repeat(self.size)
+        return Pending([comm.all_to_all(memory, copies, group=self.group)], keep=copies)
+
+    def _gather_in_two_levels(self, memory: Tensor, own: Tensor) -> Pending:
+        per_node, cut = comm.size_of(self.inside), own.numel()
+        num_nodes = self.size // per_node
+        copies = own.repeat(num_nodes)
+        of_my_place = torch.empty_like(copies)
+        work = comm.all_to_all(of_my_place, copies, group=self.across)
+
+        def inside_the_node() -> Pending:
+            everything = memory.new_empty(per_node, num_nodes, cut)
+
+            def in_rank_order() -> None:
+                memory.view(num_nodes, per_node, cut).copy_(everything.transpose(0, 1))
+
+            return Pending([comm.all_gather(everything.view(-1), of_my_place, group=self.inside)], in_rank_order,
+                           keep=of_my_place)
+
+        return Pending([work], inside_the_node, keep=copies, is_chained=True)
+
+
+#: By a bucket's ep_size, how those that hold the same experts send; by 1, all.
+Wires = Mapping[int, Wire]
+
+
+def is_native(reduction: Reduction, device: torch.device) -> bool:
+    """Whether sums are made the backend's way; "auto" leaves that to what talks between devices, not to gloo."""
+    return reduction == "native" or (reduction == "auto" and device.type != "cpu")
+
+
+def make_wires(groups: comm.Groups, *, native: bool, device: torch.device) -> dict[int, Wire]:
+    """The wires of ``groups``. Every rank of the world must call this at the same point."""
+    on_host = device.type == "cpu"
+    where = nodes.node_of_each_rank()
+    levels = {} if native else nodes.make_levels(groups, where)
+    return {key: Wire(group, native, on_host, *levels.get(key, (None, None)),
+                      one_node=len({where[rank] for rank in comm.ranks_of(group)}) == 1)
+            for key, group in groups.items()}
+
+
+def _cast(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    return memory if memory.dtype == dtype else memory.to(dtype)
+
+
+def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
+    """The sum of ``rows`` over ``divide_by``, into ``out``, float32: in the order of rows up to 16 of them."""
+    if len(rows) >= _ONE_KERNEL_FROM or (len(rows) > 1 and out.device.type != "cpu"):
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+    else:
+        if rows.data_ptr() != out.data_ptr() or rows.dtype != out.dtype:
+            out.copy_(rows[0])
+        for row in rows[1:]:
+            out.add_(row)
+    if divide_by != 1:
+        out.div_(divide_by)

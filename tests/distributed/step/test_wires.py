@@ -1,0 +1,222 @@
+"""How buckets travel: every way, both ways to add up, one level and two, against sums made without ranks."""
+
+from itertools import product
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad
+
+from ds_layerwise.plan.layout import Bucket, Slot
+from ds_layerwise.ranks import nodes
+from ds_layerwise.ranks.wires import make_wires
+from ds_layerwise.zero import planned
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    train_engine,
+    weights,
+)
+from tests.support.ways import in_cuts
+
+pytestmark = rooms("wires", "exchange", "nodes", "comm")
+
+
+def bucket_of(numels, way):
+    slots = tuple(Slot(f"p{rank}", sum(numels[:rank]), numel) for rank, numel in enumerate(numels) if numel)
+    return Bucket(0, "float32", True, 0, tuple(numels), slots, way=way)
+
+
+def buckets_of(size):
+    none = [0] * (size - 2)
+    return [bucket_of([6] * size, "even"), bucket_of([2, *none, 7], "ragged"), bucket_of([0, 5 * size, *none], "cuts"),
+            bucket_of([3, 5 * size - 3, *none], "cuts")]
+
+
+def span(bucket, rank, size):
+    """Where what ``rank`` gets, and gives, lies in the bucket."""
+    if bucket.way == "cuts":
+        return rank * bucket.cut_numel, (rank + 1) * bucket.cut_numel
+    return bucket.shard(rank)
+
+
+def in_rank_order(rows):
+    total = torch.zeros_like(rows[0], dtype=torch.float32)
+    for row in rows:
+        total += row
+    return total
+
+
+def wires_of(per_node, monkeypatch, native=False):
+    monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [r // per_node for r in range(dist.get_world_size())])
+    return make_wires({1: None}, native=native, device=torch.device("cpu"))[1]
+
+
+class TestReduce(DistributedTest):
+    world_size = [2, 3, 4]
+    thorough_on = (4,)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("per_node", [1, 2, 4])
+    def test_ordered_sums_are_made_in_float32_in_the_order_of_ranks(self, per_node, dtype, monkeypatch):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wire, levels = wires_of(per_node, monkeypatch), 1 < per_node < size and not size % per_node
+        assert (wire.inside is not None) == levels
+        for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
+            rows = torch.randn(size, bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
+            out = memory[start:stop] if in_place and dtype == torch.float32 else torch.full((stop - start,), torch.nan)
+            wire.reduce(memory, bucket, out, divide_by=3.0, wire_dtype=dtype).wait()
+            if levels and bucket.way != "ragged":
+                rows = torch.stack([in_rank_order(rows[first:first + per_node]) for first in range(0, size, per_node)])
+            assert torch.equal(out, (in_rank_order(rows) / 3.0)[start:stop])
+
+    def test_what_travels_is_added_in_float32(self, monkeypatch):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for bucket in buckets_of(size):
+            start, stop = span(bucket, rank, size)
+            out = torch.empty(stop - start)
+            memory = torch.full((bucket.numel,), [256.0, 1.0, 2.0, 4.0][rank], dtype=torch.bfloat16)
+            wires_of(1, monkeypatch).reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.bfloat16).wait()
+            assert out.tolist() == [256.0 + sum([1.0, 2.0, 4.0][:size - 1])] * (stop - start)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_native_sums_of_whole_numbers(self, dtype, monkeypatch):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wire = wires_of(2, monkeypatch, native=True)
+        assert wire.native and wire.inside is None
+        for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
+            rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(seed)).to(dtype)
+            memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
+            out = memory[start:stop] if in_place and dtype == torch.float32 else torch.full((stop - start,), torch.nan)
+            wire.reduce(memory, bucket, out, divide_by=4.0, wire_dtype=dtype).wait()
+            assert torch.equal(out, rows.float().sum(0)[start:stop] / 4.0)
+
+    @pytest.mark.world_size(4)
+    def test_two_levels_begin_their_second_in_order_and_when_asked(self, monkeypatch):
+        wire, rank = wires_of(2, monkeypatch), dist.get_rank()
+        bucket = bucket_of([6] * 4, "even")
+        pending = [wire.reduce(torch.full((24,), float(rank + i)), bucket, torch.empty(6), divide_by=1,
+                               wire_dtype=torch.float32) for i in range(3)]
+        assert all(each.is_chained for each in pending)
+        for each in pending:
+            each.begin_last()
+            assert not each.is_chained
+            each.wait()
+
+
+class TestGather(DistributedTest):
+    world_size = [2, 3, 4]
+    thorough_on = (4,)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("per_node", [1, 2, 4])
+    def test_every_rank_gets_what_each_gives(self, per_node, dtype, monkeypatch):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wire = wires_of(per_node, monkeypatch)
+        for seed, bucket in enumerate(buckets_of(size)):
+            wanted = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            memory, (start, stop) = torch.full_like(wanted, torch.nan), span(bucket, rank, size)
+            memory[start:stop] = wanted[start:stop]
+            wire.gather(memory, bucket).wait()
+            assert torch.equal(memory, wanted)
+
+
+class TestTraining(DistributedTest):
+    world_size = [2, 4]
+    thorough_on = (4,)
+
+    #: What may differ between runs that give the same bits.
+    WAYS = {"as planned": None, "all in cuts": lambda bucket: True, "some in cuts": lambda bucket: bucket.index % 2}
+
+    def train(self, monkeypatch, *, way="as planned", per_node=8, stage=1, bucket_numel=600, **sections):
+        made, only = planned.plan_layout, self.WAYS[way]
+        with monkeypatch.context() as patch:
+            if only is not None:
+                patch.setattr(planned, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))
+            patch.setattr(nodes, "node_of_each_rank", lambda: [r // per_node for r in range(dist.get_world_size())])
+            engine = start(Net(odd=True), ds_config(gas=2, clip=5.0, stage=stage, bucket_numel=bucket_numel,
+                                                    **sections))
+        assert any(bucket.way == "cuts" for bucket in engine.optimizer.layout.buckets) == (only is not None)
+        gradients = []
+        train_engine(engine, 3, gas=2, check=lambda step, reduced: gradients.append(reduced))
+        return engine, weights(engine.module).clone(), gradients
+
+    def check(self, monkeypatch, wanted, gradients, **kwargs):
+        engine, found, others = self.train(monkeypatch, **kwargs)
+        assert_same_on_all_ranks(engine.module)
+        assert torch.equal(found, wanted)
+        for step, other in zip(gradients, others, strict=True):
+            assert step.keys() == other.keys()
+            for name, (first, values) in step.items():
+                assert other[name][0] == first and torch.equal(other[name][1], values)
+        return engine
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("sections", [
+        {}, {"bf16": {"enabled": True}}, {"overlap": False},
+        {"layerwise": {"overlap_param_gather": True}}])
+    def test_the_same_bits_whatever_way_buckets_take(self, stage, sections, monkeypatch):
+        _, *wanted = self.train(monkeypatch, stage=stage, **sections)
+        for way, bucket_numel in (("all in cuts", 600), ("all in cuts", 10**6), ("some in cuts", 1)):
+            kwargs = {**sections, "way": way, "stage": stage}
+            if bucket_numel == 600:
+                self.check(monkeypatch, *wanted, **kwargs)
+            else:
+                # Other buckets have other owners.
+                _, found, _ = self.train(monkeypatch, bucket_numel=bucket_numel, **kwargs)
+                assert torch.equal(found, wanted[0])
+
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    def test_native_and_two_levels_on_whole_numbers(self, stage, sections, monkeypatch):
+        _, *wanted = self.train(monkeypatch, stage=stage, **sections)
+        for way, per_node, layerwise in product(("as planned", "some in cuts"), (2, 1),
+                                                ({"reduction": "native"}, {"overlap_param_gather": True})):
+            self.check(monkeypatch, *wanted, way=way, per_node=per_node, stage=stage, layerwise=layerwise, **sections)
+
+    @pytest.mark.world_size(4)
+    def test_sums_so_far_of_buckets_in_cuts(self, monkeypatch):
+        averages = []
+        for way in ("as planned", "all in cuts"):
+            engine, *_ = self.train(monkeypatch, way=way, stage=2)
+            for micro in range(2):
+                engine.backward(engine((7, micro, dist.get_rank())))
+                for ask in range(2):
+                    averages.append({name: safe_get_full_grad(param).clone()
+                                     for name, param in engine.module.named_parameters()})
+                engine.step()
+            averages.append(weights(engine.module).clone())
+        for found, wanted in zip(averages[5:], averages[:5], strict=True):
+            if isinstance(wanted, dict):
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+            else:
+                assert torch.equal(found, wanted)
+
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_checkpoint_inside_a_step_of_buckets_in_cuts(self, stage, monkeypatch, tmp_path):
+        results = []
+        for way in ("as planned", "all in cuts"):
+            engine, *_ = self.train(monkeypatch, way=way, stage=stage)
+            engine.backward(engine((7, 0, dist.get_rank())))
+            engine.step()
+            engine.save_checkpoint(str(tmp_path / way), "inside")
+            engine.backward(engine((7, 1, dist.get_rank())))
+            engine.step()
+            results.append(weights(engine.module).clone())
+        for of, way in product(self.WAYS, repeat=2):
+            if of == "some in cuts":
+                continue
+            engine, *_ = self.train(monkeypatch, way=way, stage=stage)
+            engine.load_checkpoint(str(tmp_path / of), "inside")
+            engine.backward(engine((7, 1, dist.get_rank())))
+            engine.step()
+            results.append(weights(engine.module).clone())
+        for result in results[1:]:
+            assert torch.equal(result, results[0])

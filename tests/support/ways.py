@@ -1,0 +1,23 @@
+"""Layouts whose buckets travel another way than the planner chose."""
+
+from dataclasses import replace
+
+from ds_layerwise.plan.layout import Bucket, Layout
+
+
+def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
+    """``layout`` with its whole buckets, or ``only`` some of them, in equal cuts, and the padding that these need."""
+    buckets: list[Bucket] = []
+    ends: dict[str, int] = {}
+    for bucket in layout.buckets:
+        start, holders = ends.get(bucket.dtype, 0), bucket.holders
+        slots = tuple(replace(slot, start=slot.start - bucket.start + start) for slot in bucket.slots)
+        numels, way = list(bucket.shard_numels), bucket.way
+        if bucket.whole and holders > 1 and only(bucket):
+            last = max(i for i, numel in enumerate(numels) if numel)
+            numels[last] += -sum(numels) % (holders * layout.alignment)
+            way = "cuts"
+        made = Bucket(bucket.index, bucket.dtype, bucket.whole, start, tuple(numels), slots, bucket.ep_size, way)
+        buckets.append(made)
+        ends[bucket.dtype] = made.stop
+    return replace(layout, buckets=tuple(buckets))

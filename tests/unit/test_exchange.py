@@ -1,0 +1,108 @@
+"""What ranks send each other between cuts and owners, played without ranks."""
+
+import random
+
+import pytest
+import torch
+
+from ds_layerwise.plan.layout import Bucket, Layout, Slot
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.exchange import Exchange, rounds_of
+from ds_layerwise.ranks.wires import Wire
+from tests.support.rooms import rooms
+from tests.support.ways import in_cuts
+
+pytestmark = rooms("exchange")
+
+
+def a_layout(seed, world_size=6):
+    """Buckets with shards of any length, of experts and others, of two dtypes; all that may be are in cuts."""
+    draw, ends, buckets = random.Random(seed), {}, []
+    for index in range(draw.randint(1, 7)):
+        ep_size, dtype = draw.choice([1, 1, 2]), draw.choice(["float32", "float32", "bfloat16"])
+        numels = [draw.choice([0, 0, 4, 8, 40]) for _ in range(world_size // ep_size)]
+        numels[draw.randrange(len(numels))] += 4
+        start, slots = ends.get(dtype, 0), []
+        for number, numel in enumerate(numels):
+            if numel:
+                slots.append(Slot(f"{index}.{number}", start + sum(numels[:number]), numel))
+        buckets.append(Bucket(index, dtype, True, start, tuple(numels), tuple(slots), ep_size))
+        ends[dtype] = buckets[-1].stop
+    return in_cuts(Layout("balanced", world_size, 4, tuple(buckets)))
+
+
+class Ranks:
+    """All ranks in one process, and an all-to-all between those that hold the same experts."""
+
+    def __init__(self, layout, monkeypatch):
+        self.layout, self.sent = layout, {}
+        monkeypatch.setattr(comm, "all_to_all", self.all_to_all)
+        monkeypatch.setattr(comm, "rank_of", lambda group: 0)
+        monkeypatch.setattr(comm, "size_of", lambda group: 2)
+        self.exchanges = [Exchange(layout.buckets, rank, {1: Wire(1), 2: Wire(2)}) for rank in range(layout.world_size)]
+
+    def all_to_all(self, out, sent, *, group, received, sent_to):
+        assert sum(received) == out.numel() and sum(sent_to) == sent.numel() and sent.dtype == out.dtype
+        self.sent[self.rank] = out, sent.clone().split(sent_to), received, group
+        return None
+
+    def deliver(self):
+        for rank, (out, _, received, ep_size) in self.sent.items():
+            holders = self.layout.world_size // ep_size
+            parts = [self.sent[holder * ep_size + rank % ep_size][1][rank // ep_size] for holder in range(holders)]
+            assert [part.numel() for part in parts] == list(received)
+            out.copy_(torch.cat(parts))
+        self.sent = {}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_owners_get_their_shards_and_cuts_get_them_back(seed, monkeypatch):
+    layout = a_layout(seed)
+    ranks, size = Ranks(layout, monkeypatch), layout.world_size
+    # Every element of every bucket has its own value, by expert.
+    values = {(bucket.index, expert): torch.arange(bucket.numel).float() + 1000 * bucket.index + 10000 * expert
+              for bucket in layout.buckets for expert in range(bucket.ep_size)}
+    numbers = {len(exchange.rounds) for exchange in ranks.exchanges}
+    assert len(numbers) == 1
+    shards = [[torch.full((bucket.shard_numels[rank // bucket.ep_size],), torch.nan) for bucket in layout.buckets]
+              for rank in range(size)]
+    cuts = [{bucket.index: values[bucket.index, rank % bucket.ep_size]
+             [rank // bucket.ep_size * bucket.cut_numel:][:bucket.cut_numel].clone() for bucket in layout.buckets}
+            for rank in range(size)]
+    back = [{index: torch.full_like(cut, torch.nan) for index, cut in of_rank.items()} for of_rank in cuts]
+    for number in range(numbers.pop()):
+        for rank, exchange in enumerate(ranks.exchanges):
+            ranks.rank = rank
+            exchange._send_to_owners(exchange.rounds[number], cuts[rank], shards[rank], False)
+        ranks.deliver()
+        pending = []
+        for rank, exchange in enumerate(ranks.exchanges):
+            ranks.rank, each = rank, exchange.rounds[number]
+            shard = torch.empty(0) if each.own is None else shards[rank][each.own]
+            pending.append(exchange.to_cuts(each, shard, back[rank]))
+            pending[-1]._works = ()
+        ranks.deliver()
+        for each in pending:
+            each.wait()
+    for rank in range(size):
+        for bucket in layout.buckets:
+            start, stop = bucket.shard(rank)
+            wanted = values[bucket.index, rank % bucket.ep_size]
+            assert torch.equal(shards[rank][bucket.index], wanted[start - bucket.start:stop - bucket.start])
+            assert torch.equal(back[rank][bucket.index], cuts[rank][bucket.index])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_agree_on_rounds(seed):
+    layout = a_layout(seed)
+    of_ranks = [rounds_of(layout.buckets, rank) for rank in range(layout.world_size)]
+    for of_all in zip(*of_ranks, strict=True):
+        assert len({(each.ep_size, each.dtype, each.buckets) for each in of_all}) == 1
+    for rounds in of_ranks:
+        owned = [each.own for each in rounds if each.own is not None]
+        assert len(set(owned)) == len(owned)
+
+
+def test_what_does_not_travel_in_cuts_takes_no_part():
+    layout = Layout("balanced", 2, 4, (Bucket(0, "float32", True, 0, (4, 8), (Slot("a", 0, 4), Slot("b", 4, 8))),))
+    assert rounds_of(layout.buckets, 0) == []
