@@ -64,7 +64,7 @@ class BucketOrder:
         self.layout, self.rank, self.reduced = layout, rank, reduced
         self._params, self._wires = params, wires
         self._exchange = Exchange(layout.buckets, rank, wires)
-        self._cuts: dict[int, Tensor] = {}
+        self._cuts = self._make_cuts()
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
@@ -78,7 +78,6 @@ class BucketOrder:
         # of them have started depends on how fast others are, which may start, on gradients alone.
         self._advance(wait=True)
         self._wait()
-        self._cuts.clear()
         self._start_pass()
         self._finished = False
         self.got: set[str] = set()
@@ -128,8 +127,11 @@ class BucketOrder:
         self._end_pass()
         self._side.join()
 
-    def finish(self) -> None:
-        """Make sure that ``reduced`` holds the averages of this step.
+    def finish(self, *, discard: bool = False) -> None:
+        """Make sure that ``reduced`` holds the averages of this step. Every rank must call this at the same point.
+
+        Args:
+            discard: take part in what others need, and leave ``reduced`` alone.
 
         Raises:
             StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
@@ -157,14 +159,23 @@ class BucketOrder:
             self._pending.popleft().wait()
         self._side.join()
 
-    def _to_owners(self, *, add: bool) -> None:
-        """Let what buckets in cuts hold go on to its owners: into ``reduced``, or with ``add`` on top of that."""
-        if self._exchange.rounds:
-            self._side.follow()
-            with self._side:
-                self._exchange.to_owners(self._cuts, self.reduced.tensors_by_bucket, add=add)
-            self._side.join()
-            self._cuts.clear()
+    def _to_owners(self, shard: Callable[[int], Tensor], *, add: bool = False) -> None:
+        """Let what buckets in cuts hold go on to its owners: into ``shard`` of a bucket, or with ``add`` on top."""
+        self._side.follow()
+        with self._side:
+            self._exchange.to_owners(self._cuts, shard, add=add)
+        self._side.join()
+
+    def _make_cuts(self) -> dict[int, Tensor]:
+        """Where what this rank adds up of buckets in cuts goes, by index: float32, for the length of the run."""
+        alike = [bucket for bucket in self.layout.buckets if bucket.way == "cuts"]
+        numels = [bucket.cut_numel for bucket in alike]
+        memory = torch.zeros(sum(numels), dtype=torch.float32, device=self._device)
+        return {bucket.index: cut for bucket, cut in zip(alike, memory.split_with_sizes(numels), strict=True)}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._params.values())).device
 
     def _start(self, pending: comm.Pending) -> None:
         """Take over the next bucket, which has begun to travel; ``with self._side``."""

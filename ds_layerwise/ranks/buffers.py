@@ -64,10 +64,6 @@ class FlatBuffer:
         start, stop = bucket.shard(rank)
         return self._buckets[bucket.index][start - bucket.start:stop - bucket.start]
 
-    def cut(self, bucket: Bucket, rank: int) -> Tensor:
-        """The cut of ``rank`` of ``bucket``, which travels in cuts, 1-D, a view."""
-        return cut_of(self._buckets[bucket.index], bucket, rank)
-
 
 def cut_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """The cut of ``rank`` in ``memory``, the whole of ``bucket``, 1-D, a view."""
@@ -99,11 +95,6 @@ class ShardBuffer:
     def tensors(self) -> tuple[Tensor, ...]:
         """The memory: one tensor a bucket, and those apart."""
         return self._memory
-
-    @property
-    def tensors_by_bucket(self) -> tuple[Tensor, ...]:
-        """This rank's shard of every bucket, see :meth:`bucket`."""
-        return self._shards
 
     def bucket(self, index: int) -> Tensor:
         """This rank's shard of bucket ``index``, padding included; empty where its pieces are apart."""

@@ -9,7 +9,7 @@ Note: rounds
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,32 +114,31 @@ class Exchange:
         self.rounds = rounds_of(buckets, rank)
         self._wires = wires
 
-    def to_owners(self, cuts: Mapping[int, Tensor], shards: Sequence[Tensor], *, add: bool = False) -> None:
+    def to_owners(self, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor], *, add: bool = False) -> None:
         """Send ``cuts`` to their owners, and wait. Every rank of the groups must call this.
 
         Args:
             cuts: by bucket, this rank's cut, 1-D; may share memory with the same place in a shard.
-            shards: by bucket, this rank's shard, 1-D, of the same dtype: overwritten, or added to with ``add``.
+            shard: of a bucket, this rank's, 1-D, of the same dtype: overwritten, or added to with ``add``.
         """
         under_way: deque[comm.Pending] = deque()
         for each in self.rounds:
-            under_way.append(self._send_to_owners(each, cuts, shards, add))
+            under_way.append(self._send_to_owners(each, cuts, shard, add))
             if len(under_way) == _MAX_UNDER_WAY:
                 under_way.popleft().wait()
         for pending in under_way:
             pending.wait()
 
-    def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shards: Sequence[Tensor],
+    def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor],
                         add: bool) -> comm.Pending:
         like = next(iter(cuts.values()))
-        packed = torch.cat([cuts[index][first:first + numel] for index, first, numel in each.runs]) \
-            if each.runs else like.new_empty(0)
-        shard = like.new_empty(0) if each.own is None else shards[each.own]
-        out = torch.empty_like(shard) if add else shard
+        packed = pack([like[:0], *_places(each, cuts)])
+        own = like.new_empty(0) if each.own is None else shard(each.own)
+        out = torch.empty_like(own) if add else own
         work = comm.all_to_all(out, packed, group=self._wires[each.ep_size].group, received=each.by_holder,
                                sent_to=each.by_owner)
         pending = comm.Pending([work], keep=packed)
-        return pending.then(lambda: shard.add_(out)) if add else pending
+        return pending.then(lambda: own.add_(out)) if add else pending
 
     def to_cuts(self, each: Round, shard: Tensor, cuts: Mapping[int, Tensor]) -> comm.Pending:
         """Begin one round of the way back: every owner's shard into the cuts of all ranks.
@@ -152,9 +151,22 @@ class Exchange:
         work = comm.all_to_all(packed, shard, group=self._wires[each.ep_size].group, received=each.by_owner,
                                sent_to=each.by_holder)
 
-        def unpack() -> None:
-            arrived = packed.split_with_sizes([numel for _, _, numel in each.runs])
-            for (index, first, numel), values in zip(each.runs, arrived, strict=True):
-                cuts[index][first:first + numel].copy_(values)
+        def into_place() -> None:
+            unpack(packed, _places(each, cuts))
 
-        return comm.Pending([work], unpack, keep=shard)
+        return comm.Pending([work], into_place, keep=shard)
+
+
+def _places(each: Round, cuts: Mapping[int, Tensor]) -> list[Tensor]:
+    return [cuts[index][first:first + numel] for index, first, numel in each.runs]
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """``parts`` back to back."""
+    return torch.cat(list(parts))
+
+
+def unpack(packed: Tensor, places: Sequence[Tensor]) -> None:
+    """Undo :func:`pack`, into ``places``."""
+    if places:
+        torch._foreach_copy_(list(places), packed.split_with_sizes([place.numel() for place in places]))

@@ -12,7 +12,7 @@ from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.plan.wire import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
-from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, cut_of
 from ds_layerwise.ranks.wires import Wires
 
 
@@ -129,16 +129,16 @@ class GradSync(BucketOrder):
         param.grad = None
 
     def _end_pass(self) -> None:
-        self._to_owners(add=False)
+        self._to_owners(self.reduced.bucket)
         self._finished = True
 
-    def finish(self) -> None:
+    def finish(self, *, discard: bool = False) -> None:
         """Make sure that ``reduced`` holds the averages of this step.
 
         Raises:
             StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
         """
-        super().finish()
+        super().finish(discard=discard)
         if self.gradients is not Gradients.AVERAGES:
             raise nothing_reduced()
 
@@ -148,18 +148,16 @@ class GradSync(BucketOrder):
             for slot in bucket.slots:
                 if slot.name not in self._has_grad:
                     self._grads.param(slot.name).zero_()
+            out = self._cuts[bucket.index] if bucket.way == "cuts" else self.reduced.bucket(bucket.index)
             self._start(self._wires[bucket.ep_size].reduce(
-                self._grads.bucket(bucket), bucket, self._arrives_in(bucket), divide_by=self._divide_by,
+                self._grads.bucket(bucket), bucket, out, divide_by=self._divide_by,
                 wire_dtype=self._wire_dtype(bucket)))
 
-    def _arrives_in(self, bucket: Bucket) -> Tensor:
-        """Where what this rank adds up of ``bucket`` goes, float32."""
-        if bucket.way != "cuts":
-            return self.reduced.bucket(bucket.index)
-        cut = self._grads.cut(bucket, self.rank)
-        self._cuts[bucket.index] = cut = cut if cut.dtype == torch.float32 else torch.empty_like(
-            cut, dtype=torch.float32)
-        return cut
+    def _make_cuts(self) -> dict[int, Tensor]:
+        if any(self._grads.dtype(dtype) != torch.float32 for dtype in self.layout.dtypes):
+            return super()._make_cuts()
+        return {bucket.index: cut_of(self._grads.bucket(bucket), bucket, self.rank) for bucket in self.layout.buckets
+                if bucket.way == "cuts"}
 
 
 class EagerGradSync(BucketOrder):
@@ -184,6 +182,7 @@ class EagerGradSync(BucketOrder):
         super().reset()
         self._empty = [True] * len(self.layout.buckets)
         self._passes = 0
+        self._in_cuts: set[int] = set()
         self._have_owners = False
 
     @property
@@ -212,9 +211,20 @@ class EagerGradSync(BucketOrder):
 
     def _settle(self) -> None:
         """Let the sums so far be at their owners, all of them. Every rank must call this."""
-        if self._cuts:
-            self._to_owners(add=self._have_owners)
-            self._have_owners = True
+        if self._in_cuts:
+            self._exchange_sums(self.reduced.bucket)
+
+    def _exchange_sums(self, shard: Callable[[int], Tensor]) -> None:
+        if not self._in_cuts:
+            for cut in self._cuts.values():
+                cut.zero_()
+        self._to_owners(shard, add=self._have_owners)
+        self._in_cuts.clear()
+        self._have_owners = True
+
+    def _nowhere(self, index: int) -> Tensor:
+        bucket = self.layout.buckets[index]
+        return torch.empty(bucket.shard_numels[self.rank // bucket.ep_size], device=self._device)
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
@@ -243,18 +253,20 @@ class EagerGradSync(BucketOrder):
         self._passes += 1
         self._start_pass()
 
-    def finish(self) -> None:
+    def finish(self, *, discard: bool = False) -> None:
         """Turn the sums of this step into averages.
 
         Raises:
             StepError: there was no backward pass; or a gradient came too late.
         """
-        super().finish()
-        if self._finished:
+        if self._exchange.rounds and not self._finished:
+            # A rank that has lost its gradients is about to say so, and until then the others count on it.
+            self._exchange_sums(self._nowhere if discard else self.reduced.bucket)
+        super().finish(discard=discard)
+        if self._finished or discard:
             return
         if not self._passes:
             raise nothing_reduced()
-        self._settle()
         for index in range(len(self.layout.buckets)):
             if self._divide_by != 1:
                 self.reduced.bucket(index).div_(self._divide_by)
@@ -262,12 +274,13 @@ class EagerGradSync(BucketOrder):
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
-        in_cuts, wire_dtype = bucket.way == "cuts", self._wire_dtype(bucket)
-        total = self._cuts.get(bucket.index) if in_cuts else self.reduced.bucket(bucket.index)
+        wire_dtype = self._wire_dtype(bucket)
+        if bucket.way == "cuts":
+            total, is_first = self._cuts[bucket.index], bucket.index not in self._in_cuts
+            self._in_cuts.add(bucket.index)
+        else:
+            total, is_first = self.reduced.bucket(bucket.index), self._empty[bucket.index]
         with self._side:
-            is_first = total is None or (not in_cuts and self._empty[bucket.index])
-            if total is None:
-                total = self._cuts[bucket.index] = self.reduced.bucket(bucket.index).new_empty(bucket.cut_numel)
             travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=total.device)
             for slot in bucket.slots:
                 param = self._params[slot.name]

@@ -77,13 +77,17 @@ class BeforeUpdate:
         try:
             self._interrupted.check()
             self._offloading.check_not_offloaded()
-            self._grad_sync.finish()
-            idle = self._guard.check(self._grad_sync.got)
-            if self._settings.compute_grad_norm or self._settings.check_overflow:
-                squares = self._squares()
+        except RuntimeError as found:
+            error = found
+        try:
+            self._grad_sync.finish(discard=error is not None)
+            if error is None:
+                idle = self._guard.check(self._grad_sync.got)
+                if self._settings.compute_grad_norm or self._settings.check_overflow:
+                    squares = self._squares()
         except (RuntimeError, MemoryError) as found:
             # The others are on their way to the sum, and some device may have no memory left for what is summed.
-            error = found
+            error = error or found
         noticed = self.same_weights.noticed(self._owned.written)
         sums, frozen = self._agreement.reach(torch.cat([squares, noticed]), error, idle)
         self.same_weights.settle(*map(bool, sums[2:]))

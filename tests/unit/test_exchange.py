@@ -73,7 +73,7 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, monkeypatch):
     for number in range(numbers.pop()):
         for rank, exchange in enumerate(ranks.exchanges):
             ranks.rank = rank
-            exchange._send_to_owners(exchange.rounds[number], cuts[rank], shards[rank], False)
+            exchange._send_to_owners(exchange.rounds[number], cuts[rank], shards[rank].__getitem__, False)
         ranks.deliver()
         pending = []
         for rank, exchange in enumerate(ranks.exchanges):
