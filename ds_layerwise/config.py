@@ -277,6 +277,8 @@ class LayerWiseConfig(Section):
     """Who owns which matrix; see :mod:`ds_layerwise.plan.planner`."""
     reduction: Reduction = "auto"
     """How gradients are added up over ranks; see :mod:`ds_layerwise.ranks.wires`. "auto" is "ordered" on a CPU."""
+    links: str = "auto"
+    """What ways of buckets are chosen for: a set of :mod:`.plan.links` or a file; "auto" goes by what talks."""
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
     max_skipped_steps: Annotated[Count | None, Field(json_schema_extra={"may_be_null": True})] = 100

@@ -55,8 +55,28 @@ NVLINK_IB = Links(inside_gb_s=450.0, between_gb_s=50.0, inside_us=1.5, between_u
 PCIE_ETHERNET = Links(inside_gb_s=50.0, between_gb_s=25.0, inside_us=1.5, between_us=5.0, ranks_per_node=8, rails=8,
                       memory_gb_s=1500.0, tflops=125.0)
 
+#: Processes that talk over TCP, as gloo does: one 10 Gbit/s interface a node.
+TCP = Links(inside_gb_s=1.0, between_gb_s=1.25, inside_us=30.0, between_us=100.0, ranks_per_node=1, rails=1,
+            peer_us=10.0, memory_gb_s=5.0, tflops=0.1)
+
 #: By the name that a user gives.
-LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET}
+LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}
+
+
+def links_of_run(links: str, *, on_host: bool, ranks_per_node: int) -> Links:
+    """What a run plans with: as the config says, or for "auto" by what talks, and with the nodes that there are.
+
+    Args:
+        on_host: whether what travels lies in host memory.
+
+    Raises:
+        ConfigError: as :func:`find_links`.
+    """
+    if links != "auto":
+        return find_links(links)
+    if on_host:
+        return TCP.model_copy(update={"ranks_per_node": ranks_per_node})
+    return NVLINK_IB.model_copy(update={"ranks_per_node": ranks_per_node, "rails": ranks_per_node})
 
 
 def find_links(links: str) -> Links:

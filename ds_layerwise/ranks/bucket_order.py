@@ -127,11 +127,11 @@ class BucketOrder:
         self._end_pass()
         self._side.join()
 
-    def finish(self, *, discard: bool = False) -> None:
+    def finish(self, *, aside: bool = False) -> None:
         """Make sure that ``reduced`` holds the averages of this step. Every rank must call this at the same point.
 
         Args:
-            discard: take part in what others need, and leave ``reduced`` alone.
+            aside: take part in what others need, leave ``reduced`` alone, and be as unfinished as before.
 
         Raises:
             StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.

@@ -132,13 +132,13 @@ class GradSync(BucketOrder):
         self._to_owners(self.reduced.bucket)
         self._finished = True
 
-    def finish(self, *, discard: bool = False) -> None:
+    def finish(self, *, aside: bool = False) -> None:
         """Make sure that ``reduced`` holds the averages of this step.
 
         Raises:
             StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
         """
-        super().finish(discard=discard)
+        super().finish(aside=aside)
         if self.gradients is not Gradients.AVERAGES:
             raise nothing_reduced()
 
@@ -184,6 +184,7 @@ class EagerGradSync(BucketOrder):
         self._passes = 0
         self._in_cuts: set[int] = set()
         self._have_owners = False
+        self._aside: dict[int, Tensor] = {}
 
     @property
     def gradients(self) -> Gradients:
@@ -212,19 +213,31 @@ class EagerGradSync(BucketOrder):
     def _settle(self) -> None:
         """Let the sums so far be at their owners, all of them. Every rank must call this."""
         if self._in_cuts:
-            self._exchange_sums(self.reduced.bucket)
+            self._exchange_sums(aside=False)
 
-    def _exchange_sums(self, shard: Callable[[int], Tensor]) -> None:
+    def _exchange_sums(self, *, aside: bool) -> None:
+        """Let what is in cuts be at its owners; with ``aside``, beside ``reduced`` until the next time."""
         if not self._in_cuts:
             for cut in self._cuts.values():
                 cut.zero_()
-        self._to_owners(shard, add=self._have_owners)
         self._in_cuts.clear()
+        if aside:
+            self._to_owners(self._make_aside, add=True)
+            return
+        for index, values in self._aside.items():
+            kept = self.reduced.bucket(index)
+            kept.add_(values) if self._have_owners else kept.copy_(values)
+        self._have_owners |= bool(self._aside)
+        self._aside.clear()
+        self._to_owners(self.reduced.bucket, add=self._have_owners)
         self._have_owners = True
 
-    def _nowhere(self, index: int) -> Tensor:
-        bucket = self.layout.buckets[index]
-        return torch.empty(bucket.shard_numels[self.rank // bucket.ep_size], device=self._device)
+    def _make_aside(self, index: int) -> Tensor:
+        if index not in self._aside:
+            bucket = self.layout.buckets[index]
+            self._aside[index] = torch.zeros(bucket.shard_numels[self.rank // bucket.ep_size], dtype=torch.float32,
+                                             device=self._device)
+        return self._aside[index]
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
@@ -253,17 +266,17 @@ class EagerGradSync(BucketOrder):
         self._passes += 1
         self._start_pass()
 
-    def finish(self, *, discard: bool = False) -> None:
+    def finish(self, *, aside: bool = False) -> None:
         """Turn the sums of this step into averages.
 
         Raises:
             StepError: there was no backward pass; or a gradient came too late.
         """
-        if self._exchange.rounds and not self._finished:
-            # A rank that has lost its gradients is about to say so, and until then the others count on it.
-            self._exchange_sums(self._nowhere if discard else self.reduced.bucket)
-        super().finish(discard=discard)
-        if self._finished or discard:
+        if self._exchange.rounds:
+            # Also on a rank that has lost its gradients, or has finished when another could not: the others count on it.
+            self._exchange_sums(aside=aside)
+        super().finish(aside=aside)
+        if self._finished or aside:
             return
         if not self._passes:
             raise nothing_reduced()

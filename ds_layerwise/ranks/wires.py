@@ -16,7 +16,7 @@ Note: where each of gloo's collectives is fast
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -162,10 +162,13 @@ def is_native(reduction: Reduction, device: torch.device) -> bool:
     return reduction == "native" or (reduction == "auto" and device.type != "cpu")
 
 
-def make_wires(groups: comm.Groups, *, native: bool, device: torch.device) -> dict[int, Wire]:
-    """The wires of ``groups``. Every rank of the world must call this at the same point."""
+def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, device: torch.device) -> dict[int, Wire]:
+    """The wires of ``groups``. Every rank of the world must call this at the same point.
+
+    Args:
+        where: by rank of the world, its node; see :func:`.ranks.nodes.node_of_each_rank`.
+    """
     on_host = device.type == "cpu"
-    where = nodes.node_of_each_rank()
     levels = {} if native else nodes.make_levels(groups, where)
     return {key: Wire(group, native, on_host, *levels.get(key, (None, None)),
                       one_node=len({where[rank] for rank in comm.ranks_of(group)}) == 1)

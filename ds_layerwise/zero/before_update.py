@@ -80,7 +80,7 @@ class BeforeUpdate:
         except RuntimeError as found:
             error = found
         try:
-            self._grad_sync.finish(discard=error is not None)
+            self._grad_sync.finish(aside=error is not None)
             if error is None:
                 idle = self._guard.check(self._grad_sync.got)
                 if self._settings.compute_grad_norm or self._settings.check_overflow:

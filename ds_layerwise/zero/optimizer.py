@@ -25,7 +25,7 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.wires import is_native, make_wires
+from ds_layerwise.ranks.wires import Wires, is_native, make_wires
 from ds_layerwise.zero import ambient, autocast, takeover
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
@@ -104,10 +104,16 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         param.data = view
 
     def _init_syncs(self) -> comm.Groups:
-        s, reduced = self.settings, self._owned.reduced
+        s = self.settings
         groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
-        wires = make_wires(own_groups.take(groups, self, self._device), device=self._device,
+        wires = make_wires(own_groups.take(groups, self, self._device), self._planned.where, device=self._device,
                            native=is_native(self.config.reduction, self._device))
+        with comm.Alike(None), ambient.set_aside(self._device):
+            self._make_syncs(wires)
+        return groups
+
+    def _make_syncs(self, wires: Wires) -> None:
+        s, reduced = self.settings, self._owned.reduced
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
             self._grad_sync = EagerGradSync(self.layout, self.rank, self._params, reduced, wires=wires,
@@ -116,7 +122,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             self._grad_sync = GradSync(self.layout, self.rank, self._params, self._grads, reduced, wires=wires,
                                        divide_by=s.divide_by, wire_dtype=self._wire_dtype)
         self._param_sync = ParamSync(self.layout, self.rank, self._params, self._values, wires=wires)
-        return groups
 
     def _init_parts(self, model: nn.Module) -> None:
         self.progress, self.interrupted = Progress(), Interrupted()

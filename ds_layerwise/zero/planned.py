@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
@@ -16,10 +17,12 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.links import links_of_run
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
+from ds_layerwise.ranks.wires import is_native
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.zero import autocast
@@ -33,6 +36,8 @@ class Planned:
     routes: dict[str, Route]
     specs: list[ParamSpec]
     layout: Layout
+    where: tuple[int, ...]
+    """By rank of the world, the number of its node."""
     names: dict[str, tuple[str, ...]]
     """By parameter, those that its experts have in a checkpoint; see :func:`.checkpoint.names.expert_names`."""
     recipes_elsewhere: dict[str, Recipe]
@@ -55,6 +60,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         RoutingError, ConfigError, LayoutError: on every rank alike.
     """
     rules, elsewhere = optimizer.config, pipeline.elsewhere(model, settings.model_group)
+    where = nodes.node_of_each_rank()
     tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
     with comm.Alike(None):
         routes = route_parameters(model, optimizer.param_groups, overrides=config.overrides,
@@ -68,7 +74,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                                    for name, param in trained.items() if is_moe_param(param)},
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
-                             policy=config.layout, alignment=config.alignment)
+                             policy=config.layout, alignment=config.alignment,
+                             **_sent(config, settings, where, next(iter(trained.values())).device))
         names = expert_names({spec.name: spec.ep_size for spec in specs})
     recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
@@ -78,9 +85,16 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
             check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
                          group=settings.tensor_group)
     counted_elsewhere = _replicated(trained, routes, settings)
-    return Planned(routes=routes, specs=specs, layout=layout, names=names, recipes_elsewhere=recipes_elsewhere,
-                   counted_elsewhere=counted_elsewhere,
+    return Planned(routes=routes, specs=specs, layout=layout, where=tuple(where), names=names,
+                   recipes_elsewhere=recipes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
+
+
+def _sent(config: LayerWiseConfig, settings: Settings, where: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """What a plan has to know of how buckets are sent."""
+    per_node = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
+    return {"links": links_of_run(config.links, on_host=device.type == "cpu", ranks_per_node=per_node),
+            "reduction": "native" if is_native(config.reduction, device) else "ordered"}
 
 
 def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:

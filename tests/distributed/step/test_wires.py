@@ -51,9 +51,9 @@ def in_rank_order(rows):
     return total
 
 
-def wires_of(per_node, monkeypatch, native=False):
-    monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [r // per_node for r in range(dist.get_world_size())])
-    return make_wires({1: None}, native=native, device=torch.device("cpu"))[1]
+def wires_of(per_node, native=False):
+    where = [r // per_node for r in range(dist.get_world_size())]
+    return make_wires({1: None}, where, native=native, device=torch.device("cpu"))[1]
 
 
 class TestReduce(DistributedTest):
@@ -62,9 +62,9 @@ class TestReduce(DistributedTest):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("per_node", [1, 2, 4])
-    def test_ordered_sums_are_made_in_float32_in_the_order_of_ranks(self, per_node, dtype, monkeypatch):
+    def test_ordered_sums_are_made_in_float32_in_the_order_of_ranks(self, per_node, dtype):
         rank, size = dist.get_rank(), dist.get_world_size()
-        wire, levels = wires_of(per_node, monkeypatch), 1 < per_node < size and not size % per_node
+        wire, levels = wires_of(per_node), 1 < per_node < size and not size % per_node
         assert (wire.inside is not None) == levels
         for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
             rows = torch.randn(size, bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -75,19 +75,19 @@ class TestReduce(DistributedTest):
                 rows = torch.stack([in_rank_order(rows[first:first + per_node]) for first in range(0, size, per_node)])
             assert torch.equal(out, (in_rank_order(rows) / 3.0)[start:stop])
 
-    def test_what_travels_is_added_in_float32(self, monkeypatch):
+    def test_what_travels_is_added_in_float32(self):
         rank, size = dist.get_rank(), dist.get_world_size()
         for bucket in buckets_of(size):
             start, stop = span(bucket, rank, size)
             out = torch.empty(stop - start)
             memory = torch.full((bucket.numel,), [256.0, 1.0, 2.0, 4.0][rank], dtype=torch.bfloat16)
-            wires_of(1, monkeypatch).reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.bfloat16).wait()
+            wires_of(1).reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.bfloat16).wait()
             assert out.tolist() == [256.0 + sum([1.0, 2.0, 4.0][:size - 1])] * (stop - start)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_native_sums_of_whole_numbers(self, dtype, monkeypatch):
+    def test_native_sums_of_whole_numbers(self, dtype):
         rank, size = dist.get_rank(), dist.get_world_size()
-        wire = wires_of(2, monkeypatch, native=True)
+        wire = wires_of(2, native=True)
         assert wire.native and wire.inside is None
         for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
             rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -97,8 +97,8 @@ class TestReduce(DistributedTest):
             assert torch.equal(out, rows.float().sum(0)[start:stop] / 4.0)
 
     @pytest.mark.world_size(4)
-    def test_two_levels_begin_their_second_in_order_and_when_asked(self, monkeypatch):
-        wire, rank = wires_of(2, monkeypatch), dist.get_rank()
+    def test_two_levels_begin_their_second_in_order_and_when_asked(self):
+        wire, rank = wires_of(2), dist.get_rank()
         bucket = bucket_of([6] * 4, "even")
         pending = [wire.reduce(torch.full((24,), float(rank + i)), bucket, torch.empty(6), divide_by=1,
                                wire_dtype=torch.float32) for i in range(3)]
@@ -115,9 +115,9 @@ class TestGather(DistributedTest):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("per_node", [1, 2, 4])
-    def test_every_rank_gets_what_each_gives(self, per_node, dtype, monkeypatch):
+    def test_every_rank_gets_what_each_gives(self, per_node, dtype):
         rank, size = dist.get_rank(), dist.get_world_size()
-        wire = wires_of(per_node, monkeypatch)
+        wire = wires_of(per_node)
         for seed, bucket in enumerate(buckets_of(size)):
             wanted = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
             memory, (start, stop) = torch.full_like(wanted, torch.nan), span(bucket, rank, size)
