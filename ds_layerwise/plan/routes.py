@@ -41,6 +41,8 @@ class Route:
     lr_scale: float = 1.0
     is_cut: bool = False
     """Whether tensor-parallel peers have other parts of the parameter, and not copies."""
+    by_user: bool = False
+    """Whether the user chose its recipe, and not a rule."""
     sent_away: bool = False
     """Whether the user sent something with two axes or more to the scalar optimizer, and not a rule."""
     tp_axis: Axis | None = None
@@ -141,9 +143,9 @@ def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
     if settings:
         recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
     if recipe.takes_rate_of_adamw != route.recipe.takes_rate_of_adamw and "lr_scale" not in changes:
-        raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a rate "
-                           "of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', Muon's with "
-                           "every other; give the entry lr_scale, too, which multiplies the rate that it has")
+        raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a "
+                           "learning rate of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', "
+                           "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it has")
     return replace(route, recipe=recipe, **own)
 
 
@@ -183,12 +185,13 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
 
 
 def require_a_matrix(routes: Collection[Route]) -> None:
-    """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away.
+    """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away, or chose for all.
 
     Raises:
         RoutingError: no route goes to the matrix optimizer, by the rules alone.
     """
-    if not any(route.whole or route.sent_away for route in routes):
+    chosen = bool(routes) and all(route.by_user for route in routes)
+    if not (chosen or any(route.whole or route.sent_away for route in routes)):
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
                            f"{_reasons(routes)}; use a plain optimizer, or route some with "
                            "layerwise.overrides or param.use_muon = True")

@@ -106,7 +106,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
             gradients, an override matches nothing or contradicts another, no parameter at all goes to the matrix
-            optimizer though the user took none away, or it is not clear how a matrix is cut.
+            optimizer though the user neither took one away nor chose for all, or it is not clear how a matrix is cut.
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of: dict[str, int] = {}
@@ -162,7 +162,7 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
         recipe, reason = wanted
         shape = (_matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
                  ) if recipe.whole else None
-        return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
+        return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape, by_user=True,
                      sent_away=not recipe.whole and param.dim() > 1)
     table = _table_or_head(param, home)
     shape, reason = (None, table) if table else _matrix_shape(param, home)

@@ -118,6 +118,13 @@ def test_everything_may_be_sent_to_the_scalar_optimizer(files):
     assert_refused("no parameter goes to the matrix optimizer, of 1 trainable ones: 1 x model file", *files(config()))
 
 
+def test_a_model_without_matrices_is_planned_where_an_override_chose_for_all(files):
+    arguments = files(config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "2", "--json")
+    arguments[2].write_text("model: m\nnumel: 4\nparams: [{name: w, shape: [4], optimizer: scalar}]")
+    plan, = json.loads(run(*arguments)[1])
+    assert plan["owned_matrix_elements"] == [0, 0] and plan["elements"] == 4
+
+
 def test_every_parameter_is_listed(files):
     overrides = [{"name": "up.1", "optimizer": "scalar", "lr_scale": 0.5}, {"name": "down.*", "weight_decay": 0.3},
                  {"name": "down.1", "num_heads": 4}]
