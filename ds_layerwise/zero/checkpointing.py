@@ -38,6 +38,7 @@ from ds_layerwise.zero.load import Found, Load, check_names, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import Planned
+from ds_layerwise.zero.save import Save
 from ds_layerwise.zero.settings import Settings
 
 
@@ -68,6 +69,8 @@ class Checkpointing:
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
     load: Load | None = field(default=None, init=False)
     """During a load, what its second half takes over."""
+    save: Save | None = field(default=None, init=False)
+    """A save that goes on beside the training, until it is committed."""
     _point: unfinished.Point | None = field(default=None, init=False)
     """During a save, where in a step all ranks are."""
 

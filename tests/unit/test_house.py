@@ -46,8 +46,8 @@ INSIDE = {
               "agreement bucket_order disks own_groups param_sync same_weights", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups settings skipped state_access "
-             "takeover", "engine_protocol planned unfinished", "before_update load", "checkpointing", "optimizer"),
+    "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
+             "state_access takeover", "engine_protocol planned unfinished", "before_update load", "checkpointing", "optimizer"),
     "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
 }
 
