@@ -145,7 +145,8 @@ def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
     if recipe.takes_rate_of_adamw != route.recipe.takes_rate_of_adamw and "lr_scale" not in changes:
         raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a "
                            "learning rate of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', "
-                           "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it has")
+                           "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it "
+                           "has")
     return replace(route, recipe=recipe, **own)
 
 
