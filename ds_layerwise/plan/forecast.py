@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.cost import (
     LayoutReport,
     RankMemory,
@@ -36,6 +37,9 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
         params: name, shape and dtype of each, in model order.
         tp_size: how many parts tensor parallelism has cut matrices into.
         ep_size, wires: by name, see :class:`.plan.layout.ParamSpec`; 1 and float32 where nothing is said.
+
+    Raises:
+        RoutingError: a recipe cannot update a parameter of such a shape, or one that is cut like that.
     """
     @cache
     def work(recipe: Recipe, shape: tuple[int, ...], axis: Axis | None) -> int:
@@ -44,6 +48,9 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
     def spec(name: str, shape: tuple[int, ...], dtype: str) -> ParamSpec:
         route = routes[name]
         seen = route.matrix_shape or (math.prod(shape),)
+        if route.whole and (why := route.recipe.refusal(whole_shape(seen, route.tp_axis, tp_size),
+                                                        cut_axis=route.tp_axis, transposed=route.transposed)):
+            raise RoutingError(f"{name} {shape} {why}")
         return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole,
                          work=work(route.recipe, seen, route.tp_axis) if route.whole else 0,
                          ep_size=(ep_size or {}).get(name, 1), wire=(wires or {}).get(name, "float32"),
