@@ -93,7 +93,8 @@ class _Home:
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
                      overrides: Sequence[Override] = (), per_head: bool = False, recipes: Recipes = Recipes(),
-                     tp_size: int = 1, elsewhere: Elsewhere | None = None) -> dict[str, Route]:
+                     tp_size: int = 1, elsewhere: Elsewhere | None = None,
+                     experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
@@ -102,6 +103,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     Args:
         recipes: what the run does with matrices, and with the rest.
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
+        experts: see :func:`.plan.routes.overrides_by_name`.
 
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
@@ -119,7 +121,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     homes = _homes(model, elsewhere)
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
-    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else ())
+    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else (), experts=experts)
     routes: dict[str, Route] = {}
     for name, param in trained.items():
         if param.dtype not in _FLOATS:
