@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL_CPU, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
     Coefficients,
@@ -24,7 +24,7 @@ from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_sha
 from ds_layerwise.plan.routes import Axis, whole_shape
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.muon import NsDtype, ScaleMode, TpMode
-from ds_layerwise.recipes.newton_schulz import NsMethod
+from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL, NsMethod
 
 
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
@@ -107,13 +107,13 @@ class Muon:
         max_numel = MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
         shapes = [tuple(p.shape) if self.cut is None else whole_shape(tuple(p.shape), self.cut[0], self.cut[1].size)
                   for p in params]
-        for indices in batches(shapes, max_numel):
-            direction = stack([momenta[i] for i in indices])
+        for group in batches(shapes, max_numel):
+            direction = stack([some.of(momenta) for some in group])
             if self.nesterov:
-                direction = stack([grads[i] for i in indices]).lerp_(direction, hyper.momentum)
+                direction = torch.lerp(stack([some.of(grads) for some in group]), direction, hyper.momentum)
             orthogonal = self._orthogonal(direction, dtype)
-            batch = [params[i] for i in indices]
-            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[indices[0]][-2:])
+            batch = [some.of(params) for some in group]
+            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[group[0].index][-2:])
             torch._foreach_add_(batch, unstack(orthogonal, batch), alpha=-hyper.lr * scale)
 
     def _orthogonal(self, direction: Tensor, dtype: torch.dtype) -> Tensor:

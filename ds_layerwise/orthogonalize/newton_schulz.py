@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.recipes.newton_schulz import gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
@@ -150,8 +151,9 @@ def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard
         Of ``x``'s shape, in ``dtype``.
     """
     rows, cols = x.shape[-2:]
-    x = F.pad(x, (0, -cols % _ALIGNMENT, 0, -rows % _ALIGNMENT)).to(dtype)
-    x = x.mT if transposed else x
+    below, right = -rows % _ALIGNMENT, -cols % _ALIGNMENT
+    x = (F.pad(x, (0, right, 0, below)) if below or right else x).to(dtype)
+    x = symmetric.upright(x) if transposed else x
     x = _standard(x, coefficients, total) if standard else _gram(x, coefficients, total)
     x = x.mT if transposed else x
     return x[:, :rows, :cols]
@@ -159,8 +161,8 @@ def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard
 
 def _standard(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
     for a, b, c in coefficients:
-        gram = total(x @ x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = total(symmetric.gram(x))
+        x = symmetric.product(symmetric.commuting(gram, gram, gram, beta=b, alpha=c), x, x, beta=a)
     return x
 
 
@@ -168,7 +170,7 @@ def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tenso
     """The iteration in segments, each of which forms its Gram matrix anew; see the note on precision."""
     done = 0
     for length in gram_segments(len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16):
-        x = _factor(total(x @ x.mT), coefficients[done:done + length]) @ x
+        x = symmetric.product(_factor(total(symmetric.gram(x)), coefficients[done:done + length]), x)
         done += length
     return x
 
@@ -177,13 +179,13 @@ def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     """Q with X_k = Q X_0: a polynomial in the Gram matrix of X_0, so all that is multiplied here commutes."""
     q = gram
     for step, (a, b, c) in enumerate(coefficients):
-        z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        z = symmetric.commuting(gram, gram, gram, beta=b, alpha=c)
         if step == 0:
             q = z.clone()
             q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            q = torch.baddbmm(q, z, q, beta=a)
+            q = symmetric.commuting(q, z, q, beta=a)
         if step + 1 < len(coefficients):
-            gram = torch.baddbmm(gram, z, gram, beta=a)
-            gram = torch.baddbmm(gram, gram, z, beta=a)
+            gram = symmetric.commuting(gram, z, gram, beta=a)
+            gram = symmetric.commuting(gram, gram, z, beta=a)
     return q

@@ -8,6 +8,9 @@ from ds_layerwise.errors import LayoutError
 
 NsMethod = Literal["gram", "standard"]
 
+#: Largest sum of elements of matrices that go through the products together, on an accelerator; one matrix may be larger.
+MAX_BATCH_NUMEL = 64 * 2**20
+
 
 def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
     """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n counted as 2mnk.

@@ -38,7 +38,7 @@ INSIDE = {
     "plan": ("config_file ds_config layout rates routes wire", "hosting listing planner run_config", "cost", "forecast",
              "model_file report"),
     "routing": ("tensor_marks", "heads", "rules"),
-    "orthogonalize": ("batching newton_schulz", "tensor_shards"),
+    "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise muon", "registry"),
