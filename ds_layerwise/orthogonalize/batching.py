@@ -16,16 +16,16 @@ MAX_BATCH_NUMEL_CPU = 2**17
 
 
 class Some(NamedTuple):
-    """Matrices ``start`` to ``stop`` of the tensor ``index``; a matrix is a tensor of one."""
+    """Matrices ``start`` to ``stop`` of the tensor number ``tensor``; a matrix is a tensor of one."""
 
-    index: int
+    tensor: int
     start: int
     stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """A view ``(stop - start, rows, cols)`` of them."""
-        tensor = tensors[self.index]
-        return (tensor if tensor.dim() == 3 else tensor.unsqueeze(0))[self.start:self.stop]
+        found = tensors[self.tensor]
+        return (found if found.dim() == 3 else found.unsqueeze(0))[self.start:self.stop]
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:

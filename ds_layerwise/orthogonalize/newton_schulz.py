@@ -22,7 +22,7 @@ Note: precision
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
-from ds_layerwise.recipes.newton_schulz import gram_segments
+from ds_layerwise.recipes.newton_schulz import ALIGNMENT, gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]
@@ -64,11 +64,6 @@ TABLES: dict[str, tuple[Coefficients, bool]] = {
     "deepseekv4": (DEEPSEEKV4, False),
 }
 
-#: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. Where a matrix starts in
-#: memory changes the last bits of a product on a CPU; now every matrix of a batch starts like one that is alone.
-_ALIGNMENT = 16
-
-
 #: Tables that diverge in half precision.
 NEED_FLOAT32 = ("cans",)
 
@@ -90,21 +85,19 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
     return tuple(rows[i % len(rows)] if cycles else rows[min(i, len(rows) - 1)] for i in range(steps))
 
 
-def compute_dtype(setting: str, method: str, device: torch.device) -> torch.dtype:
-    """What the products run in: ``setting``, or for "auto" the fastest dtype with matrix units that is exact enough.
+def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ()) -> torch.dtype:
+    """What the products run in: ``setting``, or for "auto" the first of ``fast`` that is exact enough, else float32.
 
-    That is fp16 for ``gram`` on CUDA, bf16 for ``standard`` there and for both on a CPU with bf16 matrix units, and
-    float32 on everything else.
+    For ``gram`` those are float16, which is the more exact one there, and bfloat16; for ``standard`` bfloat16 alone.
+
+    Args:
+        fast: in what the device multiplies much faster than in float32; see :func:`.optimizers.devices.fast_dtypes`.
     """
     fixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if setting != "auto":
         return fixed[setting]
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.float16 if method == "gram" else torch.bfloat16 if has_bf16 else torch.float32
-    if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return torch.float32
+    exact_enough = (torch.float16, torch.bfloat16) if method == "gram" else (torch.bfloat16,)
+    return next((dtype for dtype in exact_enough if dtype in fast), torch.float32)
 
 
 def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dtype: torch.dtype) -> Tensor:
@@ -121,10 +114,16 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dt
         CPU. A zero matrix gives a zero matrix.
     """
     rows, cols = matrix.shape[-2:]
-    x, norm, _ = to_peak_1(matrix.reshape(-1, rows, cols))
-    x = iterate(x.div_(torch.where(norm > 0, norm, 1)), coefficients, transposed=rows > cols,
+    # No name holds what goes in, so that its memory is free as soon as there is a copy in ``dtype``.
+    x = iterate(_normalised(matrix.reshape(-1, rows, cols)), coefficients, transposed=rows > cols,
                 standard=method == "standard" or rows == cols, dtype=dtype)
     return x.to(matrix.dtype).reshape(matrix.shape)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Float32 copies of ``(k, rows, cols)`` of Frobenius norm 1, or 0."""
+    x, norm, _ = to_peak_1(x)
+    return x.div_(torch.where(norm > 0, norm, 1))
 
 
 def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +150,7 @@ def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard
         Of ``x``'s shape, in ``dtype``.
     """
     rows, cols = x.shape[-2:]
-    below, right = -rows % _ALIGNMENT, -cols % _ALIGNMENT
+    below, right = -rows % ALIGNMENT, -cols % ALIGNMENT
     x = (F.pad(x, (0, right, 0, below)) if below or right else x).to(dtype)
     x = symmetric.upright(x) if transposed else x
     x = _standard(x, coefficients, total) if standard else _gram(x, coefficients, total)

@@ -22,6 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_layerwise.recipes.newton_schulz import ALIGNMENT
+
 #: The number of strips: at most, and at least if there are any.
 _MOST, _FEWEST = 8, 4
 
@@ -30,9 +32,6 @@ _NARROWEST = {4: 64, 2: 128}
 
 #: The smaller side from which on matrices are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256
-
-#: Strips start at multiples of this many columns, as padded matrices do.
-_ALIGNMENT = 16
 
 
 def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -104,7 +103,7 @@ def _fill(out: Tensor, left: Tensor, right_rows: Tensor, base: Tensor | None, be
           strips: int) -> None:
     """Compute the lower triangle of ``out`` strip by strip, and mirror it; see the note on strips."""
     side = left.shape[-2]
-    width = -(-side // (strips * _ALIGNMENT)) * _ALIGNMENT
+    width = -(-side // (strips * ALIGNMENT)) * ALIGNMENT
     for start in range(0, side, width):
         stop = min(start + width, side)
         strip = _product(left[..., start:, :], right_rows[..., start:stop, :].mT,

@@ -7,6 +7,7 @@ model there, from a file here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -74,13 +75,17 @@ class Forecast:
     """Bytes held between two steps."""
     traffic: tuple[RankTraffic, ...]
     """Bytes held for buckets under way, at most."""
+    workspace: tuple[int, ...]
+    """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
 
     @classmethod
-    def of(cls, layout: Layout, specs: list[ParamSpec], *, stage: int, stored_as: Mapping[str, str],
-           host_ratio: float = 0.0) -> Forecast:
+    def of(cls, layout: Layout, specs: list[ParamSpec], routes: Mapping[str, Route], *, stage: int,
+           stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1) -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
+            routes: by name, of at least these.
+            tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
         """
         wire_of = {spec.name: spec.wire for spec in specs}
@@ -88,7 +93,8 @@ class Forecast:
         return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs),
                    memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=stage, grads_stored_as=stored_as,
                                 host_ratio=host_ratio),
-                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires))
+                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires),
+                   workspace_bytes(layout, routes, tp_size=tp_size))
 
     @property
     def start_up(self) -> tuple[int, ...]:
@@ -121,7 +127,30 @@ class Forecast:
         return sum(wire_elements(self.layout, dtype).gather) * DTYPE_BYTES[dtype] / len(self.memory)
 
 
-def forecast(specs: list[ParamSpec], run: RunConfig, num_ranks: int) -> Forecast:
+def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int = 1) -> tuple[int, ...]:
+    """What each rank takes at most while it updates what it owns, beside parameters, gradients, masters and states.
+
+    Buckets are updated one after another, and in them matrices of each shape; all pieces of split parameters together.
+    """
+    most = [0] * layout.world_size
+    for bucket in layout.buckets:
+        recipes = {routes[slot.name].recipe for slot in bucket.slots}
+        if not bucket.whole:
+            for rank, numel in bucket.non_empty_shards():
+                most[rank] = max(most[rank], *(recipe.workspace((numel,)) for recipe in recipes))
+            continue
+        together: Counter[tuple[int, Recipe, int, int]] = Counter()
+        for slot in bucket.slots:
+            route = routes[slot.name]
+            *batch, rows, cols = whole_shape(route.matrix_shape or (1, slot.numel),
+                                             None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
+            together.update({(owner, route.recipe, rows, cols): math.prod(batch) for owner in bucket.owners(slot)})
+        for (owner, recipe, rows, cols), count in together.items():
+            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)))
+    return tuple(most)
+
+
+def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int) -> Forecast:
     """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
 
     Raises:
@@ -130,5 +159,5 @@ def forecast(specs: list[ParamSpec], run: RunConfig, num_ranks: int) -> Forecast
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout = plan_layout(specs, num_ranks, bucket_numel=run.bucket_numel, policy=run.layerwise.layout,
                          alignment=run.layerwise.alignment)
-    return Forecast.of(layout, specs, stage=run.stage, host_ratio=run.host_ratio,
+    return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio,
                        stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

@@ -24,15 +24,17 @@ _WIDTH, _PLAN_WIDTH = 110, 160
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
                    optimizer: OptimizerConfig, *, groups: Sequence[Mapping[str, Any]] = (),
-                   without_effect: Sequence[str] = ()) -> str:
+                   without_effect: Sequence[str] = (), products: Mapping[Recipe, str] | None = None) -> str:
     """Plain text for a log, without colours.
 
     Args:
         forecast: for exactly these ``specs``.
         groups: the parameter groups, with what the next step uses; without any, one as ``optimizer`` says.
         without_effect: keys of the config that are accepted, but change nothing.
+        products: what recipes multiply matrices in, where a device is there to say.
     """
-    return _rendered(*_head(routes, specs, optimizer, groups, without_effect), _costs(forecast), *_hint(forecast))
+    return _rendered(*_head(routes, specs, optimizer, groups, without_effect, products or {}), _costs(forecast),
+                     *_hint(forecast))
 
 
 def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecasts: Sequence[Forecast],
@@ -42,19 +44,21 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
         return start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect)
     table = Table(title="memory of the fullest rank in MiB; sent by the mean rank in MiB", title_justify="left")
     for header in ("ranks", "layout", "buckets", "NS max/mean", "total", "params", "grads", "masters", "states",
-                   "host", "under way", "at start", "padding", "sent"):
+                   "host", "under way", "in a step", "at start", "padding", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast in forecasts:
         held = forecast.memory[forecast.fullest]
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
                       f"{forecast.report.work_max_over_mean:.3f}",
                       *(_mib(n) for n in (held.total, held.params, held.grads, held.masters, held.states, held.host)),
-                      _mib(max(traffic.total for traffic in forecast.traffic)), _mib(max(forecast.start_up)),
+                      _mib(max(traffic.total for traffic in forecast.traffic)), _mib(max(forecast.workspace)),
+                      _mib(max(forecast.start_up)),
                       f"{100 * forecast.report.padding_fraction:.3f} %",
                       _mib(sum(forecast.reduce_bytes(d) + forecast.gather_bytes(d) for d in forecast.layout.dtypes)))
     what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
             "gradients in one backward pass and parameters in a step")
-    return _rendered(*_head(routes, specs, optimizer, (), without_effect), table, f"sent: {what}", width=_PLAN_WIDTH)
+    return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}",
+                     width=_PLAN_WIDTH)
 
 
 def as_json(forecast: Forecast) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "newton_schulz_flops": list(report.work), "newton_schulz_max_over_mean": report.work_max_over_mean,
         "owned_matrix_elements": list(report.whole_numel), "fullest_rank": forecast.fullest,
         "memory_bytes": [{**asdict(held), "total": held.total} for held in forecast.memory],
-        "start_up_bytes": list(forecast.start_up),
+        "start_up_bytes": list(forecast.start_up), "step_bytes": list(forecast.workspace),
         "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
         "dtypes": {dtype: {
             "gradients_accumulate_in": forecast.stored_as[dtype], "gradients_travel_in": forecast.wire_as(dtype),
@@ -96,7 +100,8 @@ def _hint(forecast: Forecast) -> list[str]:
 
 
 def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig,
-          groups: Sequence[Mapping[str, Any]], without_effect: Sequence[str]) -> list[Table | str]:
+          groups: Sequence[Mapping[str, Any]], without_effect: Sequence[str],
+          products: Mapping[Recipe, str]) -> list[Table | str]:
     """What trains which parameters, with which rates."""
     groups = groups or [{key: getattr(chosen, key) for key in (
         "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}]
@@ -110,6 +115,7 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
         return _span(values)
 
     lines = [f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
+             f"{f', matrix products in {products[recipe]}' if recipe in products else ''}"
              for recipe in _recipes(routes, specs)]
     told = [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
     return [_parameters(routes, specs, chosen, groups), "; ".join(lines), *told]
@@ -177,6 +183,7 @@ def _costs(forecast: Forecast) -> Table:
                       "MiB of its device to work on them (less with a smaller reduce_bucket_size)")
     table.add_row("beside it, at most", f"{_mib(max(traffic.total for traffic in forecast.traffic))} MiB for buckets "
                   f"under way, {MAX_UNDER_WAY} at a time")
+    table.add_row("in a step, at most", f"{_mib(max(forecast.workspace))} MiB that the update of a bucket works in")
     table.add_row("at start, at most", f"{_mib(max(forecast.start_up))} MiB, while parameters move into their buffer")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:

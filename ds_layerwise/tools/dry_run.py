@@ -62,7 +62,7 @@ class DryRun:
                                                "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
         specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes)
-        return cls(run, routes, specs, [forecast(specs, run, num_ranks) for num_ranks in ranks], assumed)
+        return cls(run, routes, specs, [forecast(specs, routes, run, num_ranks) for num_ranks in ranks], assumed)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""

@@ -35,7 +35,7 @@ def table(params, groups=(), **changes):
     matrix, scalar = run.optimizer.recipes
     routes = {name: replace(route, recipe=matrix if route.whole else scalar) for name, route in ROUTES.items()}
     specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
-    return start_up_table(routes, specs, forecast(specs, run, 2), run.optimizer, groups=groups,
+    return start_up_table(routes, specs, forecast(specs, routes, run, 2), run.optimizer, groups=groups,
                           without_effect=run.without_effect)
 
 
@@ -82,7 +82,7 @@ def test_a_plan_says_the_same():
     routes = {name: Route(name=name, recipe=route.recipe, reason=route.reason, group=0,
                           matrix_shape=route.matrix_shape) for name, route in ROUTES.items()}
     specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
-    one, other = (plan_table(routes, specs, [forecast(specs, run, n) for n in ranks], run.optimizer,
+    one, other = (plan_table(routes, specs, [forecast(specs, routes, run, n) for n in ranks], run.optimizer,
                              without_effect=run.without_effect) for ranks in ([2], [2, 4]))
     assert rows(one) == rows(other) == {"up": ["0.05", "0.1"], "table": ["0.001", "0.1"], "bias": ["0.001", "0.1"]}
     assert "without effect here: round_robin_gradients" in one and "without effect here: round_robin" in other
