@@ -82,7 +82,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4"))
     plans = json.loads(run(*files(given, "1,2,4", "--json"))[1])
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.count("│") == 15]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.count("│") == 16]
     assert code == 0 and [row[0] for row in rows] == ["1", "2", "4"]
     for row, plan in zip(rows, plans, strict=True):
         assert row[1:4] == [plan["digest"], str(plan["buckets"]), f"{plan['newton_schulz_max_over_mean']:.3f}"]
@@ -91,6 +91,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
         assert row[4:] == [
             *(f"{held[key] / 2**20:.1f}" for key in ("total", "params", "grads", "masters", "states", "host")),
             f"{max(rank['total'] for rank in plan['under_way_bytes']) / 2**20:.1f}",
+            f"{max(plan['step_bytes']) / 2**20:.1f}",
             f"{max(plan['start_up_bytes']) / 2**20:.1f}", "0.000 %", f"{sent / 2**20:.1f}"]
     assert "gradients in one backward pass and parameters in a step" in out
 
