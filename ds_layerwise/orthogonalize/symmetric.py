@@ -7,7 +7,7 @@ Note: strips
 
 Note: how many strips
     Measured on a CPU with AVX-512 (1 thread; examples/benchmarks/newton_schulz.py has the table): narrow strips lose
-    more in a product than they leave out. Below 64 columns in float32, 128 in half precision, and with fewer than four
+    more in a product than they leave out. Below 64 columns in float32, 192 in half precision, and with fewer than four
     strips, there is nothing to gain; more than eight leave out next to nothing more. Not measured on an accelerator,
     where every strip is a launch, so there are none there.
 
@@ -28,7 +28,7 @@ from ds_layerwise.recipes.newton_schulz import ALIGNMENT
 _MOST, _FEWEST = 8, 4
 
 #: Columns of a strip at least, by bytes of an element.
-_NARROWEST = {4: 64, 2: 128}
+_NARROWEST = {4: 64, 2: 192}
 
 #: The smaller side from which on matrices are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256

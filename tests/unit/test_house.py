@@ -47,8 +47,8 @@ INSIDE = {
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
-             "state_access takeover", "engine_protocol planned products unfinished", "before_update load", "checkpointing",
-             "optimizer"),
+             "state_access takeover", "engine_protocol planned products unfinished", "before_update load",
+             "checkpointing", "optimizer"),
     "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
 }
 
