@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, chain, compress, repeat
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ds_layerwise.errors import LayoutError
+
+#: How a bucket gets to its owners and back; see :class:`Bucket`.
+Way = Literal["even", "ragged", "cuts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,14 @@ class Bucket:
     crosses a border between shards. Where parameters are experts, every ``ep_size`` consecutive ranks of the layout
     have the same shard, each of its own experts, and a collective takes the ranks that have the same ones.
 
+    ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``, straight to them
+    with shards of any length; ``cuts``, whatever its shards, in as many equal cuts as there are shards, cut r to holder
+    r, from where one exchange a step moves what belongs to others. By default ``even`` where all shards are equal, else
+    ``ragged``.
+
     Raises:
-        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross.
+        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross; or
+            the bucket cannot go that way.
     """
 
     index: int
@@ -110,6 +119,7 @@ class Bucket:
     shard_numels: tuple[int, ...]
     slots: tuple[Slot, ...]
     ep_size: int = 1
+    way: Way = None  # type: ignore[assignment]  # the default depends on the shards
     # Numbers of the shards that are not empty, and where these start. At 1024 ranks most shards of most buckets are
     # empty, or all are equal and these are ranges: that keeps layouts of 10,000 buckets cheap.
     _filled: Sequence[int] = field(init=False, repr=False, compare=False)
@@ -143,7 +153,27 @@ class Bucket:
         object.__setattr__(self, "_filled", filled)
         object.__setattr__(self, "_starts", starts)
         object.__setattr__(self, "_numel", numel)
+        if self.way is None:
+            object.__setattr__(self, "way", self._default_way)
         self._check_slots()
+        self._check_way()
+
+    @property
+    def _default_way(self) -> Way:
+        return "even" if self.is_even else "ragged"
+
+    def _check_way(self) -> None:
+        if self.way not in get_args(Way):
+            raise LayoutError(f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got {self.way!r}")
+        lengths = f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
+        if not self.whole and self.way != "even":
+            raise LayoutError(f"bucket {self.index}: slots that are cut over the ranks take equal shards and the way "
+                              f"'even', got way {self.way!r} and shards of {lengths}")
+        if self.way == "even" and not self.is_even:
+            raise LayoutError(f"bucket {self.index}: the way 'even' takes equal shards, got {lengths}")
+        if self.way == "cuts" and self._numel % self.holders:
+            raise LayoutError(f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, one "
+                              f"cut a shard, got {self._numel}")
 
     def _check_slots(self) -> None:
         end_of_previous = self.start
@@ -175,6 +205,16 @@ class Bucket:
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self._numel
+
+    @property
+    def holders(self) -> int:
+        """How many shards there are: the size of a group of ranks that hold the bucket together."""
+        return len(self.shard_numels)
+
+    @property
+    def cut_numel(self) -> int:
+        """The length of each of as many equal cuts as there are shards; of use where the way is ``cuts``."""
+        return self._numel // len(self.shard_numels)
 
     @property
     def world_size(self) -> int:
@@ -240,7 +280,7 @@ class Layout:
     """A complete placement of parameters over ``world_size`` ranks.
 
     ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order, without gap or overlap.
-    Slots and shards start at multiples of ``alignment``.
+    Slots and shards start at multiples of ``alignment``, and so do the cuts of buckets that travel in cuts.
 
     Raises:
         LayoutError: any of this does not hold, or a parameter has two slots.
@@ -282,6 +322,9 @@ class Layout:
             if numel % self.alignment:
                 raise LayoutError(f"bucket {index}: the shard of rank {rank} has {numel} elements, not a multiple of "
                                   f"{self.alignment}")
+        if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
+            raise LayoutError(f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
+                              f"{self.alignment}")
         for slot in bucket.slots:
             if slot.start % self.alignment:
                 raise LayoutError(f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}")
@@ -320,7 +363,8 @@ class Layout:
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
             "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start, "shards": _run_lengths(b),
                          "slots": [[s.name, s.start, s.numel] for s in b.slots],
-                         **({"variants": b.ep_size} if b.ep_size > 1 else {})} for b in self.buckets],
+                         **({"variants": b.ep_size} if b.ep_size > 1 else {}),
+                         **({"way": b.way} if b.way != b._default_way else {})} for b in self.buckets],
         }, separators=(",", ":"))
 
     @classmethod
@@ -368,4 +412,4 @@ def _run_lengths(bucket: Bucket) -> list[list[int]]:
 def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
     shards = tuple(chain.from_iterable(repeat(numel, count) for count, numel in values["shards"]))
     return Bucket(index, values["dtype"], values["whole"], values["start"], shards,
-                  tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1))
+                  tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1), values.get("way"))
