@@ -6,7 +6,7 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Piece, Slot
 from tests.support.rooms import rooms
 
-pytestmark = rooms("layout")
+pytestmark = rooms("layout", "shards")
 
 
 def whole(index=0, start=0, shards=(128, 0, 64), slots=(("a", 0, 60), ("b", 64, 64), ("c", 128, 10)), dtype="bfloat16",
