@@ -35,7 +35,7 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
-    "plan": ("shards", "config_file ds_config layout rates routes wire", "hosting listing planner run_config",
+    "plan": ("shards", "config_file ds_config layout owners rates routes wire", "hosting listing planner run_config",
              "cost", "forecast", "model_file report"),
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching newton_schulz", "tensor_shards"),
