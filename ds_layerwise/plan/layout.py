@@ -119,8 +119,9 @@ class Bucket:
     shard_numels: tuple[int, ...]
     slots: tuple[Slot, ...]
     ep_size: int = 1
-    way: Way = None  # type: ignore[assignment]  # what it is then depends on the shards
-    _shards: Shards = field(init=False, repr=False, compare=False)
+    way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
+    shards: Shards = field(init=False, repr=False, compare=False)
+    """What follows from ``shard_numels``; where they start is an offset in the buffer."""
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.ep_size < 1:
@@ -131,7 +132,7 @@ class Bucket:
         if shards.shortest < 0:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
                               f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}")
-        object.__setattr__(self, "_shards", shards)
+        object.__setattr__(self, "shards", shards)
         if cast("Way | None", self.way) is None:
             object.__setattr__(self, "way", self._default_way)
         self._check_slots()
@@ -150,9 +151,9 @@ class Bucket:
                               f"'even', got way {self.way!r} and shards of {lengths}")
         if self.way == "even" and not self.is_even:
             raise LayoutError(f"bucket {self.index}: the way 'even' takes equal shards, got {lengths}")
-        if self.way == "cuts" and self._shards.numel % self.holders:
+        if self.way == "cuts" and self.shards.numel % self.holders:
             raise LayoutError(f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, one "
-                              f"cut a shard, got {self._shards.numel}")
+                              f"cut a shard, got {self.shards.numel}")
 
     def _check_slots(self) -> None:
         end_of_previous = self.start
@@ -178,17 +179,17 @@ class Bucket:
     @property
     def is_even(self) -> bool:
         """Whether all shards have the same length."""
-        return self._shards.is_even
+        return self.shards.is_even
 
     @property
     def numel(self) -> int:
         """All shards together, padding included."""
-        return self._shards.numel
+        return self.shards.numel
 
     @property
     def stop(self) -> int:
         """One past the last element."""
-        return self.start + self._shards.numel
+        return self.start + self.shards.numel
 
     @property
     def holders(self) -> int:
@@ -198,7 +199,7 @@ class Bucket:
     @property
     def cut_numel(self) -> int:
         """The length of each of as many equal cuts as there are shards; of use where the way is ``cuts``."""
-        return self._shards.numel // len(self.shard_numels)
+        return self.shards.numel // len(self.shard_numels)
 
     @property
     def world_size(self) -> int:
@@ -214,14 +215,14 @@ class Bucket:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
         number = rank // self.ep_size
-        i = bisect_left(self._shards.filled, number)
-        start = self._shards.starts[i] if i < len(self._shards.starts) else self.stop
+        i = bisect_left(self.shards.filled, number)
+        start = self.shards.starts[i] if i < len(self.shards.starts) else self.stop
         return start, start + self.shard_numels[number]
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """``(rank, numel)`` of every shard that has elements, in rank order."""
         return ((number * self.ep_size + ep_rank, self.shard_numels[number])
-                for number in self._shards.filled for ep_rank in range(self.ep_size))
+                for number in self.shards.filled for ep_rank in range(self.ep_size))
 
     def owners(self, slot: Slot) -> range:
         """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its name."""
@@ -237,7 +238,7 @@ class Bucket:
         if not self.whole or not self.start <= slot.start < self.stop:
             raise LayoutError(f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
                               f"[{self.start}, {self.stop}), whole {self.whole}")
-        return self._shards.filled[bisect_right(self._shards.starts, slot.start) - 1] * self.ep_size
+        return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What lies in the shard of ``rank``, in memory order, without padding."""
@@ -341,7 +342,7 @@ class Layout:
         return json.dumps({
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
             "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start,
-                         "shards": run_lengths(b.shard_numels, b._shards),
+                         "shards": run_lengths(b.shard_numels, b.shards),
                          "slots": [[s.name, s.start, s.numel] for s in b.slots],
                          **({"variants": b.ep_size} if b.ep_size > 1 else {}),
                          **({"way": b.way} if b.way != b._default_way else {})} for b in self.buckets],

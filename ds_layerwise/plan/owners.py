@@ -51,7 +51,7 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
         if holders == 1:
             owners.update((item.position, 0) for item in items)
         else:
-            owners.update(_spread(alike, _by_work_or_both(items, holders), holders))
+            owners.update(spread(alike, _by_work_or_both(items, holders), holders))
     return owners
 
 
@@ -126,7 +126,7 @@ def _longest_first_by_both(items: Iterable[Item], world_size: int, total_work: i
     return owners
 
 
-def _spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
+def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
     """Let equal parameters change owners so that the shards of each bucket become even, and no rank's total changes."""
     quotas: dict[tuple[int, int], NDArray[np.int64]] = defaultdict(lambda: np.zeros(world_size, np.int64))
     left: NDArray[np.int64] = np.zeros(world_size, np.int64)
@@ -134,7 +134,7 @@ def _spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_siz
         for item in bucket:
             quotas[item.numel, item.work][owners[item.position]] += 1
             left[owners[item.position]] += item.numel
-    spread: dict[int, int] = {}
+    dealt: dict[int, int] = {}
     for bucket in buckets:
         by_size: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         for item in bucket:
@@ -153,8 +153,8 @@ def _spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_siz
                 quota[ranks] -= 1
                 left[ranks] -= size[0]
                 held[ranks] += equal[0].span
-                spread.update((equal.popleft().position, rank) for rank in ranks.tolist())
-    return min(owners, spread, key=lambda candidate: _longest_shards(buckets, candidate))
+                dealt.update((equal.popleft().position, rank) for rank in ranks.tolist())
+    return min(owners, dealt, key=lambda candidate: _longest_shards(buckets, candidate))
 
 
 def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -> int:

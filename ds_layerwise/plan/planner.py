@@ -10,63 +10,87 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, get_args
 
 from ds_layerwise.config import LayoutPolicy
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.drafts import Draft, cut_stream, draft_owned, draft_split
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.owners import Item, choose_owners
+from ds_layerwise.plan.links import NVLINK_IB, Links
+from ds_layerwise.plan.owners import Item, choose_owners, spread
+from ds_layerwise.plan.rows import row_limit, take_rows
+from ds_layerwise.plan.ways import (
+    Load,
+    Reduction,
+    check_reduction,
+    choose_ways,
+    padded_for_cuts,
+    wire_time,
+)
 
 
 def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: int, policy: str = "balanced",
-                alignment: int = 64) -> Layout:
+                alignment: int = 64, links: Links | None = None, reduction: Reduction = "ordered") -> Layout:
     """Place parameters over ``world_size`` ranks.
 
     Args:
         specs: in model order; buckets walk them backwards, as gradients come.
-        bucket_numel: a bucket closes once it holds this many elements, so it may be one large parameter.
+        bucket_numel: a bucket closes once it holds this many elements, so it may be one large parameter, or a row of
+            equal ones; see :mod:`.plan.rows`.
         policy: ``balanced`` balances the whole model, with shards of any length and no padding but that of aligned
             starts; ``lpt`` and ``size_matching`` make the shards of each bucket equal. None matters to parameters
             that are cut by element.
         alignment: slots and shards start at multiples of this.
+        links: what ways are chosen for where the policy is ``balanced``; :data:`.plan.links.NVLINK_IB` if None.
+        reduction: how sums are made; see :mod:`.plan.ways`.
 
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
-    _check(specs, world_size, bucket_numel, policy, alignment)
-    streams: dict[tuple[str, bool, int, str], list[Item]] = defaultdict(list)
+    _check(specs, world_size, bucket_numel, policy, alignment, reduction)
+    streams: dict[_Stream, list[Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
-        streams[spec.dtype, spec.whole, spec.ep_size, spec.wire].append(
+        streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
             Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.ep_size))
-    drafts: list[_Draft] = []
-    whole_buckets: list[list[Item]] = []
-    for (_, whole, ep_size, _), items in streams.items():
-        holders = world_size // ep_size
-        if not whole:
-            drafts += [_split(bucket, holders, alignment) for bucket in _cut_stream(items, bucket_numel)]
+    drafts: list[Draft] = []
+    owned: dict[_Stream, list[Item]] = {}
+    for stream, items in streams.items():
+        holders = world_size // stream.ep_size
+        if not stream.whole:
+            drafts += [draft_split(bucket, holders, stream.wire, alignment)
+                       for bucket in cut_stream(items, bucket_numel)]
         elif policy == "size_matching":
-            drafts += _match_sizes(items, holders, bucket_numel)
+            drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
+        elif policy == "lpt":
+            drafts += [_equal_shards(bucket, holders, stream.wire) for bucket in cut_stream(items, bucket_numel)]
         else:
-            whole_buckets += _cut_stream(items, bucket_numel)
-    if policy == "lpt":
-        drafts += [_equal_shards(bucket, world_size // bucket[0].ep_size) for bucket in whole_buckets]
-    else:
-        owners = choose_owners(whole_buckets, world_size)
-        drafts += [_draft_owned(bucket, [owners[item.position] for item in bucket], world_size // bucket[0].ep_size)
-                   for bucket in whole_buckets]
+            owned[stream] = items
+    drafts += _balance(owned, world_size, bucket_numel, row_limit(bucket_numel, sum(spec.numel for spec in specs)),
+                       partial(_send, links=links or NVLINK_IB, reduction=reduction, alignment=alignment))
     return Layout(policy, world_size, alignment, _assemble(drafts))
 
 
-def _check(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, policy: str, alignment: int) -> None:
+class _Stream(NamedTuple):
+    """What parameters have in common that may share a bucket."""
+
+    dtype: str
+    whole: bool
+    ep_size: int
+    wire: str
+
+
+def _check(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, policy: str, alignment: int,
+           reduction: str) -> None:
     for name, value in (("world_size", world_size), ("bucket_numel", bucket_numel), ("alignment", alignment)):
         if value < 1:
             raise LayoutError(f"{name} must be at least 1, got {value}")
     if policy not in get_args(LayoutPolicy):
         raise LayoutError(f"policy must be one of {', '.join(get_args(LayoutPolicy))}, got {policy!r}")
+    check_reduction(reduction)
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
@@ -76,32 +100,9 @@ def _check(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, polic
         seen.add(spec.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A bucket that does not know yet where in its buffer it starts: offsets count from its own start."""
-
-    whole: bool
-    shard_numels: tuple[int, ...]
-    items: Sequence[Item]  # in memory order
-    offsets: Sequence[int]
-
-
-def _cut_stream(items: Iterable[Item], bucket_numel: int) -> list[list[Item]]:
-    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold fewer."""
-    buckets: list[list[Item]] = []
-    held = bucket_numel
-    for item in items:
-        if held >= bucket_numel:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(item)
-        held += item.numel
-    return buckets
-
-
-def _assemble(drafts: list[_Draft]) -> tuple[Bucket, ...]:
+def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
     # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for a later one.
-    drafts.sort(key=lambda draft: max(item.position for item in draft.items))
+    drafts.sort(key=lambda draft: draft.position)
     ends: dict[str, int] = defaultdict(int)
     buckets: list[Bucket] = []
     for index, draft in enumerate(drafts):
@@ -109,43 +110,14 @@ def _assemble(drafts: list[_Draft]) -> tuple[Bucket, ...]:
         start = ends[dtype]
         slots = tuple(Slot(item.name, start + offset, item.numel)
                       for item, offset in zip(draft.items, draft.offsets, strict=True))
-        buckets.append(Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, ep_size))
+        buckets.append(Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, ep_size, draft.way))
         ends[dtype] = buckets[-1].stop
     return tuple(buckets)
 
 
-def _split(items: list[Item], world_size: int, alignment: int) -> _Draft:
-    """Back to back, cut into equal shards."""
-    *offsets, total = accumulate((item.span for item in items), initial=0)
-    shard = -(-total // world_size)
-    shard += -shard % alignment
-    return _Draft(False, (shard,) * world_size, items, offsets)
-
-
-def _draft_owned(items: Sequence[Item], owners: Sequence[int], world_size: int, shard: int | None = None) -> _Draft:
-    """A bucket of whole parameters, one owner each; shards of ``shard`` elements, or else as long as they need be."""
-    by_rank: dict[int, list[Item]] = defaultdict(list)
-    for item, owner in zip(items, owners, strict=True):
-        by_rank[owner].append(item)
-    in_order: list[Item] = []
-    offsets: list[int] = []
-    numels = [shard or 0] * world_size
-    shard_start = 0
-    for rank in sorted(by_rank):
-        offset = shard_start if shard is None else rank * shard
-        for item in by_rank[rank]:
-            in_order.append(item)
-            offsets.append(offset)
-            offset += item.span
-        if shard is None:
-            numels[rank] = offset - shard_start
-            shard_start = offset
-    return _Draft(True, tuple(numels), in_order, offsets)
-
-
 # --- lpt and size_matching: equal shards in each bucket -------------------------------------------------------------
 
-def _equal_shards(items: list[Item], world_size: int) -> _Draft:
+def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
     """Largest parameter first, to the emptiest shard; all shards as long as the fullest."""
     heap = [(0, rank) for rank in range(min(world_size, len(items)))]  # sorted, so a heap
     owner_of: dict[int, int] = {}
@@ -153,7 +125,7 @@ def _equal_shards(items: list[Item], world_size: int) -> _Draft:
         held, rank = heap[0]
         heapq.heapreplace(heap, (held + item.span, rank))
         owner_of[item.position] = rank
-    return _draft_owned(items, [owner_of[item.position] for item in items], world_size, max(heap)[0])
+    return draft_owned(items, [owner_of[item.position] for item in items], world_size, wire, max(heap)[0])
 
 
 class _Shelves:
@@ -178,7 +150,7 @@ class _Shelves:
         return taken
 
 
-def _match_sizes(items: list[Item], world_size: int, bucket_numel: int) -> list[_Draft]:
+def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: str) -> list[Draft]:
     """Buckets of rows: in a row every shard holds parameters of one size, or smaller ones that fit in its place.
 
     The seed of a row is the next parameter of the backward pass; those that share its row come from anywhere in the
@@ -186,7 +158,7 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int) -> list[
     """
     shelves = _Shelves(items)
     placed: set[int] = set()
-    drafts: list[_Draft] = []
+    drafts: list[Draft] = []
     bucket: list[Item] = []
     owners: list[int] = []
     shard = 0
@@ -202,8 +174,58 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int) -> list[
             placed.update(item.position for item in taken)
         shard += seed.span
         if sum(item.numel for item in bucket) >= bucket_numel:
-            drafts.append(_draft_owned(bucket, owners, world_size, shard))
+            drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
             bucket, owners, shard = [], [], 0
     if bucket:
-        drafts.append(_draft_owned(bucket, owners, world_size, shard))
+        drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
     return drafts
+
+
+# --- balanced: owners over the whole model, and for each bucket the way that suits its shards ------------------------
+
+#: What rows must gain, in percent of what all collectives of whole parameters take, to be worth waiting for.
+_ROWS_MUST_GAIN = 2
+
+
+def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_numel: int, limit: int,
+             send: Callable[[list[Draft]], tuple[list[Draft], int]]) -> list[Draft]:
+    """Buckets of whole parameters, with or without rows, whichever ``send`` makes faster."""
+    cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
+    owners = choose_owners([bucket for buckets in cut.values() for bucket in buckets], world_size)
+
+    def drafts(cut: Mapping[_Stream, list[list[Item]]], owners: Mapping[int, int]) -> list[Draft]:
+        return [draft_owned(bucket, [owners[item.position] for item in bucket], world_size // stream.ep_size,
+                            stream.wire) for stream, buckets in cut.items() for bucket in buckets]
+
+    plain, plain_ns = send(drafts(cut, owners))
+    rows = {stream: take_rows(items, owners, world_size // stream.ep_size, bucket_numel=bucket_numel, limit=limit)
+            for stream, items in streams.items() if world_size > stream.ep_size}
+    if not any(taken.buckets for taken in rows.values()):
+        return plain
+    rest: dict[_Stream, list[list[Item]]] = {}
+    by_holders: dict[int, list[list[Item]]] = defaultdict(list)
+    for stream in streams:
+        rest[stream] = cut_stream(rows[stream].rest, bucket_numel) if stream in rows else cut[stream]
+        by_holders[world_size // stream.ep_size] += rest[stream] if stream in rows else []
+    left = {position: owner for taken in rows.values() for position, owner in taken.owners.items()}
+    for holders, buckets in by_holders.items():
+        left.update(spread(buckets, left, holders))
+    in_rows, in_rows_ns = send([draft for stream, taken in rows.items()
+                                for draft in taken.drafts(world_size // stream.ep_size, stream.wire)]
+                               + drafts(rest, {**owners, **left}))
+    return in_rows if 100 * in_rows_ns <= (100 - _ROWS_MUST_GAIN) * plain_ns else plain
+
+
+def _send(drafts: list[Draft], *, links: Links, reduction: Reduction, alignment: int) -> tuple[list[Draft], int]:
+    """``drafts`` with their ways, padded where they travel in cuts, and what their collectives take, nanoseconds."""
+    loads = [Load.of_draft(draft) for draft in drafts]
+    ways = choose_ways(loads, links, reduction, alignment)
+    for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
+        numel = padded_for_cuts(load.numel, load.holders, alignment) if way == "cuts" else load.numel
+        if way == "cuts":
+            numels = list(drafts[index].shard_numels)
+            numels[load.shards.filled[-1]] += numel - load.numel
+            drafts[index] = replace(drafts[index], shard_numels=tuple(numels))
+            loads[index] = replace(load, numel=numel)
+        drafts[index] = replace(drafts[index], way=way)
+    return drafts, wire_time(loads, ways, links, reduction).total

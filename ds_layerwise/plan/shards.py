@@ -19,6 +19,8 @@ class Shards(NamedTuple):
     """Numbers of the shards that are not empty."""
     starts: Sequence[int]
     """Where these start."""
+    lengths: Sequence[int]
+    """How long these are."""
     numel: int
     """All together."""
     is_even: bool
@@ -32,11 +34,14 @@ class Shards(NamedTuple):
         if numels.count(numels[0]) == len(numels):
             count, each = len(numels), numels[0]
             numel = count * each
-            return cls(range(count) if each else (), range(start, start + numel, each) if each else (), numel, True,
-                       each)
-        lengths = tuple(compress(numels, numels))
-        return cls(tuple(compress(_count_to(len(numels)), numels)), tuple(accumulate(lengths[:-1], initial=start)),
-                   sum(lengths), False, min(lengths))
+            return cls(range(count) if each else (), range(start, start + numel, each) if each else (),
+                       numels if each else (), numel, True, each)
+        return cls.of_filled(tuple(compress(_count_to(len(numels)), numels)), tuple(compress(numels, numels)), start)
+
+    @classmethod
+    def of_filled(cls, filled: Sequence[int], lengths: Sequence[int], start: int) -> Shards:
+        """The same where all but ``filled`` are empty, and not all are equal; at least one is not empty."""
+        return cls(filled, tuple(accumulate(lengths[:-1], initial=start)), lengths, sum(lengths), False, min(lengths))
 
 
 @lru_cache(maxsize=4)
