@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.ways import itemsize
+from ds_layerwise.plan.ways import SUM_BYTES, Reduction, itemsize
 from ds_layerwise.plan.wire import MAX_UNDER_WAY
 
 
@@ -182,13 +182,14 @@ class RankTraffic:
         return self.sent + self.received
 
 
-def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
-                  wires: Sequence[str]) -> tuple[RankTraffic, ...]:
+def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
+                  reduction: Reduction = "ordered") -> tuple[RankTraffic, ...]:
     """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
+        reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
     """
     size = layout.world_size
     most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -202,10 +203,10 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
         copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
         received = own * 4 if stage == 2 else own * 0
         if bucket.way == "cuts":
-            received += bucket.cut_numel * holders * wire_bytes
-            waiting += bucket.cut_numel * 4
+            received += bucket.cut_numel * wire_bytes * (holders if reduction == "ordered" else 1)
+            waiting += bucket.cut_numel * SUM_BYTES
         elif holders > 1:
-            received += own * holders * wire_bytes
+            received += own * wire_bytes * (holders if reduction == "ordered" else 1)
         under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.ep_size)))
         sent_now, received_now = sum(s for s, _ in under_way), sum(r for _, r in under_way) + waiting
         more = sent_now + received_now > most_sent + most_received

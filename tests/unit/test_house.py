@@ -36,7 +36,8 @@ FLOORS = (
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes wire",
-             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file report"),
+             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
+             "report"),
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
