@@ -78,20 +78,75 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     assert plan["gradients_sent_every"] == "step"
 
 
+def cells(out, columns):
+    """The rows of the table in ``out`` that has so many columns."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines()
+            if line.count("│") == columns + 1]
+
+
+def test_seconds_are_predicted_for_links_nodes_and_sums(files, tmp_path):
+    def predicted(*more):
+        plan, = json.loads(run(*files(config(), "4", "--json", *more))[1])
+        return plan["predicted"]
+
+    file = tmp_path / "mine.json"
+    mine = {"inside_gb_s": 100.0, "between_gb_s": 1.0, "inside_us": 1.0, "between_us": 9.0, "ranks_per_node": 2,
+            "rails": 1, "peer_us": 0.5, "memory_gb_s": 1e3, "tflops": 0.001}
+    file.write_text(json.dumps(mine))
+    told = predicted("--links", file)
+    assert told["links"] == mine and told["reduction"] == "ordered"
+    # Newton-Schulz of one matrix of 16 x 64 a rank: 172,032 FLOPs
+    assert told["seconds"]["update"] == round((4 * 2 * 16 * 16 * 64 + 14 * 2 * 16**3) / 1e9 * 1e9) / 1e9
+    one_node = predicted("--links", file, "--ranks_per_node", "4")
+    assert one_node["links"] == {**mine, "ranks_per_node": 4}
+    assert one_node["seconds"]["reduce"] < told["seconds"]["reduce"]
+    assert predicted("--links", file, "--reduction", "native")["reduction"] == "native"
+    assert predicted()["links"]["between_gb_s"] == 50 and predicted("--links", "pcie-ethernet")["links"][
+        "between_gb_s"] == 25
+    assert_refused("links must be one of nvlink-ib, pcie-ethernet or a file, got 'ib'",
+                   *files(config(), "4", "--links", "ib"))
+
+
+def test_bucket_sizes_are_compared_below_the_plan(files):
+    out = run(*files(config(), "2,4"))[1]
+    plans = json.loads(run(*files(config(), "2,4", "--json"))[1])
+    rows = iter(cells(out, 10))
+    for ranks, plan in zip("24", plans, strict=True):
+        told = plan["predicted"]
+        for size in told["bucket_sizes"]:
+            row = next(rows)
+            is_own, is_best = size["elements"] == 2048, size["elements"] == told["best_bucket_elements"]
+            assert row[:3] == [ranks, {2048: "2.048 k", 10**8: "100 M", 25 * 10**7: "250 M", 5 * 10**8: "500 M",
+                                       10**9: "1 G"}[size["elements"]], str(size["buckets"])]
+            assert row[3] == (", ".join(f"{n} {way}" for way, n in told["ways"].items()) if is_own else "")
+            seconds = [size["seconds"][key] for key in ("reduce", "after_last_gradient")] + [
+                told["seconds"]["update"], size["seconds"]["gather"]]
+            assert row[4:8] == [f"{1e6 * each:.1f} us" for each in seconds]
+            assert row[9] == " and ".join(["this plan"] * is_own + ["best"] * is_best)
+    assert next(rows, None) is None
+    assert "450 GB/s inside nodes of 8 ranks and 8 x 50 GB/s" in out and "at 400 TFLOP/s" in out
+
+
 def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4"))
     plans = json.loads(run(*files(given, "1,2,4", "--json"))[1])
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.count("│") == 15]
+    rows = cells(out, 14)
+
+    def short(num_bytes):
+        return f"{num_bytes / 2**20:.1f} M"
+
     assert code == 0 and [row[0] for row in rows] == ["1", "2", "4"]
     for row, plan in zip(rows, plans, strict=True):
         assert row[1:4] == [plan["digest"], str(plan["buckets"]), f"{plan['newton_schulz_max_over_mean']:.3f}"]
         held = plan["memory_bytes"][plan["fullest_rank"]]
+        # Shards are even here, and no rank sends more than the mean one.
         sent = sum(plan["dtypes"]["bfloat16"]["sent_bytes"].values())
+        assert sent == plan["sent_by_busiest_bytes"]
         assert row[4:] == [
-            *(f"{held[key] / 2**20:.1f}" for key in ("total", "params", "grads", "masters", "states", "host")),
-            f"{max(rank['total'] for rank in plan['under_way_bytes']) / 2**20:.1f}",
-            f"{max(plan['start_up_bytes']) / 2**20:.1f}", "0.000 %", f"{sent / 2**20:.1f}"]
+            *(short(held[key]) for key in ("total", "params", "grads", "masters", "states", "host")),
+            short(max(rank["total"] for rank in plan["under_way_bytes"])), short(max(plan["start_up_bytes"])),
+            "0.000 %", short(sent)]
     assert "gradients in one backward pass and parameters in a step" in out
 
 
