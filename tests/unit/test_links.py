@@ -195,6 +195,9 @@ def test_equal_shards_go_straight_and_skewed_ones_in_cuts_where_that_is_shorter(
     even, skewed = load(*[million] * 4), load(0, 4 * million, 0, 0)
     # Four times what is received in cuts; against that an exchange of a quarter in float32.
     assert ways([even, skewed], SMALL, "ordered")[0] == ["even", "cuts"]
+    # One that is hardly skewed stays, though an exchange is on its way anyhow: its part of that is more than it gains.
+    nearly = load(1_100_000, *[million] * 3)
+    assert ways([skewed, nearly], SMALL, "ordered")[0] == ["cuts", "ragged"]
     # A chain to one owner takes 4/3 of a ring; an exchange of a quarter more than 1/3 of it.
     assert ways([even, skewed], SMALL, "native")[0] == ["even", "ragged"]
     # Over many nodes each rank exchanges a small part, but a short chain has less latency than an exchange.
