@@ -14,7 +14,7 @@ from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.planner import plan_layout
 from tests.support.rooms import rooms
 
-pytestmark = rooms("planner", "model_file")
+pytestmark = rooms("planner", "owners", "model_file")
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 POLICIES = ("balanced", "lpt", "size_matching")
