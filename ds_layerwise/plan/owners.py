@@ -133,32 +133,35 @@ def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[
     """
     sizes = exact if shares is None else shares
     placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
-    loads: NDArray[np.int64] = np.zeros((2, world_size), np.int64)
+    loads = placed.loads if shares is None else np.zeros_like(placed.loads)
 
     def longest(kind: _Kind) -> tuple[int, int, int, int]:
         work, numel = sizes[kind]
         return (work if shares is None else max(work, numel)), work, numel, kind.ep_size
 
     for kind in sorted(counts, key=longest, reverse=True):
-        left, size = counts[kind], np.array(sizes[kind])
-        of_ranks = loads.reshape(2, -1, kind.ep_size)
+        left, (work, numel) = counts[kind], sizes[kind]
+        by_shard, exactly = (each.reshape(2, -1, kind.ep_size) for each in (loads, placed.loads))
         while left:
-            work, numel = of_ranks.max(axis=2) + size[:, None]
-            after, then = (np.maximum(work, numel), work * 0) if shares else (work, numel) if size[0] else (numel, work)
-            # Whoever takes one of these grows by at least this much, so none of the ranks that are ahead by less gets a
-            # second one before all of them have one.
-            step = max(1, min(sizes[kind])) if shares else max(1, size[0] or size[1])
-            chosen = np.flatnonzero(after < after.min() + step)
+            held = by_shard.max(axis=2) if kind.ep_size > 1 else loads
+            # Who has least after it, then what decides between equals; and by how much at least those grow who take
+            # one: of the ranks that are ahead by less, none gets a second one before all of them have one.
+            if shares is not None:
+                after, then, step = np.maximum(held[0] + work, held[1] + numel), held[0] * 0, max(1, min(work, numel))
+            else:
+                (after, then), step = (held, work) if work else (held[::-1], numel)
+            highest = after.min() + step - 1
+            if left < len(after):  # sorting them all would take longest
+                highest = min(highest, np.partition(after, left - 1)[left - 1])
+            chosen = np.flatnonzero(after <= highest)
             chosen = chosen[np.lexsort((then[chosen], after[chosen]))[:left]]
             # A go to all ranks leaves everything between them as it is, so that the next goes are the same.
-            same = len(chosen) == len(after) and (not shares or len(after) == 1)
+            same = len(chosen) == len(after) and (shares is None or len(after) == 1)
             times = left // len(after) if same else 1
-            of_ranks[:, chosen] += times * size[:, None, None]
+            for each, size in ((by_shard, sizes[kind]), (exactly, exact[kind]))[shares is None:]:
+                each[:, chosen] += times * np.array(size)[:, None, None]
             left -= times * len(chosen)
             placed.shards[kind] += times * chosen.tolist()
-    for kind, shards in placed.shards.items():
-        held = np.bincount(shards, minlength=world_size // kind.ep_size)
-        placed.loads += np.array(exact[kind])[:, None] * np.repeat(held, kind.ep_size)
     return placed
 
 
