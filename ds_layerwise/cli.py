@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
     command.add_argument("--ranks", required=True, type=_numbers, metavar="N[,N...]",
                          help="data-parallel ranks; several numbers give one row each")
+    command.add_argument("--ep_size", type=_positive, default=1, metavar="N", help="ranks that share the experts of a "
+                         "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
@@ -126,7 +128,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
-    plan = DryRun.of(options.model, options.config, options.ranks)
+    plan = DryRun.of(options.model, options.config, options.ranks, ep_size=options.ep_size)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
     if options.json:

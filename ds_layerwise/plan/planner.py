@@ -29,8 +29,9 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         specs: in model order; buckets walk them backwards, as gradients come.
         bucket_numel: a bucket closes once it holds this many elements, so it may be one large parameter.
         policy: ``balanced`` balances the whole model, with shards of any length and no padding but that of aligned
-            starts; ``lpt`` and ``size_matching`` make the shards of each bucket equal. None matters to parameters
-            that are cut by element.
+            starts; ``lpt`` and ``size_matching`` make the shards of each bucket equal, as Megatron-LM's layer-wise
+            optimizer did in #4771 and in #4509, and ``lpt`` makes buckets larger where they would be mostly padding.
+            None matters to parameters that are cut by element.
         alignment: slots and shards start at multiples of this.
 
     Raises:
@@ -51,7 +52,7 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         elif policy == "size_matching":
             drafts += _match_sizes(items, holders, bucket_numel)
         else:
-            whole_buckets += _cut_stream(items, bucket_numel)
+            whole_buckets += _cut_stream(items, bucket_numel, holders if policy == "lpt" else 0)
     if policy == "lpt":
         drafts += [_equal_shards(bucket, world_size // bucket[0].ep_size) for bucket in whole_buckets]
     else:
@@ -86,16 +87,21 @@ class _Draft:
     offsets: Sequence[int]
 
 
-def _cut_stream(items: Iterable[Item], bucket_numel: int) -> list[list[Item]]:
-    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold fewer."""
+def _cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) -> list[list[Item]]:
+    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold fewer.
+
+    With a number of ``equal_shards`` also of at least 90 % of as many times its largest parameter, which is how long
+    all of its shards become: whatever a bucket has less than that is padding.
+    """
     buckets: list[list[Item]] = []
-    held = bucket_numel
+    held = least = bucket_numel
     for item in items:
-        if held >= bucket_numel:
+        if held >= least:
             buckets.append([])
-            held = 0
+            held, least = 0, bucket_numel
         buckets[-1].append(item)
         held += item.numel
+        least = max(least, equal_shards * item.numel * 9 // 10)
     return buckets
 
 

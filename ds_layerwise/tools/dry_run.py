@@ -12,7 +12,7 @@ from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.listing import listed
-from ds_layerwise.plan.model_file import find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
@@ -30,8 +30,11 @@ class DryRun:
     """By path in the config, the values that were taken for "auto"."""
 
     @classmethod
-    def of(cls, model: str, config: Path, ranks: Sequence[int]) -> DryRun:
+    def of(cls, model: str, config: Path, ranks: Sequence[int], *, ep_size: int = 1) -> DryRun:
         """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
+
+        Args:
+            ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
 
         Raises:
             ConfigError: a file cannot be read, or says what training would refuse.
@@ -61,7 +64,9 @@ class DryRun:
         check_peaks(filled.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
                                                "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
-        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes)
+        shapes, experts = deal_out_experts(shapes, ep_size)
+        routes = {name: routes[name] for name, _ in shapes if name in routes}
+        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts)
         return cls(run, routes, specs, [forecast(specs, run, num_ranks) for num_ranks in ranks], assumed)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
