@@ -198,7 +198,8 @@ plan: plan_layout with all checks, CPU time of one thread, which other jobs on t
     for bar in BARS:
         for row in [row for row in rows if (row.model, row.ep_size, row.ranks) == bar[:3]][:1]:
             reached = row.report.work_max_over_mean, row.report.whole_max_over_mean
-            print(f"| {bar[0]} | {bar[1]} | {bar[2]} | {bar[3]:.3f} | {reached[0]:.4f} | {bar[4]:.3f} | {reached[1]:.4f} |")
+            print(f"| {bar[0]} | {bar[1]} | {bar[2]} | {bar[3]:.3f} | {reached[0]:.4f} | {bar[4]:.3f} | "
+                  f"{reached[1]:.4f} |")
             missed = missed or reached[0] > bar[3] or reached[1] > bar[4]
     if missed or any(row.worse > row.plain_worse * (1 + 1e-12) for row in rows):
         sys.exit("a balance is worse than its bar, or than plain longest-first")
