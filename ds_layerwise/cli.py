@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
                          "those with a name")
     command.add_argument("--reduction", choices=("ordered", "native"), default="ordered", help="how sums are made: in "
                          "float32 and rank order (%(default)s), or the backend's way")
+    command.add_argument("--ep_size", type=_positive, default=1, metavar="N", help="ranks that share the experts of a "
+                         "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
@@ -136,7 +138,8 @@ def _plan(options: argparse.Namespace) -> int:
     links = find_links(options.links)
     if options.ranks_per_node:
         links = links.model_copy(update={"ranks_per_node": options.ranks_per_node})
-    plan = DryRun.of(options.model, options.config, options.ranks, links=links, reduction=options.reduction)
+    plan = DryRun.of(options.model, options.config, options.ranks, links=links, reduction=options.reduction,
+                     ep_size=options.ep_size)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
     if options.json:

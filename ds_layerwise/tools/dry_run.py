@@ -13,7 +13,7 @@ from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.listing import listed
-from ds_layerwise.plan.model_file import find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
@@ -36,11 +36,12 @@ class DryRun:
 
     @classmethod
     def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: Links = NVLINK_IB,
-           reduction: Reduction = "ordered") -> DryRun:
+           reduction: Reduction = "ordered", ep_size: int = 1) -> DryRun:
         """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
 
         Args:
             links, reduction: see :func:`.plan.planner.plan_layout`.
+            ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
 
         Raises:
             ConfigError: a file cannot be read, or says what training would refuse.
@@ -70,7 +71,9 @@ class DryRun:
         check_peaks(filled.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
                                                "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
-        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes)
+        shapes, experts = deal_out_experts(shapes, ep_size)
+        routes = {name: routes[name] for name, _ in shapes if name in routes}
+        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts)
         forecasts = [forecast(specs, run, num_ranks, links=links, reduction=reduction) for num_ranks in ranks]
         return cls(run, routes, specs, forecasts, assumed, [
             predict(each, specs, run, links=links, reduction=reduction) for each in forecasts])

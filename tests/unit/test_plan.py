@@ -162,6 +162,48 @@ def test_overrides_move_parameters(files):
     assert "layerwise.overrides, 4 heads" in out
 
 
+EXPERTS = """
+model: experts
+numel: 9728
+params:
+  - {name: router, shape: [8, 64], optimizer: matrix}
+  - block: {layer: [0, 2], expert: [0, 4]}
+    params:
+      - {name: "{layer}.experts.{expert}.up", shape: [16, 64], optimizer: matrix}
+      - {name: "{layer}.experts.{expert}.bias", shape: [64], optimizer: scalar}
+  - {name: shared_experts.up, shape: [8, 64], optimizer: matrix}
+"""
+
+
+def test_ranks_share_the_experts_of_a_layer(files):
+    arguments = files(config(), "4", "--ep_size", "2", "--json", "--list")
+    arguments[2].write_text(EXPERTS)
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    plan, = json.loads(out)
+    # Of four experts a layer a rank has two. Either of them is owned by two ranks, 0 and 1 or 2 and 3, and each of the
+    # dense matrices by one.
+    assert [p["name"] for p in plan["parameters"]] == ["router", *(
+        f"{layer}.experts.{expert}.{what}" for layer in (0, 1) for expert in (0, 1) for what in ("up", "bias")),
+        "shared_experts.up"]
+    assert plan["elements"] == 2 * 512 + 4 * (1024 + 64)
+    assert sorted(plan["owned_matrix_elements"]) == [2048, 2048, 2560, 2560]
+
+
+@pytest.mark.parametrize("change, ep_size, message", [
+    (("", ""), "3", "ep_size is 3, and there are 4 experts in 0.experts, which 3 ranks cannot share evenly"),
+    ((".experts.", ".mlps."), "2", "ep_size is 2, and no parameter of the model is an expert with a number in its"),
+    (("name: shared_experts.up", "name: 1.experts.2.down"), "2",
+     "ep_size is 2, and 1.experts has experts of different shapes: number 2 {'up': (16, 64), 'bias': (64,), 'down': "
+     "(8, 64)}, number 0 {'up': (16, 64), 'bias': (64,)}"),
+    (("", ""), "4", "0.experts.0.up has ep_size 4, which 2 ranks cannot share evenly"),
+])
+def test_experts_that_cannot_be_shared_are_refused(change, ep_size, message, files):
+    arguments = files(config(), "2", "--ep_size", ep_size)
+    arguments[2].write_text(EXPERTS.replace(*change))
+    assert_refused(message, *arguments)
+
+
 def test_everything_may_be_sent_to_the_scalar_optimizer(files):
     given = config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]})
     plan, = json.loads(run(*files(given, "2", "--json"))[1])
