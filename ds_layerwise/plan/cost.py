@@ -5,9 +5,10 @@ The one model behind the planner, the start-up table and the command line. Eleme
 Note: what travels, and who counts it
     A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank that rank's shard:
     the bucket without its own shard. To gather the bucket it sends its own shard to each of the others. Summed over R
-    ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards every
-    rank is the mean rank. A rank receives in the one what it sends in the other.
-
+    ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards, or cuts,
+    every rank is the mean rank. A rank receives in the one what it sends in the other. Of a bucket that travels in
+    cuts, it sends what of its cut belongs to others once more, as float32 sums, and what of its own shard lies in
+    others' cuts, as parameters. Rings, trees and levels of nodes move the same elements for each rank, on other ways.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
-from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.wire import MAX_UNDER_WAY, even_cuts, takes_two_hops
-from ds_layerwise.recipes.recipe import DTYPE_BYTES
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.plan.ways import SUM_BYTES, Reduction, itemsize
+from ds_layerwise.plan.wire import MAX_UNDER_WAY
 
 
 def max_over_mean(loads: Sequence[int]) -> float:
@@ -39,26 +40,42 @@ class Wire:
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
     forward: tuple[int, ...]
-    """Sums that go on to their owners in float32; see :mod:`.plan.wire`."""
+    """Sums that go on from cuts to their owners in float32. Parameters that come back are part of ``gather``."""
 
 
 def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int] | None = None) -> Wire:
     """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by index."""
-    size = layout.world_size
-    reduce, gather, forward = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    sent: dict[int, NDArray[np.int64]] = {}
     for bucket in layout.buckets:
-        if dtype in (None, bucket.dtype) and (only is None or bucket.index in only):
-            own, holders = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels)
-            gather += np.repeat((holders - 1) * own, bucket.ep_size)
-            if not takes_two_hops(bucket.shard_numels):
-                reduce += np.repeat(bucket.numel - own, bucket.ep_size)
-                continue
-            cuts = np.array(even_cuts(bucket.numel, holders), np.int64)
-            cut_ends, own_ends = np.cumsum(cuts), np.cumsum(own)
-            both = np.minimum(cut_ends, own_ends) - np.maximum(cut_ends - cuts, own_ends - own)
-            reduce += np.repeat(bucket.numel - cuts, bucket.ep_size)
-            forward += np.repeat(cuts - np.maximum(both, 0), bucket.ep_size)
-    return Wire(*(tuple(elements.tolist()) for elements in (reduce, gather, forward)))
+        if dtype not in (None, bucket.dtype) or (only is not None and bucket.index not in only):
+            continue
+        holders, numel = bucket.holders, bucket.numel
+        reduce, gather, forward = sent.setdefault(bucket.ep_size, np.zeros((3, holders), np.int64))
+        if bucket.way == "even":
+            reduce += numel - bucket.cut_numel
+            gather += (holders - 1) * bucket.cut_numel
+            continue
+        filled, own = _filled_shards(bucket)
+        if bucket.way == "ragged":
+            reduce += numel
+            reduce[filled] -= own
+            gather[filled] += (holders - 1) * own
+            continue
+        cut, starts = bucket.cut_numel, np.cumsum(own) - own
+        both = np.maximum(np.minimum((filled + 1) * cut, starts + own) - np.maximum(filled * cut, starts), 0)
+        reduce += numel - cut
+        forward += cut
+        forward[filled] -= both
+        gather += (holders - 1) * cut
+        gather[filled] += own - both
+    total = sum((np.repeat(each, ep_size, axis=1) for ep_size, each in sent.items()),
+                start=np.zeros((3, layout.world_size), np.int64))
+    return Wire(*(tuple(elements.tolist()) for elements in total))
+
+
+def _filled_shards(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Numbers and lengths of the shards that are not empty."""
+    return np.array(bucket.shards.filled, np.int64), np.array(bucket.shards.lengths, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +128,8 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
     params = grads = 0
     masters, states = [0] * layout.world_size, [0] * layout.world_size
     for dtype in layout.dtypes:
-        params += _itemsize(dtype) * layout.buffer_numel(dtype)
-        grads += _itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
+        params += itemsize(dtype) * layout.buffer_numel(dtype)
+        grads += itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
     reduced = [0] * layout.world_size
     for bucket in layout.buckets:
         of_master = master_bytes(bucket)
@@ -156,7 +173,8 @@ class RankTraffic:
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
-    """What arrives from all ranks, the sums of even cuts, and at stage 2 those that a further micro-batch adds."""
+    """What arrives from all ranks, the sums of cuts that wait for the exchange, and at stage 2 those that a further
+    micro-batch adds."""
 
     @property
     def total(self) -> int:
@@ -164,36 +182,36 @@ class RankTraffic:
         return self.sent + self.received
 
 
-def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
-                  wires: Sequence[str]) -> tuple[RankTraffic, ...]:
+def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
+                  reduction: Reduction = "ordered") -> tuple[RankTraffic, ...]:
     """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
+        reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
     """
     size = layout.world_size
     most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
     under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
+    waiting = 0
     for bucket, wire in zip(layout.buckets, wires, strict=True):
-        own, holders, wire_bytes = np.array(bucket.shard_numels, np.int64), len(bucket.shard_numels), _itemsize(wire)
+        holders, wire_bytes = bucket.holders, itemsize(wire)
+        own: NDArray[np.int64] = np.zeros(holders, np.int64)
+        filled, lengths = _filled_shards(bucket)
+        own[filled] = lengths
         copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
         received = own * 4 if stage == 2 else own * 0
-        if takes_two_hops(bucket.shard_numels):
-            received += np.array(even_cuts(bucket.numel, holders), np.int64) * (holders * wire_bytes + 4)
+        if bucket.way == "cuts":
+            received += bucket.cut_numel * wire_bytes * (holders if reduction == "ordered" else 1)
+            waiting += bucket.cut_numel * SUM_BYTES
         elif holders > 1:
-            received += own * holders * wire_bytes
+            received += own * wire_bytes * (holders if reduction == "ordered" else 1)
         under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.ep_size)))
-        sent_now, received_now = sum(s for s, _ in under_way), np.sum([r for _, r in under_way], axis=0)
+        sent_now, received_now = sum(s for s, _ in under_way), sum(r for _, r in under_way) + waiting
         more = sent_now + received_now > most_sent + most_received
         most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)
     return tuple(RankTraffic(s, r) for s, r in zip(most_sent.tolist(), most_received.tolist(), strict=True))
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype not in DTYPE_BYTES:
-        raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
 
 
 def _held(layout: Layout, *, whole: bool | None = None) -> Iterator[tuple[int, str, int]]:

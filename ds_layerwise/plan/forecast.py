@@ -23,9 +23,11 @@ from ds_layerwise.plan.cost import (
     wire_elements,
 )
 from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.links import Links
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.ways import SUM_BYTES, Reduction
 from ds_layerwise.recipes.recipe import DTYPE_BYTES, Recipe
 
 
@@ -80,20 +82,21 @@ class Forecast:
 
     @classmethod
     def of(cls, layout: Layout, specs: list[ParamSpec], routes: Mapping[str, Route], *, stage: int,
-           stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1) -> Forecast:
+           stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1,
+           reduction: Reduction = "ordered") -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
             routes: by name, of at least these.
             tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
+            reduction: how sums are made; see :mod:`.plan.ways`.
         """
-        wire_of = {spec.name: spec.wire for spec in specs}
-        wires = tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
+        wires = wires_of(layout, specs)
         return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs),
                    memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=stage, grads_stored_as=stored_as,
                                 host_ratio=host_ratio),
-                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires),
+                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction),
                    workspace_bytes(layout, routes, tp_size=tp_size))
 
     @property
@@ -119,12 +122,31 @@ class Forecast:
         total = 0
         for name in set(self.wires):
             wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * 4
+            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * SUM_BYTES
         return total / len(self.memory)
 
     def gather_bytes(self, dtype: str) -> float:
         """What the mean rank sends of parameters in a step."""
         return sum(wire_elements(self.layout, dtype).gather) * DTYPE_BYTES[dtype] / len(self.memory)
+
+
+    def busiest_bytes(self) -> int:
+        """What the rank that sends most sends of gradients and parameters together."""
+        sent = [0] * len(self.memory)
+        for dtype in self.layout.dtypes:
+            own = {wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True) if bucket.dtype == dtype}
+            for name in own:
+                wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
+                sent = [total + reduce * DTYPE_BYTES[name] + forward * SUM_BYTES + gather * DTYPE_BYTES[dtype]
+                        for total, reduce, forward, gather in zip(sent, wire.reduce, wire.forward, wire.gather,
+                                                                  strict=True)]
+        return max(sent)
+
+
+def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
+    """What gradients travel in, by bucket of a plan of ``specs``."""
+    wire_of = {spec.name: spec.wire for spec in specs}
+    return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
 
 
 def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int = 1) -> tuple[int, ...]:
@@ -150,14 +172,35 @@ def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int
     return tuple(most)
 
 
-def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int) -> Forecast:
-    """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
+def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucket_numel: int | None = None,
+            links: Links | None = None, reduction: Reduction = "ordered") -> tuple[Layout, tuple[str, ...]]:
+    """Where training would place ``specs`` over ``num_ranks``, and what gradients travel in, by bucket.
+
+    Args:
+        bucket_numel: the run's own if None.
+        links, reduction: see :func:`.plan.planner.plan_layout`.
 
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
     """
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
-    layout = plan_layout(specs, num_ranks, bucket_numel=run.bucket_numel, policy=run.layerwise.layout,
-                         alignment=run.layerwise.alignment)
-    return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio,
+    layout = plan_layout(specs, num_ranks, bucket_numel=bucket_numel or run.bucket_numel,
+                         policy=run.layerwise.layout, alignment=run.layerwise.alignment, links=links,
+                         reduction=reduction)
+    return layout, wires_of(layout, specs)
+
+
+def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
+             links: Links | None = None, reduction: Reduction = "ordered") -> Forecast:
+    """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
+
+    Args:
+        links, reduction: see :func:`.plan.planner.plan_layout`.
+
+    Raises:
+        LayoutError: ``num_ranks`` is less than 1.
+    """
+    specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
+    layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
+    return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
                        stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

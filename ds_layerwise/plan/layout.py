@@ -11,13 +11,16 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate, chain, compress, repeat
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, Literal, cast, get_args
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.shards import Shards, run_lengths
+
+#: How a bucket gets to its owners and back; see :class:`Bucket`.
+Way = Literal["even", "ragged", "cuts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,14 @@ class Bucket:
     crosses a border between shards. Where parameters are experts, every ``ep_size`` consecutive ranks of the layout
     have the same shard, each of its own experts, and a collective takes the ranks that have the same ones.
 
+    ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``, straight to them
+    with shards of any length; ``cuts``, whatever its shards, in as many equal cuts as there are shards, cut r to holder
+    r, from where one exchange a step moves what belongs to others. By default ``even`` where all shards are equal, else
+    ``ragged``.
+
     Raises:
-        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross.
+        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross; or
+            the bucket cannot go that way.
     """
 
     index: int
@@ -110,40 +119,44 @@ class Bucket:
     shard_numels: tuple[int, ...]
     slots: tuple[Slot, ...]
     ep_size: int = 1
-    # Numbers of the shards that are not empty, and where these start. At 1024 ranks most shards of most buckets are
-    # empty, or all are equal and these are ranges: that keeps layouts of 10,000 buckets cheap.
-    _filled: Sequence[int] = field(init=False, repr=False, compare=False)
-    _starts: Sequence[int] = field(init=False, repr=False, compare=False)
-    _numel: int = field(init=False, repr=False, compare=False)
-    is_even: bool = field(init=False, repr=False, compare=False)
-    """Whether all shards have the same length."""
+    way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
+    shards: Shards = field(init=False, repr=False, compare=False)
+    """What follows from ``shard_numels``; where they start is an offset in the buffer."""
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.ep_size < 1:
             raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards, slots and ep_size at "
                               f"least 1, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} "
                               f"slots, ep_size {self.ep_size}")
-        filled: Sequence[int]
-        starts: Sequence[int]
-        is_even = self.shard_numels.count(self.shard_numels[0]) == len(self.shard_numels)
-        if is_even:
-            count, lowest = len(self.shard_numels), self.shard_numels[0]
-            numel = count * lowest
-            filled = range(count) if lowest else ()
-            starts = range(self.start, self.start + numel, lowest) if lowest else ()
-        else:
-            numels = tuple(compress(self.shard_numels, self.shard_numels))
-            numel, lowest = sum(numels), min(numels)
-            filled = tuple(compress(_count_to(len(self.shard_numels)), self.shard_numels))
-            starts = tuple(accumulate(numels[:-1], initial=self.start))
-        if lowest < 0:
+        shards = Shards.of(self.shard_numels, self.start)
+        if shards.shortest < 0:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
-                              f"{self.ep_size * self.shard_numels.index(lowest)} has {lowest}")
-        object.__setattr__(self, "is_even", is_even)
-        object.__setattr__(self, "_filled", filled)
-        object.__setattr__(self, "_starts", starts)
-        object.__setattr__(self, "_numel", numel)
+                              f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}")
+        object.__setattr__(self, "shards", shards)
+        if cast("Way | None", self.way) is None:
+            object.__setattr__(self, "way", self._default_way)
         self._check_slots()
+        self._check_way()
+
+    @property
+    def _default_way(self) -> Way:
+        return "even" if self.is_even else "ragged"
+
+    @property
+    def _lengths(self) -> str:
+        return f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
+
+    def _check_way(self) -> None:
+        if self.way not in get_args(Way):
+            raise LayoutError(f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got {self.way!r}")
+        if not self.whole and self.way != "even":
+            raise LayoutError(f"bucket {self.index}: slots that are cut over the ranks take equal shards and the way "
+                              f"'even', got way {self.way!r} and shards of {self._lengths}")
+        if self.way == "even" and not self.is_even:
+            raise LayoutError(f"bucket {self.index}: the way 'even' takes equal shards, got {self._lengths}")
+        if self.way == "cuts" and self.shards.numel % self.holders:
+            raise LayoutError(f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, one "
+                              f"cut a shard, got {self.shards.numel}")
 
     def _check_slots(self) -> None:
         end_of_previous = self.start
@@ -167,14 +180,29 @@ class Bucket:
                                   f"rank {owner} in bucket {self.index}")
 
     @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same length."""
+        return self.shards.is_even
+
+    @property
     def numel(self) -> int:
         """All shards together, padding included."""
-        return self._numel
+        return self.shards.numel
 
     @property
     def stop(self) -> int:
         """One past the last element."""
-        return self.start + self._numel
+        return self.start + self.shards.numel
+
+    @property
+    def holders(self) -> int:
+        """How many shards there are: the size of a group of ranks that hold the bucket together."""
+        return len(self.shard_numels)
+
+    @property
+    def cut_numel(self) -> int:
+        """The length of each of as many equal cuts as there are shards; of use where the way is ``cuts``."""
+        return self.shards.numel // len(self.shard_numels)
 
     @property
     def world_size(self) -> int:
@@ -190,14 +218,14 @@ class Bucket:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
         number = rank // self.ep_size
-        i = bisect_left(self._filled, number)
-        start = self._starts[i] if i < len(self._starts) else self.stop
+        i = bisect_left(self.shards.filled, number)
+        start = self.shards.starts[i] if i < len(self.shards.starts) else self.stop
         return start, start + self.shard_numels[number]
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """``(rank, numel)`` of every shard that has elements, in rank order."""
         return ((number * self.ep_size + ep_rank, self.shard_numels[number])
-                for number in self._filled for ep_rank in range(self.ep_size))
+                for number in self.shards.filled for ep_rank in range(self.ep_size))
 
     def owners(self, slot: Slot) -> range:
         """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its name."""
@@ -213,7 +241,7 @@ class Bucket:
         if not self.whole or not self.start <= slot.start < self.stop:
             raise LayoutError(f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
                               f"[{self.start}, {self.stop}), whole {self.whole}")
-        return self._filled[bisect_right(self._starts, slot.start) - 1] * self.ep_size
+        return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What lies in the shard of ``rank``, in memory order, without padding."""
@@ -230,17 +258,12 @@ def _cut(slot: Slot, start: int, stop: int) -> Piece:
     return Piece(slot.name, begin, min(slot.stop, stop) - begin, begin - slot.start)
 
 
-@lru_cache(maxsize=4)
-def _count_to(world_size: int) -> tuple[int, ...]:
-    return tuple(range(world_size))
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A complete placement of parameters over ``world_size`` ranks.
 
     ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order, without gap or overlap.
-    Slots and shards start at multiples of ``alignment``.
+    Slots and shards start at multiples of ``alignment``, and so do the cuts of buckets that travel in cuts.
 
     Raises:
         LayoutError: any of this does not hold, or a parameter has two slots.
@@ -282,6 +305,9 @@ class Layout:
             if numel % self.alignment:
                 raise LayoutError(f"bucket {index}: the shard of rank {rank} has {numel} elements, not a multiple of "
                                   f"{self.alignment}")
+        if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
+            raise LayoutError(f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
+                              f"{self.alignment}")
         for slot in bucket.slots:
             if slot.start % self.alignment:
                 raise LayoutError(f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}")
@@ -318,9 +344,11 @@ class Layout:
         """All of it as one line. Shard lengths are run-length coded: ``[[how many ranks, numel], ...]``."""
         return json.dumps({
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
-            "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start, "shards": _run_lengths(b),
+            "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start,
+                         "shards": run_lengths(b.shard_numels, b.shards),
                          "slots": [[s.name, s.start, s.numel] for s in b.slots],
-                         **({"variants": b.ep_size} if b.ep_size > 1 else {})} for b in self.buckets],
+                         **({"variants": b.ep_size} if b.ep_size > 1 else {}),
+                         **({"way": b.way} if b.way != b._default_way else {})} for b in self.buckets],
         }, separators=(",", ":"))
 
     @classmethod
@@ -344,28 +372,8 @@ class Layout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
 
-def _run_lengths(bucket: Bucket) -> list[list[int]]:
-    """Runs of equal shard lengths, every run as long as it can be, so that equal layouts have equal texts."""
-    if bucket.is_even:
-        return [[len(bucket.shard_numels), bucket.shard_numels[0]]]
-    runs: list[list[int]] = []
-
-    def add(count: int, numel: int) -> None:
-        if count and runs and runs[-1][1] == numel:
-            runs[-1][0] += count
-        elif count:
-            runs.append([count, numel])
-
-    done = 0
-    for number in bucket._filled:
-        add(number - done, 0)
-        add(1, bucket.shard_numels[number])
-        done = number + 1
-    add(len(bucket.shard_numels) - done, 0)
-    return runs
-
-
 def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
     shards = tuple(chain.from_iterable(repeat(numel, count) for count, numel in values["shards"]))
+    way: Any = values.get("way")
     return Bucket(index, values["dtype"], values["whole"], values["start"], shards,
-                  tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1))
+                  tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1), way)

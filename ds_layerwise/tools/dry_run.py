@@ -11,11 +11,14 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.listing import listed
-from ds_layerwise.plan.model_file import find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.ways import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,17 @@ class DryRun:
     forecasts: Sequence[Forecast]
     assumed: Mapping[str, Any]
     """By path in the config, the values that were taken for "auto"."""
+    predictions: Sequence[Prediction]
+    """What each of the forecasts takes."""
 
     @classmethod
-    def of(cls, model: str, config: Path, ranks: Sequence[int]) -> DryRun:
+    def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: Links = NVLINK_IB,
+           reduction: Reduction = "ordered", ep_size: int = 1) -> DryRun:
         """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
+
+        Args:
+            links, reduction: see :func:`.plan.planner.plan_layout`.
+            ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
 
         Raises:
             ConfigError: a file cannot be read, or says what training would refuse.
@@ -61,8 +71,12 @@ class DryRun:
         check_peaks(filled.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
                                                "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
-        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes)
-        return cls(run, routes, specs, [forecast(specs, routes, run, num_ranks) for num_ranks in ranks], assumed)
+        shapes, experts = deal_out_experts(shapes, ep_size)
+        routes = {name: routes[name] for name, _ in shapes if name in routes}
+        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts)
+        forecasts = [forecast(specs, routes, run, num_ranks, links=links, reduction=reduction) for num_ranks in ranks]
+        return cls(run, routes, specs, forecasts, assumed, [
+            predict(each, specs, run, links=links, reduction=reduction) for each in forecasts])
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""

@@ -12,7 +12,6 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.cost import LayoutReport, RankMemory, max_over_mean, traffic_bytes, wire_elements
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.wire import even_cuts, overlaps, takes_two_hops
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
@@ -92,38 +91,53 @@ def test_experts_travel_among_the_ranks_that_hold_the_same_ones():
     assert [rank.states for rank in memory_bytes(found)] == [4 * 188, 4 * 128, 4 * 50, 4 * 114]
 
 
-def skewed():
-    """Of six ranks one owns the first bucket, and one most of the second."""
+def in_cuts():
+    """Of six ranks one owns the first bucket, and one most of the second; these two travel in cuts of 4 and of 2."""
     return Layout("balanced", 6, 1, (
-        Bucket(0, "bfloat16", True, 0, (0, 0, 0, 20, 0, 0), (Slot("a", 0, 20),)),
-        Bucket(1, "bfloat16", True, 20, (1, 0, 0, 0, 0, 9), (Slot("b", 20, 1), Slot("c", 21, 9))),
-        Bucket(2, "bfloat16", True, 30, (3, 0, 0, 0, 3, 3), (Slot("d", 30, 3), Slot("e", 33, 3), Slot("f", 36, 3))),
+        Bucket(0, "bfloat16", True, 0, (0, 0, 0, 24, 0, 0), (Slot("a", 0, 20),), way="cuts"),
+        Bucket(1, "bfloat16", True, 24, (1, 0, 0, 0, 0, 11), (Slot("b", 24, 1), Slot("c", 25, 9)), way="cuts"),
+        Bucket(2, "bfloat16", True, 36, (3, 0, 0, 0, 3, 3), (Slot("d", 36, 3), Slot("e", 39, 3), Slot("f", 42, 3))),
     ))
 
 
-def test_a_skewed_bucket_is_sent_in_even_cuts_whose_sums_go_on():
-    assert [takes_two_hops(bucket.shard_numels) for bucket in skewed().buckets] == [True, True, False]
-    assert not takes_two_hops((8, 0, 0, 0)) and not takes_two_hops((0, 7))  # four ranks make no more than four times
-    assert even_cuts(20, 6) == [4, 4, 3, 3, 3, 3] and even_cuts(2, 3) == [1, 1, 0]
-    # Of the second bucket, cut into 2 2 2 2 1 1, the first rank keeps one of its two, the last its only one.
-    assert overlaps([2, 2, 2, 2, 1, 1], [1, 0, 0, 0, 0, 9], 0) == [1, 0, 0, 0, 0, 1]
-    assert overlaps([1, 0, 0, 0, 0, 9], [2, 2, 2, 2, 1, 1], 5) == [1, 2, 2, 2, 1, 1]
-    wire = wire_elements(skewed())
-    assert wire.reduce == (16 + 8 + 6, 16 + 8 + 9, 17 + 8 + 9, 17 + 8 + 9, 17 + 9 + 6, 17 + 9 + 6)
-    assert wire.forward == (4 + 1, 4 + 2, 3 + 2, 0 + 2, 3 + 1, 3 + 0)
-    assert wire.gather == tuple(5 * own for own in (4, 0, 0, 20, 3, 12))
+def test_a_bucket_in_cuts_is_sent_in_even_cuts_whose_sums_go_on_and_whose_parameters_come_back():
+    wire = wire_elements(in_cuts())
+    assert wire.reduce == (20 + 10 + 6, 20 + 10 + 9, 20 + 10 + 9, 20 + 10 + 9, 20 + 10 + 6, 20 + 10 + 6)
+    # The owner of the first bucket keeps its whole cut of 4. Of the second, the first rank keeps one of its two, the
+    # last both.
+    assert wire.forward == (4 + 1, 4 + 2, 4 + 2, 0 + 2, 4 + 2, 4 + 0)
+    # 5 times each cut, 5 times each ragged shard; and of the owners' shards what lies in the cuts of others.
+    assert wire.gather == (20 + 10 + 15, 20 + 10, 20 + 10, 20 + 10 + 20, 20 + 10 + 15, 20 + 10 + 15 + 9)
     specs = [ParamSpec(name, (numel,), "bfloat16", True) for name, numel in zip("abcdef", (20, 1, 9, 3, 3, 3))]
-    assert LayoutReport.of(skewed(), specs).wire_per_rank == -(-(5 * (20 + 10 + 9) * 2 + 25) // 6)
+    assert LayoutReport.of(in_cuts(), specs).wire_per_rank == -(-(225 + 29 + 254) // 6)
+    only = wire_elements(in_cuts(), only={1})
+    assert (only.reduce, only.forward, only.gather) == ((10,) * 6, (1, 2, 2, 2, 2, 0), (10, 10, 10, 10, 10, 19))
+
+
+def test_experts_in_cuts_send_on_among_the_ranks_that_hold_the_same_ones():
+    experts = Bucket(0, "float32", True, 0, (0, 8), (Slot("e", 0, 8),), ep_size=3, way="cuts")
+    wire = wire_elements(Layout("balanced", 6, 1, (experts,)))
+    assert (wire.reduce, wire.forward, wire.gather) == ((4,) * 6, (4,) * 3 + (0,) * 3, (4,) * 3 + (8,) * 3)
 
 
 def test_what_is_received_does_not_grow_with_the_ranks():
-    for size in (2, 8, 64, 512):
-        own = [0] * (size - 1) + [1000]
-        layout = Layout("balanced", size, 1, (Bucket(0, "bfloat16", True, 0, tuple(own), (Slot("a", 0, 1000),)),))
-        most = max(rank.received for rank in traffic_bytes(
-            layout, stage=1, stored_as={"bfloat16": "bfloat16"}, wires=["bfloat16"]))
-        cut = -(-1000 // size)
-        assert most == (2 * 2 * 1000 if size == 2 else cut * (2 * size + 4))
+    def most(size, way):
+        own = (0,) * (size - 1) + (1024,)
+        bucket = Bucket(0, "bfloat16", True, 0, own, (Slot("a", 0, 1000),), way=way)
+        return max(rank.received for rank in traffic_bytes(
+            Layout("balanced", size, 1, (bucket,)), stage=1, stored_as={"bfloat16": "bfloat16"}, wires=["bfloat16"]))
+
+    assert [most(size, "cuts") for size in (2, 8, 64, 512)] == [2 * 1024 + 4 * 1024 // n for n in (2, 8, 64, 512)]
+    assert [most(size, "ragged") for size in (2, 8)] == [2 * 1024 * 2, 2 * 1024 * 8]
+
+
+def test_sums_of_cuts_wait_for_the_exchange_while_later_buckets_are_under_way():
+    buckets = tuple(Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), way=way)
+                    for i, (name, way) in enumerate([("a", "cuts"), ("b", "cuts"), ("c", "cuts"), ("d", "ragged")]))
+    found = traffic_bytes(Layout("balanced", 2, 1, buckets), stage=1, stored_as={"bfloat16": "bfloat16"},
+                          wires=["bfloat16"] * 4)
+    # At most two buckets are under way, of 2 * 20 or 0 and 2 * 40 elements; of the three in cuts 20 sums each wait.
+    assert [rank.received for rank in found] == [2 * (40 + 40) + 3 * 20 * 4, 2 * (40 + 80) + 3 * 20 * 4]
 
 
 def test_memory_by_rank_in_bytes():

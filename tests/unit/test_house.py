@@ -35,8 +35,9 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
-    "plan": ("config_file ds_config layout rates routes wire", "hosting listing planner run_config", "cost", "forecast",
-             "model_file report"),
+    "plan": ("shards", "config_file ds_config layout links owners rates routes wire",
+             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
+             "report"),
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",

@@ -6,15 +6,16 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Piece, Slot
 from tests.support.rooms import rooms
 
-pytestmark = rooms("layout")
+pytestmark = rooms("layout", "shards")
 
 
-def whole(index=0, start=0, shards=(128, 0, 64), slots=(("a", 0, 60), ("b", 64, 64), ("c", 128, 10)), dtype="bfloat16"):
-    return Bucket(index, dtype, True, start, shards, tuple(Slot(*slot) for slot in slots))
+def whole(index=0, start=0, shards=(128, 0, 64), slots=(("a", 0, 60), ("b", 64, 64), ("c", 128, 10)), dtype="bfloat16",
+          way=None):
+    return Bucket(index, dtype, True, start, shards, tuple(Slot(*slot) for slot in slots), way=way)
 
 
-def split(index=0, start=0, shards=(64, 64), slots=(("d", 0, 100), ("e", 128, 0)), dtype="bfloat16"):
-    return Bucket(index, dtype, False, start, shards, tuple(Slot(*slot) for slot in slots if slot[2]))
+def split(index=0, start=0, shards=(64, 64), slots=(("d", 0, 100), ("e", 128, 0)), dtype="bfloat16", way=None):
+    return Bucket(index, dtype, False, start, shards, tuple(Slot(*slot) for slot in slots if slot[2]), way=way)
 
 
 def layout(*buckets, world_size=3, alignment=64, policy="balanced"):
@@ -60,6 +61,45 @@ def test_a_slot_without_elements_or_before_the_buffer_is_refused(values):
 def test_a_bucket_that_breaks_an_invariant_is_refused(make, message):
     with pytest.raises(LayoutError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: whole(way="broadcast"), "bucket 0: way must be one of even, ragged, cuts, got 'broadcast'"),
+    (lambda: whole(way=["even"]), "way must be one of even, ragged, cuts, got "),
+    (lambda: whole(way="even"), "bucket 0: the way 'even' takes equal shards, got 0 to 128 elements"),
+    (lambda: whole(way="cuts", shards=(128, 0, 65)), "takes a multiple of 3 elements, one cut a shard, got 193"),
+    (lambda: split(shards=(128, 64)), "the way 'even', got way 'ragged' and shards of 64 to 128 elements"),
+    (lambda: split(way="cuts"), "the way 'even', got way 'cuts'"),
+    (lambda: split(way="ragged"), "the way 'even', got way 'ragged'"),
+    (lambda: layout(whole(shards=(64, 0), slots=(("a", 0, 60),), way="cuts"), world_size=2),
+     "bucket 0: its cuts have 32 elements, not a multiple of 64"),
+])
+def test_a_way_that_a_bucket_cannot_go_is_refused(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make()
+
+
+def test_the_way_follows_from_the_shards_unless_it_is_said():
+    assert (whole().way, split().way) == ("ragged", "even")
+    assert whole(shards=(64, 64, 64), slots=(("f", 64, 8),)).way == "even"
+    assert whole(way="ragged") == whole() and split(way="even") == split()
+    cuts = whole(way="cuts")
+    assert (cuts.way, cuts.holders, cuts.cut_numel) == ("cuts", 3, 64) and cuts != whole()
+    experts = Bucket(0, "float32", True, 0, (0, 128), (Slot("a", 0, 60),), ep_size=3, way="cuts")
+    assert (experts.holders, experts.cut_numel, experts.world_size) == (2, 64, 6)
+
+
+def test_json_says_the_way_only_where_the_shards_do_not():
+    plain, cuts = layout(whole()), layout(whole(way="cuts"))
+    assert '"way"' not in plain.to_json() and '"way":"cuts"' in cuts.to_json()
+    assert Layout.from_json(cuts.to_json()) == cuts != plain
+    assert cuts.digest() != plain.digest()
+    # What was written before there were ways reads as the same layout, with the same digest.
+    assert plain.to_json() == (
+        '{"policy":"balanced","world_size":3,"alignment":64,"buckets":[{"dtype":"bfloat16","whole":true,"start":0,'
+        '"shards":[[1,128],[1,0],[1,64]],"slots":[["a",0,60],["b",64,64],["c",128,10]]}]}')
+    with pytest.raises(LayoutError, match="way must be one of even, ragged, cuts, got 'across'"):
+        Layout.from_json(cuts.to_json().replace('"way":"cuts"', '"way":"across"'))
 
 
 @pytest.mark.parametrize("make, message", [
@@ -115,7 +155,7 @@ def test_a_split_parameter_has_a_piece_in_every_shard_it_touches_and_no_owner():
 
 def test_pieces_cover_every_element_once_whatever_the_borders():
     slots = (("a", 0, 1), ("b", 64, 300), ("c", 384, 64), ("d", 448, 7))
-    for shards in [(512,), (256, 256), (128, 64, 320), (64, 0, 448), (192, 192, 192), (64,) * 8]:
+    for shards in [(512,), (256, 256), (192, 192, 192), (128,) * 4, (64,) * 8, (1,) * 512]:
         bucket = split(shards=shards, slots=slots)
         pieces = [piece for rank in range(len(shards)) for piece in bucket.pieces(rank)]
         covered = [(p.name, p.param_start + i, p.start + i) for p in pieces for i in range(p.numel)]

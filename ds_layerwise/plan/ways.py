@@ -1,0 +1,259 @@
+"""Which way a bucket travels, and what a step's collectives take: chosen, and predicted, by the model of the links.
+
+Note: the three ways, and what they cost
+    Straight to owners with equal shards, ``even``, costs what ZeRO-1's collectives do. Straight to owners with shards
+    of any length, ``ragged``, costs more the longer the longest is, or the chain of ranks. In equal ``cuts`` a bucket
+    costs the same as even shards, and its part of the step's one exchange, in which every rank sends the float32 sums
+    of its cuts to their owners, and later gets back updated parameters.
+
+Note: how sums are made
+    ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what an all-to-all
+    brings, in float32 and in rank order; where nodes have several ranks, inside each node first, and then the float32
+    sums between the ranks with the same place in their nodes. Then parameters return by two all-gathers, the same
+    steps backwards; where shards are ragged, by an all-to-all. One reduction follows the other, as on one stream.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.drafts import Draft
+from ds_layerwise.plan.layout import Bucket, Way
+from ds_layerwise.plan.links import Group, Links, group_of
+from ds_layerwise.plan.shards import Shards
+from ds_layerwise.recipes.recipe import DTYPE_BYTES
+
+#: How sums are made; see the note.
+Reduction = Literal["native", "ordered"]
+
+#: Bytes of a sum on its way: float32.
+SUM_BYTES = 4
+
+
+class Levels(NamedTuple):
+    """What a collective takes inside nodes, and between them, nanoseconds. One follows the other."""
+
+    inside: int
+    between: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Of a bucket, what its time depends on."""
+
+    numel: int
+    shards: Shards
+    holders: int
+    ep_size: int
+    wire_bytes: int
+    """Of one element of a gradient on its way."""
+    param_bytes: int
+
+    @classmethod
+    def of_draft(cls, draft: Draft) -> Load:
+        """Of a bucket that is being planned."""
+        item = draft.items[0]
+        return cls(draft.shards.numel, draft.shards, len(draft.shard_numels), item.ep_size, itemsize(draft.wire),
+                   itemsize(item.dtype))
+
+    @classmethod
+    def of_bucket(cls, bucket: Bucket, wire: str) -> Load:
+        """Of one in a layout, whose gradients travel in the dtype ``wire``."""
+        return cls(bucket.numel, bucket.shards, bucket.holders, bucket.ep_size, itemsize(wire), itemsize(bucket.dtype))
+
+    @property
+    def longest(self) -> int:
+        """Elements of the longest shard."""
+        return max(self.shards.lengths, default=0)
+
+    @property
+    def spread(self) -> int:
+        """Ranks of the group from the first that has a shard to the last."""
+        return self.shards.filled[-1] - self.shards.filled[0] if self.shards.filled else 0
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element.
+
+    Raises:
+        LayoutError: they are not known.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
+    """``numel`` with the padding that makes all cuts equal, and multiples of ``alignment``."""
+    return numel + -numel % (holders * alignment)
+
+
+# --- one bucket -----------------------------------------------------------------------------------------------------
+
+def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reduction) -> int:
+    """From the gradients of all ranks to sums at the owners, or in cuts, of a bucket of ``numel`` elements."""
+    nbytes = numel * load.wire_bytes
+    if reduction == "ordered":
+        if way == "ragged":
+            # The busiest rank is the one that receives most: its shard from everybody.
+            most = max(load.longest * (group.size - 1), numel) * load.wire_bytes
+            return group.all_to_all(most, nbytes * (group.size - 1) / group.size) + group.added_up(
+                load.longest * group.size * load.wire_bytes, load.longest * SUM_BYTES)
+        return sum(ordered_levels(numel, load.wire_bytes, group))
+    if way == "ragged":
+        return _ragged_ring(load, load.wire_bytes, group)
+    return group.ring(nbytes)
+
+
+def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int = SUM_BYTES) -> Levels:
+    """The same with equal shards or cuts, added up in rank order: first inside nodes, then between them.
+
+    Args:
+        sum_bytes: of what a node has added up, on its way to the others.
+    """
+    if not group.has_levels:
+        took = group.all_to_all(numel * wire_bytes * (group.size - 1) / group.size) + group.added_up(
+            numel * wire_bytes, numel / group.size * SUM_BYTES)
+        return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
+    inner, outer, part = group.inner, group.outer, numel / group.local
+    return Levels(
+        inner.all_to_all(numel * wire_bytes * (inner.size - 1) / inner.size)
+        + inner.added_up(numel * wire_bytes, part * sum_bytes),
+        outer.all_to_all(part * sum_bytes * (outer.size - 1) / outer.size)
+        + outer.added_up(part * sum_bytes, part / outer.size * SUM_BYTES))
+
+
+def gather_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reduction) -> int:
+    """From updated parameters at the owners, or in cuts, to all ranks, of a bucket of ``numel`` elements."""
+    nbytes = numel * load.param_bytes
+    if way == "ragged":
+        if reduction == "native":
+            return _ragged_ring(load, load.param_bytes, group)
+        most = max(load.longest * (group.size - 1), numel) * load.param_bytes
+        return group.all_to_all(most, nbytes * (group.size - 1) / group.size)
+    return group.ring(nbytes) if reduction == "native" else sum(gather_levels(nbytes, group))
+
+
+def gather_levels(nbytes: float, group: Group) -> Levels:
+    """An all-gather of equal parts between nodes first, then inside each."""
+    if not group.has_levels:
+        return Levels(group.ring(nbytes), 0) if group.nodes == 1 else Levels(0, group.ring(nbytes))
+    return Levels(group.inner.ring(nbytes), group.outer.ring(nbytes / group.local))
+
+
+def _ragged_ring(load: Load, itemsize: int, group: Group) -> int:
+    return group.ragged_ring(load.numel * itemsize, longest=load.longest * itemsize, num_shards=len(load.shards.filled),
+                             spread=load.spread)
+
+
+# --- all buckets ----------------------------------------------------------------------------------------------------
+
+class Exchange(NamedTuple):
+    """What moving sums from cuts to owners takes, and updated parameters back, nanoseconds."""
+
+    sums: int
+    params: int
+
+
+def exchange(loads: Iterable[Load], group: Group, sum_bytes: int | None = None) -> Exchange:
+    """One exchange for all of ``loads``, which travel in cuts within the same ``group``.
+
+    The busiest rank is the one that owns most of them: cuts are equal.
+
+    Args:
+        sum_bytes: of a sum on its way; those of float32 if None.
+    """
+    owned: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
+    for load in loads:
+        filled, lengths = np.array(load.shards.filled, np.int64), np.array(load.shards.lengths, np.int64)
+        owned[0, filled] += lengths * (SUM_BYTES if sum_bytes is None else sum_bytes)
+        owned[1, filled] += lengths * load.param_bytes
+    if not owned.any():
+        return Exchange(0, 0)
+    share = (group.size - 1) / group.size
+    return Exchange(*(group.all_to_all(int(each.max()) * share, int(each.sum()) / group.size * share)
+                      for each in owned))
+
+
+def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, alignment: int) -> list[Way]:
+    """The way of each of ``loads`` that makes the collectives of a step take least.
+
+    Those with equal shards go ``even``. Of the others, those go in cuts for which that pays if an exchange is on its
+    way anyhow, provided that all of them together make up for the exchange.
+    """
+    ways: list[Way] = ["even" if load.shards.is_even else "ragged" for load in loads]
+    cuts: Way = "cuts"
+    gains: dict[int, dict[int, int]] = defaultdict(dict)
+    for index, load in enumerate(loads):
+        if ways[index] == "even":
+            continue
+        group, numel = group_of(load.holders, links, load.ep_size), padded_for_cuts(load.numel, load.holders, alignment)
+        straight, cut = (reduce_ns(load, way, n, group, reduction) + gather_ns(load, way, n, group, reduction)
+                         for way, n in ((ways[index], load.numel), (cuts, numel)))
+        moved = load.numel / load.holders * (load.holders - 1) / load.holders
+        part = sum(group.all_to_all(moved * each) - group.all_to_all(0) for each in (SUM_BYTES, load.param_bytes))
+        if cut + part < straight:
+            gains[load.ep_size][index] = straight - cut
+    for ep_size, of in gains.items():
+        group = group_of(loads[next(iter(of))].holders, links, ep_size)
+        if sum(of.values()) > sum(exchange((loads[index] for index in of), group)):
+            for index in of:
+                ways[index] = "cuts"
+    return ways
+
+
+class WireTime(NamedTuple):
+    """What the collectives of a step take, nanoseconds, one after another."""
+
+    reduce: int
+    """All reductions, without the exchange."""
+    sums: int
+    """The exchange of sums from cuts to owners."""
+    params: int
+    """The exchange of updated parameters from owners to cuts."""
+    gather: int
+    """All gathers, without the exchange."""
+    last: int
+    """Of the reductions, the last, which nothing of the backward pass is left to hide."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.reduce + self.sums + self.params + self.gather
+
+    @property
+    def tail(self) -> int:
+        """What is left to do for the sums when the last gradient is in, at least."""
+        return self.last + self.sums
+
+
+def wire_time(loads: Sequence[Load], ways: Sequence[Way], links: Links, reduction: Reduction) -> WireTime:
+    """What ``loads`` take in a step, of which each goes its way; the last of them is reduced last."""
+    reduce = gather = last = 0
+    in_cuts: dict[int, list[Load]] = defaultdict(list)
+    for load, way in zip(loads, ways, strict=True):
+        group = group_of(load.holders, links, load.ep_size)
+        last = reduce_ns(load, way, load.numel, group, reduction)
+        reduce += last
+        gather += gather_ns(load, way, load.numel, group, reduction)
+        if way == "cuts":
+            in_cuts[load.ep_size].append(load)
+    moved = [exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()]
+    return WireTime(reduce, sum(each.sums for each in moved), sum(each.params for each in moved), gather, last)
+
+
+def check_reduction(reduction: str) -> None:
+    """Refuse what is no way to make sums.
+
+    Raises:
+        LayoutError: it is none.
+    """
+    if reduction not in get_args(Reduction):
+        raise LayoutError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
