@@ -57,6 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
     command.add_argument("--ranks", required=True, type=_numbers, metavar="N[,N...]",
                          help="data-parallel ranks; several numbers give one row each")
+    command.add_argument("--links", metavar="NAME|FILE", help="what seconds are predicted for: nvlink-ib, "
+                         "pcie-ethernet, tcp, or a JSON file with bandwidths and latencies; by default what "
+                         "layerwise.links says, and nvlink-ib for \"auto\"")
+    command.add_argument("--ranks_per_node", type=_positive, metavar="N", help="by default what the links say: 8 of "
+                         "those with a name")
+    command.add_argument("--reduction", choices=("ordered", "native"), help="how sums are made: in float32 and rank "
+                         "order, or the backend's way; by default what layerwise.reduction says, and for \"auto\" the "
+                         "backend's way but on tcp")
+    command.add_argument("--ep_size", type=_positive, default=1, metavar="N", help="ranks that share the experts of a "
+                         "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
@@ -123,23 +133,27 @@ class _Bars:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from ds_layerwise.plan.links import find_links
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
-    plan = DryRun.of(options.model, options.config, options.ranks)
+    links = None if options.links is None else find_links(options.links)
+    plan = DryRun.of(options.model, options.config, options.ranks, links=links, reduction=options.reduction,
+                     ranks_per_node=options.ranks_per_node, ep_size=options.ep_size)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
     if options.json:
         if sys.stderr is not None and assumed:
             say("\n".join(assumed), sys.stderr)
-        say_last(json.dumps([{**as_json(each), **({"parameters": plan.listed(each)} if options.list else {})}
-                             for each in plan.forecasts]))
+        say_last(json.dumps([{**as_json(each, prediction),
+                              **({"parameters": plan.listed(each)} if options.list else {})}
+                             for each, prediction in zip(plan.forecasts, plan.predictions, strict=True)]))
     elif options.list:
         lists = [f"{each.layout.world_size} ranks\n{as_text(plan.listed(each))}" for each in plan.forecasts]
         say_last("\n\n".join(["\n".join(assumed), *lists] if assumed else lists))
     else:
         table = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer,
-                           without_effect=plan.run.without_effect)
+                           without_effect=plan.run.without_effect, predictions=plan.predictions)
         say_last("\n".join([*assumed, table]))
     return 0
 

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY, names
-from ds_layerwise.recipes.settings import Betas, Count, Decay, NonNegative, Section, build, check, merged_keys, nearest
+from ds_layerwise.recipes.settings import (
+    Betas,
+    Count,
+    Decay,
+    NonNegative,
+    Positive,
+    Section,
+    build,
+    check,
+    merged_keys,
+    nearest,
+)
 
 #: The spellings of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores them.
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
@@ -331,26 +342,50 @@ def _renames(where: str, value: object) -> dict[str, str]:
     return dict(value)
 
 
+#: What Hugging Face's Trainer fills in where a config says "auto".
+_FILLED_IN = ("lr", "betas", "eps", "weight_decay")
+
+
 def json_schema() -> dict[str, Any]:
     """A JSON schema of what our two sections of a DeepSpeed config may say, for editors; other keys are DeepSpeed's."""
-    params: dict[str, Any] = {}
-    for entry in REGISTRY.values():
-        pair = (entry.recipe, AdamW) if entry.recipe.whole else (Muon, entry.recipe)
-        params = {**params_model(*pair, True).model_json_schema()["properties"], **params}
-    params.update({key: {"const": True, "description": why} for key, why in _ALWAYS_TRUE.items()})
-    params["adam_w_mode"] = {"type": "boolean"}
-    layerwise = LayerWiseConfig.model_json_schema()
-    override = layerwise["$defs"]["Override"]
-    del override["properties"]["settings"]
-    override["properties"]["optimizer"] = {"enum": ["matrix", "scalar", *REGISTRY]}
-    of_recipes = merged_keys([each.recipe for each in REGISTRY.values()])
-    for key, recipe in of_recipes.items():
-        override["properties"].setdefault(key, recipe.model_json_schema()["properties"][key])
-    defs = layerwise.pop("$defs")
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "DeepSpeed config with ds_layerwise",
-        "type": "object", "$defs": defs, "properties": {
-            "optimizer": {"type": "object", "additionalProperties": False, "properties": {
-                "type": {"enum": ["LayerWiseMuon", "LayerWise"]},
-                "params": {"type": "object", "additionalProperties": False, "properties": params}}},
-            "layerwise": layerwise}}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_model().model_json_schema()}
+
+
+@lru_cache(maxsize=None)
+def schema_model() -> type[BaseModel]:
+    """What :func:`json_schema` describes: a config as a file has it, before a Trainer has filled in its "auto"."""
+    recipes = [entry.recipe for entry in REGISTRY.values()]
+    of_recipes: dict[str, Any] = {key: (recipe.model_fields[key].annotation, recipe.model_fields[key])
+                                  for key, recipe in merged_keys(recipes).items()}
+    # What is 0 would take all other rates with it.
+    bounds = {key: Positive if key == "lr" else Hyper.model_fields[key].rebuild_annotation() for key in _FILLED_IN}
+    of_params: dict[str, Any] = {
+        **of_recipes, "adam_w_mode": (bool, True),
+        **{key: (bound | Literal["auto"], Hyper.model_fields[key].default) for key, bound in bounds.items()},
+        **{key: (Literal[True], Field(True, description=why)) for key, why in _ALWAYS_TRUE.items()}}
+    params = create_model("optimizer.params", __base__=params_model(Muon, AdamW, True), **of_params)
+    kind: Any = Literal["LayerWiseMuon", "LayerWise"]
+    optimizer = create_model("optimizer", __base__=Section, type=(kind, ...),
+                             params=(params, params()), legacy_fusion=(Literal[False], False))
+    own = {key: field for key, field in Override.model_fields.items() if key not in ("name", "settings")}
+    kinds = {key: _without_none(field.rebuild_annotation())
+             for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()}
+    kinds["optimizer"] = Literal[("matrix", "scalar", *REGISTRY)]
+    of_entry: dict[str, Any] = {"name": (str, Override.model_fields["name"]), **{
+        key: (its, Field(None, json_schema_extra=_without_default)) for key, its in kinds.items()}}
+    entry = create_model("layerwise.overrides", __base__=Section, **of_entry)
+    entries: Any = tuple[entry, ...]  # type: ignore[valid-type]
+    layerwise = create_model("layerwise", __base__=LayerWiseConfig, overrides=(entries, ()))
+    return create_model("DeepSpeed config with ds_layerwise", __config__=ConfigDict(extra="allow", strict=True),
+                        optimizer=(optimizer, Field(None, json_schema_extra=_without_default)),
+                        layerwise=(layerwise, layerwise()))
+
+
+def _without_none(annotation: Any) -> Any:
+    """What a field takes, without the None that it is where a config says nothing."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and type(None) in get_args(annotation) else annotation
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    del schema["default"]

@@ -64,6 +64,8 @@ class Header:
     """What the config and the script had given the groups, before schedules moved it; None if unknown."""
     unreadable: tuple[str, ...] = ()
     """What the groups said that only code could restore, left out of ``param_groups``."""
+    fast_dtypes: tuple[str, ...] | None = None
+    """In what an ``ns_dtype`` of "auto" could multiply, by torch's names; None if nothing was left to it."""
     loss_scaler: Any = None
     overflow: bool = False
     repeats: str = ""

@@ -120,6 +120,7 @@ def describe(header: Header) -> dict[str, Any]:
         "configured": [dict(group) for group in header.configured or ()],
         "unreadable": header.unreadable,
         "dtypes": header.dtypes,
+        "fast_dtypes": header.fast_dtypes,
         "repeats": header.repeats,
     }
 
@@ -132,8 +133,9 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
     groups, unreadable = _groups(ours["param_groups"])
     scaler = state_dict.get(LOSS_SCALER)
     return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
-                  # Version 0.1 of this package, which writes the same format, did not write the first of these.
-                  configured=ours.get("configured"), unreadable=(*ours.get("unreadable", ()), *unreadable),
+                  # Version 0.1 of this package, which writes the same format, did not write the first two of these.
+                  configured=ours.get("configured"), fast_dtypes=ours.get("fast_dtypes"),
+                  unreadable=(*ours.get("unreadable", ()), *unreadable),
                   rules={name: rules[family] for name, family in ours["rule_of"].items()},
                   loss_scaler=None if isinstance(scaler, Unreadable) else scaler,
                   overflow=bool(state_dict.get("overflow", False)), repeats=str(ours.get("repeats", "")))

@@ -1,11 +1,19 @@
-"""What of DeepSpeed is wrapped while this backend is registered, and what stays as long as an engine needs it."""
+"""What of DeepSpeed is wrapped while this backend is registered, and what stays as long as an engine needs it.
+
+Note: who changes patches
+    One thread at a time, inside :func:`changing`. When Python collects an engine, it calls from within whatever code is
+    running, in any thread, and inside a change, too. What is then to be put back waits for the end of the change: the
+    one who collects must not wait for a lock that it may hold itself.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +77,61 @@ class _Patch:
 _patches: dict[str, _Patch] = {}
 
 
+class _Changes:
+    """Who changes patches now, and whether an engine was collected meanwhile."""
+
+    def __init__(self) -> None:
+        # The thread that imports DeepSpeed to look names up may run code of somebody who registers, too.
+        self.lock = threading.RLock()
+        self.depth = 0
+        """Of changes within each other, all of one thread."""
+        self.is_due = False
+        """Whether there may be something to put back."""
+
+
+_changes = _Changes()
+
+
+@contextmanager
+def changing() -> Iterator[None]:
+    """Around every change of patches, and around what decides on one: other threads wait."""
+    with _changes.lock:
+        _changes.depth += 1
+        try:
+            yield
+        finally:
+            _changes.depth -= 1
+    if _changes.is_due:
+        _put_back_soon()
+
+
+def _put_back_soon() -> None:
+    """Put back what no engine needs: now, or once those who change patches have done so."""
+    _changes.is_due = True
+    while _changes.is_due and _changes.lock.acquire(blocking=False):
+        try:
+            if _changes.depth:
+                return
+            _changes.is_due = False
+            _changes.depth += 1
+            try:
+                _put_back()
+            finally:
+                _changes.depth -= 1
+        finally:
+            _changes.lock.release()
+
+
 def is_registered() -> bool:
     """Whether DeepSpeed is to know this backend now."""
     return any(not patch.for_life for patch in _patches.values())
 
 
 def alias_renamed() -> None:
-    """Let what the installed DeepSpeed has renamed answer to the name that this package uses, too."""
+    """Let what the installed DeepSpeed has renamed answer to the name that this package uses, too.
+
+    Inside :func:`changing`.
+    """
     for owner, name, path in contract.renamed():
         if not hasattr(owner, name):
             ours: Any = _under_new_name(path.rpartition(".")[2]) if inspect.isclass(owner) else lookup.find(path)
@@ -84,6 +140,8 @@ def alias_renamed() -> None:
 
 def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -> None:
     """Let DeepSpeed's methods and functions go through ``wraps``, by their keys in the contract.
+
+    Inside :func:`changing`.
 
     Args:
         for_life: what stays until no engine is left that was not destroyed.
@@ -111,7 +169,7 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
 
 
 def unwrap() -> None:
-    """Undo :func:`wrap`, except for what is ``for_life``.
+    """Undo :func:`wrap`, except for what is ``for_life``. Inside :func:`changing`.
 
     Raises:
         ConfigError: somebody else has wrapped the engine since.
@@ -128,7 +186,7 @@ def unwrap() -> None:
             _patches.pop(key).undo()
     _put_back()
     for engine in engines:
-        weakref.finalize(engine, _put_back).atexit = False
+        weakref.finalize(engine, _put_back_soon).atexit = False
 
 
 def _were_replaced(paths: Sequence[str]) -> str:

@@ -12,20 +12,21 @@ from ds_layerwise.engine import contract, patches
 def register() -> None:
     """Make ``"type": "LayerWiseMuon"`` and ``"LayerWise"`` known to DeepSpeed.
 
-    Call it in every process before ``deepspeed.initialize``. :func:`unregister` undoes it. A second call puts back what
-    somebody has undone since, and else does nothing. Who wraps what this has wrapped does so by ``functools.wraps``,
-    which shows what is called inside.
+    Call it in every process before ``deepspeed.initialize``, from any thread. :func:`unregister` undoes it. A second
+    call puts back what somebody has undone since, and else does nothing. Who wraps what this has wrapped does so by
+    ``functools.wraps``, which shows what is called inside.
 
     Raises:
         ConfigError: the installed DeepSpeed lacks some of :data:`.contract.CONTRACT`, or has changed it; names all of
             that, and nothing was patched. Or somebody has replaced since what an earlier call has wrapped.
     """
-    if not patches.is_registered():
-        contract.check()
-        patches.alias_renamed()
-    # It imports names that are only known to be there now.
-    from ds_layerwise.engine import wraps
-    patches.wrap(wraps.WRAPS, for_life=wraps.FOR_LIFE)
+    with patches.changing():
+        if not patches.is_registered():
+            contract.check()
+            patches.alias_renamed()
+        # It imports names that are only known to be there now.
+        from ds_layerwise.engine import wraps
+        patches.wrap(wraps.WRAPS, for_life=wraps.FOR_LIFE)
 
 
 def unregister() -> None:
@@ -36,7 +37,8 @@ def unregister() -> None:
     Raises:
         ConfigError: somebody else has wrapped the engine since; undo that first.
     """
-    patches.unwrap()
+    with patches.changing():
+        patches.unwrap()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from shutil import disk_usage
@@ -28,30 +28,8 @@ from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.tags import check_tag
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks import comm, disks
-from ds_layerwise.ranks.disks import Disks
 from ds_layerwise.zero.optimizer import uses_us
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """A save under way."""
-
-    save_dir: Path
-    tag: str
-    latest: bool
-    disks: Disks
-    written: tuple[Path, ...] = ()
-    """The files of this rank."""
-
-    @property
-    def folder(self) -> Path:
-        """What it becomes; it is written beside it."""
-        return self.save_dir / self.tag
-
-    @property
-    def universal_tag(self) -> str:
-        """Under which ``layerwise.save_universal`` writes the same."""
-        return f"{self.tag}_universal"
+from ds_layerwise.zero.save import Save
 
 
 def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
@@ -79,7 +57,7 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
         save = replace(save, written=tuple(written))
         if engine.checkpoint_engine.is_decoupled():
             # It goes on beside the training; the engine commits it before the next step.
-            engine._layerwise_save = save
+            engine.optimizer.checkpointing.save = save
         else:
             _commit(engine, save)
         undo.pop_all()
@@ -283,8 +261,8 @@ def _save_model_file(original: Callable[..., Any], engine: DeepSpeedEngine, *arg
 
 def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     done = original()
-    save: Save | None = engine.__dict__.pop("_layerwise_save", None)
-    if save is not None:
+    if (save := _beside_the_training(engine)) is not None:
+        engine.optimizer.checkpointing.save = None
         with ExitStack() as undo:
             undo.callback(_abandon, save)
             _commit(engine, save)
@@ -294,8 +272,14 @@ def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedE
 
 def _commit_decoupled(engine: DeepSpeedEngine) -> None:
     """End a save that still goes on beside the training."""
-    if "_layerwise_save" in engine.__dict__:
+    if _beside_the_training(engine) is not None:
         engine._commit_decoupled_checkpoint()
+
+
+def _beside_the_training(engine: DeepSpeedEngine) -> Save | None:
+    """The save that goes on while ``engine`` trains, if it is one of this backend."""
+    # One whose construction has failed has no optimizer yet, and is destroyed all the same.
+    return engine.optimizer.checkpointing.save if hasattr(engine, "optimizer") and uses_us(engine) else None
 
 
 def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:

@@ -29,6 +29,14 @@ class Elementwise:
     def check(self, device: torch.device) -> None:
         """Every device can do it."""
 
+    def on_device(self: T, fast_dtypes: Any) -> T:
+        """There are no matrix products."""
+        return self
+
+    @property
+    def products_in(self) -> None:
+        """There are none."""
+
     def of_shards(self: T, axis: Any, peers: Any) -> T:
         """A part of a parameter is a parameter."""
         return self

@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, MAX_BATCH_NUMEL_CPU, batches, stack, unstack
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL_CPU, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
     Coefficients,
@@ -24,7 +24,7 @@ from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_sha
 from ds_layerwise.plan.routes import Axis, whole_shape
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.muon import NsDtype, ScaleMode, TpMode
-from ds_layerwise.recipes.newton_schulz import NsMethod
+from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL, NsMethod
 
 
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
@@ -58,6 +58,8 @@ class Muon:
     tp_mode: TpMode = "duplicated"
     """What happens to parts of matrices, which ``blockwise`` takes for matrices; see
     :mod:`.orthogonalize.tensor_shards`."""
+    fast_dtypes: frozenset[torch.dtype] = frozenset()
+    """What ``ns_dtype`` "auto" may take; see :func:`.orthogonalize.newton_schulz.compute_dtype`."""
     cut: tuple[Axis, Peers] | None = None
     """The axis of which this rank has a part, and the ranks that have the others; None for whole matrices."""
 
@@ -88,8 +90,17 @@ class Muon:
         Raises:
             ConfigError: see :func:`.optimizers.devices.require`.
         """
-        require(compute_dtype(self.ns_dtype, self.ns_method, device), device, key="optimizer.params.ns_dtype",
-                value=self.ns_dtype)
+        if self.ns_dtype != "auto":
+            require(self.products_in, device, key="optimizer.params.ns_dtype", value=self.ns_dtype)
+
+    def on_device(self, fast_dtypes: frozenset[torch.dtype]) -> Muon:
+        """The same where those dtypes are much faster than float32."""
+        return replace(self, fast_dtypes=fast_dtypes)
+
+    @property
+    def products_in(self) -> torch.dtype:
+        """The dtype of the products of Newton-Schulz."""
+        return compute_dtype(self.ns_dtype, self.ns_method, self.fast_dtypes)
 
     def of_shards(self, axis: Axis, peers: Peers) -> Muon:
         """The same for matrices of which this rank has a part."""
@@ -102,23 +113,22 @@ class Muon:
         torch._foreach_lerp_(momenta, list(grads), 1 - hyper.momentum)
         if hyper.weight_decay:
             torch._foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
-        device = params[0].device
-        dtype = compute_dtype(self.ns_dtype, self.ns_method, device)
-        max_numel = MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
+        max_numel = MAX_BATCH_NUMEL_CPU if params[0].device.type == "cpu" else MAX_BATCH_NUMEL
         shapes = [tuple(p.shape) if self.cut is None else whole_shape(tuple(p.shape), self.cut[0], self.cut[1].size)
                   for p in params]
-        for indices in batches(shapes, max_numel):
-            direction = stack([momenta[i] for i in indices])
+        for group in batches(shapes, max_numel):
+            direction = stack([some.of(momenta) for some in group])
             if self.nesterov:
-                direction = stack([grads[i] for i in indices]).lerp_(direction, hyper.momentum)
-            orthogonal = self._orthogonal(direction, dtype)
-            batch = [params[i] for i in indices]
-            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[indices[0]][-2:])
+                direction = torch.lerp(stack([some.of(grads) for some in group]), direction, hyper.momentum)
+            orthogonal = self._orthogonal(direction)
+            batch = [some.of(params) for some in group]
+            scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[group[0].tensor][-2:])
             torch._foreach_add_(batch, unstack(orthogonal, batch), alpha=-hyper.lr * scale)
 
-    def _orthogonal(self, direction: Tensor, dtype: torch.dtype) -> Tensor:
+    def _orthogonal(self, direction: Tensor) -> Tensor:
         if self.cut is None:
-            return newton_schulz(direction, self.ns_coefficients, method=self.ns_method, dtype=dtype)
+            return newton_schulz(direction, self.ns_coefficients, method=self.ns_method,
+                                 dtype=self.products_in)
         axis, peers = self.cut
         return newton_schulz_of_shards(direction, self.ns_coefficients, axis=axis, peers=peers, method=self.ns_method,
-                                       distributed=self.tp_mode == "distributed", dtype=dtype)
+                                       distributed=self.tp_mode == "distributed", dtype=self.products_in)

@@ -3,42 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Largest sum of elements of one batch on an accelerator; the products need about five tensors of this many.
-MAX_BATCH_NUMEL = 64 * 2**20
+from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
 
-#: The same on a CPU, where a batch saves little and what falls out of the cache costs up to a fifth.
+#: As :data:`.recipes.newton_schulz.MAX_BATCH_NUMEL`, on a CPU, where a batch saves little and what falls out of the
+#: cache costs up to a fifth.
 MAX_BATCH_NUMEL_CPU = 2**17
 
 
-def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[int]]:
-    """Indices of ``shapes``, grouped so that each group has equal (rows, cols) and at most ``max_numel`` elements.
+class Some(NamedTuple):
+    """Matrices ``start`` to ``stop`` of the tensor number ``tensor``; a matrix is a tensor of one."""
 
-    Shapes are ``(rows, cols)`` or ``(batch, rows, cols)``. Groups and their members are in order of first appearance;
-    one matrix larger than the bound is a group of its own.
+    tensor: int
+    start: int
+    stop: int
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A view ``(stop - start, rows, cols)`` of them."""
+        found = tensors[self.tensor]
+        return (found if found.dim() == 3 else found.unsqueeze(0))[self.start:self.stop]
+
+
+def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:
+    """All matrices of tensors of ``shapes``, in groups of equal (rows, cols) and at most ``max_numel`` elements.
+
+    Shapes are ``(rows, cols)`` or ``(batch, rows, cols)``; batches are cut along their leading axis. Groups and their
+    members are in order of first appearance; one matrix larger than the bound is a group of its own.
     """
-    groups: dict[tuple[int, int], list[list[int]]] = {}
-    filled: dict[tuple[int, int], int] = {}
+    groups: dict[tuple[int, int], list[list[Some]]] = {}
+    room: dict[tuple[int, int], int] = {}
     for index, shape in enumerate(shapes):
-        key, numel = (shape[-2], shape[-1]), int(torch.Size(shape).numel())
-        group = groups.setdefault(key, [])
-        if not group or filled[key] + numel > max_numel:
-            group.append([])
-            filled[key] = 0
-        group[-1].append(index)
-        filled[key] += numel
-    return [indices for group in groups.values() for indices in group]
+        key = (shape[-2], shape[-1])
+        per_group = max(1, max_numel // (key[0] * key[1]))
+        start, stop = 0, shape[0] if len(shape) == 3 else 1
+        while start < stop:
+            if not room.get(key):
+                groups.setdefault(key, []).append([])
+                room[key] = per_group
+            taken = min(room[key], stop - start)
+            groups[key][-1].append(Some(index, start, start + taken))
+            room[key] -= taken
+            start += taken
+    return [group for of_shape in groups.values() for group in of_shape]
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
-    """One ``(k, rows, cols)`` tensor of matrices ``(rows, cols)`` and batches ``(batch, rows, cols)``."""
-    return torch.cat([m.reshape(-1, *m.shape[-2:]) for m in matrices])
+    """One ``(k, rows, cols)`` tensor of batches ``(batch, rows, cols)``; of a single one that one itself."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Undo :func:`stack`: views into ``stacked``, shaped like the tensors of ``like``."""
-    sizes = [m.numel() // m.shape[-2:].numel() for m in like]
-    return [part.view(m.shape) for part, m in zip(torch.split(stacked, sizes), like, strict=True)]
+    return list(torch.split(stacked, [len(each) for each in like]))

@@ -22,14 +22,15 @@ Note: precision
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.newton_schulz import gram_segments
+from ds_layerwise.orthogonalize import symmetric
+from ds_layerwise.recipes.newton_schulz import ALIGNMENT, gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]
@@ -63,11 +64,6 @@ TABLES: dict[str, tuple[Coefficients, bool]] = {
     "deepseekv4": (DEEPSEEKV4, False),
 }
 
-#: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. Where a matrix starts in
-#: memory changes the last bits of a product on a CPU; now every matrix of a batch starts like one that is alone.
-_ALIGNMENT = 16
-
-
 #: Tables that diverge in half precision.
 NEED_FLOAT32 = ("cans",)
 
@@ -89,21 +85,19 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
     return tuple(rows[i % len(rows)] if cycles else rows[min(i, len(rows) - 1)] for i in range(steps))
 
 
-def compute_dtype(setting: str, method: str, device: torch.device) -> torch.dtype:
-    """What the products run in: ``setting``, or for "auto" the fastest dtype with matrix units that is exact enough.
+def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ()) -> torch.dtype:
+    """What the products run in: ``setting``, or for "auto" the first of ``fast`` that is exact enough, else float32.
 
-    That is fp16 for ``gram`` on CUDA, bf16 for ``standard`` there and for both on a CPU with bf16 matrix units, and
-    float32 on everything else.
+    For ``gram`` those are float16, which is the more exact one there, and bfloat16; for ``standard`` bfloat16 alone.
+
+    Args:
+        fast: in what the device multiplies much faster than in float32; see :func:`.optimizers.devices.fast_dtypes`.
     """
     fixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if setting != "auto":
         return fixed[setting]
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.float16 if method == "gram" else torch.bfloat16 if has_bf16 else torch.float32
-    if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return torch.float32
+    exact_enough = (torch.float16, torch.bfloat16) if method == "gram" else (torch.bfloat16,)
+    return next((dtype for dtype in exact_enough if dtype in fast), torch.float32)
 
 
 def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dtype: torch.dtype) -> Tensor:
@@ -120,10 +114,16 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dt
         CPU. A zero matrix gives a zero matrix.
     """
     rows, cols = matrix.shape[-2:]
-    x, norm, _ = to_peak_1(matrix.reshape(-1, rows, cols))
-    x = iterate(x.div_(torch.where(norm > 0, norm, 1)), coefficients, transposed=rows > cols,
+    # No name holds what goes in, so that its memory is free as soon as there is a copy in ``dtype``.
+    x = iterate(_normalised(matrix.reshape(-1, rows, cols)), coefficients, transposed=rows > cols,
                 standard=method == "standard" or rows == cols, dtype=dtype)
     return x.to(matrix.dtype).reshape(matrix.shape)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Float32 copies of ``(k, rows, cols)`` of Frobenius norm 1, or 0."""
+    x, norm, _ = to_peak_1(x)
+    return x.div_(torch.where(norm > 0, norm, 1))
 
 
 def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,8 +150,9 @@ def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard
         Of ``x``'s shape, in ``dtype``.
     """
     rows, cols = x.shape[-2:]
-    x = F.pad(x, (0, -cols % _ALIGNMENT, 0, -rows % _ALIGNMENT)).to(dtype)
-    x = x.mT if transposed else x
+    below, right = -rows % ALIGNMENT, -cols % ALIGNMENT
+    x = (F.pad(x, (0, right, 0, below)) if below or right else x).to(dtype)
+    x = symmetric.upright(x) if transposed else x
     x = _standard(x, coefficients, total) if standard else _gram(x, coefficients, total)
     x = x.mT if transposed else x
     return x[:, :rows, :cols]
@@ -159,8 +160,8 @@ def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard
 
 def _standard(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
     for a, b, c in coefficients:
-        gram = total(x @ x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = total(symmetric.gram(x))
+        x = symmetric.product(symmetric.commuting(gram, gram, gram, beta=b, alpha=c), x, x, beta=a)
     return x
 
 
@@ -168,7 +169,7 @@ def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tenso
     """The iteration in segments, each of which forms its Gram matrix anew; see the note on precision."""
     done = 0
     for length in gram_segments(len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16):
-        x = _factor(total(x @ x.mT), coefficients[done:done + length]) @ x
+        x = symmetric.product(_factor(total(symmetric.gram(x)), coefficients[done:done + length]), x)
         done += length
     return x
 
@@ -177,13 +178,13 @@ def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     """Q with X_k = Q X_0: a polynomial in the Gram matrix of X_0, so all that is multiplied here commutes."""
     q = gram
     for step, (a, b, c) in enumerate(coefficients):
-        z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        z = symmetric.commuting(gram, gram, gram, beta=b, alpha=c)
         if step == 0:
             q = z.clone()
             q.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            q = torch.baddbmm(q, z, q, beta=a)
+            q = symmetric.commuting(q, z, q, beta=a)
         if step + 1 < len(coefficients):
-            gram = torch.baddbmm(gram, z, gram, beta=a)
-            gram = torch.baddbmm(gram, gram, z, beta=a)
+            gram = symmetric.commuting(gram, z, gram, beta=a)
+            gram = symmetric.commuting(gram, gram, z, beta=a)
     return q

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.ways import itemsize
+from ds_layerwise.plan.ways import SUM_BYTES, Reduction, itemsize
 from ds_layerwise.plan.wire import MAX_UNDER_WAY
 
 
@@ -137,6 +137,9 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += of_master * numel
             reduced[rank] += reduced_bytes * numel
+    # Sums in cuts lie where the gradients do, or else in memory of their own.
+    in_place = stage == 1 and all(stored_as.get(dtype, dtype) == "float32" for dtype in layout.dtypes)
+    grads += 0 if in_place else sum(SUM_BYTES * bucket.cut_numel for bucket in layout.buckets if bucket.way == "cuts")
     for rank, name, numel in _held(layout):
         states[rank] += state_bytes(name, numel)
     memory = [RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True)]
@@ -173,8 +176,7 @@ class RankTraffic:
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
-    """What arrives from all ranks, the sums of cuts that wait for the exchange, and at stage 2 those that a further
-    micro-batch adds."""
+    """What arrives from all ranks, and at stage 2 the sums that a further micro-batch adds."""
 
     @property
     def total(self) -> int:
@@ -182,32 +184,33 @@ class RankTraffic:
         return self.sent + self.received
 
 
-def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str],
-                  wires: Sequence[str]) -> tuple[RankTraffic, ...]:
+def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
+                  reduction: Reduction = "ordered") -> tuple[RankTraffic, ...]:
     """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
+        reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
     """
     size = layout.world_size
     most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
     under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
-    waiting = 0
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         holders, wire_bytes = bucket.holders, itemsize(wire)
         own: NDArray[np.int64] = np.zeros(holders, np.int64)
         filled, lengths = _filled_shards(bucket)
         own[filled] = lengths
         copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
-        received = own * 4 if stage == 2 else own * 0
         if bucket.way == "cuts":
-            received += bucket.cut_numel * holders * wire_bytes
-            waiting += bucket.cut_numel * 4
-        elif holders > 1:
-            received += own * holders * wire_bytes
+            own[:] = bucket.cut_numel
+        received = own * SUM_BYTES if stage == 2 else own * 0
+        if holders > 1 and reduction == "ordered":
+            received += own * wire_bytes * holders
+        elif holders > 1 and (wire_bytes != SUM_BYTES or bucket.way == "ragged"):
+            received += own * wire_bytes
         under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.ep_size)))
-        sent_now, received_now = sum(s for s, _ in under_way), sum(r for _, r in under_way) + waiting
+        sent_now, received_now = sum(s for s, _ in under_way), sum(r for _, r in under_way)
         more = sent_now + received_now > most_sent + most_received
         most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)
     return tuple(RankTraffic(s, r) for s, r in zip(most_sent.tolist(), most_received.tolist(), strict=True))

@@ -34,16 +34,21 @@ class Draft:
         return max(item.position for item in self.items)
 
 
-def cut_stream(items: Iterable[Item], bucket_numel: int) -> list[list[Item]]:
-    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold fewer."""
+def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) -> list[list[Item]]:
+    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold fewer.
+
+    With a number of ``equal_shards`` also of at least 90 % of as many times its largest parameter, which is how long
+    all of its shards become: whatever a bucket has less than that is padding.
+    """
     buckets: list[list[Item]] = []
-    held = bucket_numel
+    held = least = bucket_numel
     for item in items:
-        if held >= bucket_numel:
+        if held >= least:
             buckets.append([])
-            held = 0
+            held, least = 0, bucket_numel
         buckets[-1].append(item)
         held += item.numel
+        least = max(least, equal_shards * item.numel * 9 // 10)
     return buckets
 
 

@@ -7,10 +7,12 @@ model there, from a file here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.cost import (
     LayoutReport,
     RankMemory,
@@ -21,9 +23,11 @@ from ds_layerwise.plan.cost import (
     wire_elements,
 )
 from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.links import Links
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.ways import SUM_BYTES, Reduction
 from ds_layerwise.recipes.recipe import DTYPE_BYTES, Recipe
 
 
@@ -36,6 +40,9 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
         params: name, shape and dtype of each, in model order.
         tp_size: how many parts tensor parallelism has cut matrices into.
         ep_size, wires: by name, see :class:`.plan.layout.ParamSpec`; 1 and float32 where nothing is said.
+
+    Raises:
+        RoutingError: a recipe cannot update a parameter of such a shape, or one that is cut like that.
     """
     @cache
     def work(recipe: Recipe, shape: tuple[int, ...], axis: Axis | None) -> int:
@@ -44,6 +51,9 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
     def spec(name: str, shape: tuple[int, ...], dtype: str) -> ParamSpec:
         route = routes[name]
         seen = route.matrix_shape or (math.prod(shape),)
+        if route.whole and (why := route.recipe.refusal(whole_shape(seen, route.tp_axis, tp_size),
+                                                        cut_axis=route.tp_axis, transposed=route.transposed)):
+            raise RoutingError(f"{name} {shape} {why}")
         return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole,
                          work=work(route.recipe, seen, route.tp_axis) if route.whole else 0,
                          ep_size=(ep_size or {}).get(name, 1), wire=(wires or {}).get(name, "float32"),
@@ -67,21 +77,27 @@ class Forecast:
     """Bytes held between two steps."""
     traffic: tuple[RankTraffic, ...]
     """Bytes held for buckets under way, at most."""
+    workspace: tuple[int, ...]
+    """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
 
     @classmethod
-    def of(cls, layout: Layout, specs: list[ParamSpec], *, stage: int, stored_as: Mapping[str, str],
-           host_ratio: float = 0.0) -> Forecast:
+    def of(cls, layout: Layout, specs: list[ParamSpec], routes: Mapping[str, Route], *, stage: int,
+           stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1,
+           reduction: Reduction = "ordered") -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
+            routes: by name, of at least these.
+            tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
+            reduction: how sums are made; see :mod:`.plan.ways`.
         """
-        wire_of = {spec.name: spec.wire for spec in specs}
-        wires = tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
+        wires = wires_of(layout, specs)
         return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs),
                    memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=stage, grads_stored_as=stored_as,
                                 host_ratio=host_ratio),
-                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires))
+                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction),
+                   workspace_bytes(layout, routes, tp_size=tp_size))
 
     @property
     def start_up(self) -> tuple[int, ...]:
@@ -106,7 +122,7 @@ class Forecast:
         total = 0
         for name in set(self.wires):
             wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * 4
+            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * SUM_BYTES
         return total / len(self.memory)
 
     def gather_bytes(self, dtype: str) -> float:
@@ -114,14 +130,77 @@ class Forecast:
         return sum(wire_elements(self.layout, dtype).gather) * DTYPE_BYTES[dtype] / len(self.memory)
 
 
-def forecast(specs: list[ParamSpec], run: RunConfig, num_ranks: int) -> Forecast:
-    """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
+    def busiest_bytes(self) -> int:
+        """What the rank that sends most sends of gradients and parameters together."""
+        sent = [0] * len(self.memory)
+        for dtype in self.layout.dtypes:
+            own = {wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True) if bucket.dtype == dtype}
+            for name in own:
+                wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
+                sent = [total + reduce * DTYPE_BYTES[name] + forward * SUM_BYTES + gather * DTYPE_BYTES[dtype]
+                        for total, reduce, forward, gather in zip(sent, wire.reduce, wire.forward, wire.gather,
+                                                                  strict=True)]
+        return max(sent)
+
+
+def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
+    """What gradients travel in, by bucket of a plan of ``specs``."""
+    wire_of = {spec.name: spec.wire for spec in specs}
+    return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
+
+
+def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int = 1) -> tuple[int, ...]:
+    """What each rank takes at most while it updates what it owns, beside parameters, gradients, masters and states.
+
+    Buckets are updated one after another, and in them matrices of each shape; all pieces of split parameters together.
+    """
+    most = [0] * layout.world_size
+    for bucket in layout.buckets:
+        recipes = {routes[slot.name].recipe for slot in bucket.slots}
+        if not bucket.whole:
+            for rank, numel in bucket.non_empty_shards():
+                most[rank] = max(most[rank], *(recipe.workspace((numel,)) for recipe in recipes))
+            continue
+        together: Counter[tuple[int, Recipe, int, int]] = Counter()
+        for slot in bucket.slots:
+            route = routes[slot.name]
+            *batch, rows, cols = whole_shape(route.matrix_shape or (1, slot.numel),
+                                             None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
+            together.update({(owner, route.recipe, rows, cols): math.prod(batch) for owner in bucket.owners(slot)})
+        for (owner, recipe, rows, cols), count in together.items():
+            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)))
+    return tuple(most)
+
+
+def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucket_numel: int | None = None,
+            links: Links | None = None, reduction: Reduction = "ordered") -> tuple[Layout, tuple[str, ...]]:
+    """Where training would place ``specs`` over ``num_ranks``, and what gradients travel in, by bucket.
+
+    Args:
+        bucket_numel: the run's own if None.
+        links, reduction: see :func:`.plan.planner.plan_layout`.
 
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
     """
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
-    layout = plan_layout(specs, num_ranks, bucket_numel=run.bucket_numel, policy=run.layerwise.layout,
-                         alignment=run.layerwise.alignment)
-    return Forecast.of(layout, specs, stage=run.stage, host_ratio=run.host_ratio,
+    layout = plan_layout(specs, num_ranks, bucket_numel=bucket_numel or run.bucket_numel,
+                         policy=run.layerwise.layout, alignment=run.layerwise.alignment, links=links,
+                         reduction=reduction)
+    return layout, wires_of(layout, specs)
+
+
+def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
+             links: Links | None = None, reduction: Reduction = "ordered") -> Forecast:
+    """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
+
+    Args:
+        links, reduction: see :func:`.plan.planner.plan_layout`.
+
+    Raises:
+        LayoutError: ``num_ranks`` is less than 1.
+    """
+    specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
+    layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
+    return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
                        stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

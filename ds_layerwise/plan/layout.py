@@ -142,15 +142,18 @@ class Bucket:
     def _default_way(self) -> Way:
         return "even" if self.is_even else "ragged"
 
+    @property
+    def _lengths(self) -> str:
+        return f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
+
     def _check_way(self) -> None:
         if self.way not in get_args(Way):
             raise LayoutError(f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got {self.way!r}")
-        lengths = f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
         if not self.whole and self.way != "even":
             raise LayoutError(f"bucket {self.index}: slots that are cut over the ranks take equal shards and the way "
-                              f"'even', got way {self.way!r} and shards of {lengths}")
+                              f"'even', got way {self.way!r} and shards of {self._lengths}")
         if self.way == "even" and not self.is_even:
-            raise LayoutError(f"bucket {self.index}: the way 'even' takes equal shards, got {lengths}")
+            raise LayoutError(f"bucket {self.index}: the way 'even' takes equal shards, got {self._lengths}")
         if self.way == "cuts" and self.shards.numel % self.holders:
             raise LayoutError(f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, one "
                               f"cut a shard, got {self.shards.numel}")

@@ -43,6 +43,9 @@ class Links(Section):
     """What each peer of an all-to-all, and each collective that is fused with others, adds; microseconds."""
     memory_gb_s: Positive = 2000.0
     """At which a rank reads and writes its own memory to add up what it has received, GB/s."""
+    on_host: bool = False
+    """Whether what travels lies in host memory, where gloo sends it: all-gathers go inside nodes and between them one
+    after the other, and shards of any length by all-to-all, however sums are made."""
     tflops: Positive = 200.0
     """Of matrix products in Newton-Schulz, a rank, TFLOP/s as they are reached, not as they are advertised."""
 
@@ -57,7 +60,7 @@ PCIE_ETHERNET = Links(inside_gb_s=50.0, between_gb_s=25.0, inside_us=1.5, betwee
 
 #: Processes that talk over TCP, as gloo does: one 10 Gbit/s interface a node.
 TCP = Links(inside_gb_s=1.0, between_gb_s=1.25, inside_us=30.0, between_us=100.0, ranks_per_node=1, rails=1,
-            peer_us=10.0, memory_gb_s=5.0, tflops=0.1)
+            peer_us=10.0, memory_gb_s=5.0, tflops=0.1, on_host=True)
 
 #: By the name that a user gives.
 LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -61,6 +63,9 @@ class ModelParam:
 
 #: The models that come with the package.
 _MODELS = Path(__file__).resolve().parent / "models"
+
+#: An expert in a list of them: the list, the number, and what comes after.
+_EXPERT = re.compile(r"((?:.*\.)?(?:deepspeed_)?experts)\.(\d+)\.(.+)")
 
 #: Of Hugging Face's configs, keys that every one has.
 _HF_KEYS = ("model_type", "architectures")
@@ -161,11 +166,53 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         reason = "layerwise.overrides" if wanted else "model file"
         shape = forced_matrix_shape(param.name, param.shape, reason) if recipe.whole else None
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
-                      sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1,
-                      transposed=param.transposed)
+                      by_user=wanted is not None, transposed=param.transposed,
+                      sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1)
         routes[param.name] = with_heads(with_changes(route, mine), mine.get("num_heads"), explicit=True)
     require_a_matrix(routes.values())
     return routes
+
+
+def deal_out_experts(params: Sequence[tuple[str, tuple[int, ...]]],
+                     ep_size: int) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, int]]:
+    """Names and shapes as a rank has them when ``ep_size`` ranks in a row share the experts of each layer.
+
+    Args:
+        params: name and shape of each parameter of the whole model, in model order. Experts are those that are numbered
+            in a list, like ``mlp.experts.7.up_proj.weight``.
+
+    Returns:
+        What is left, in model order, with each rank's own experts under the lowest numbers; and ``ep_size`` by the name
+        of these experts, as :func:`.plan.forecast.specs_of` takes it.
+
+    Raises:
+        ConfigError: ``ep_size`` is more than 1 and no parameter is an expert, the experts of a layer cannot be dealt
+            out evenly, or they differ in shape.
+    """
+    if ep_size == 1:
+        return list(params), {}
+    found = {name: match for name, _ in params if (match := _EXPERT.fullmatch(name))}
+    if not found:
+        raise ConfigError(f"ep_size is {ep_size}, and no parameter of the model is an expert with a number in its "
+                          "name, like mlp.experts.7.up_proj.weight; plan it with ep_size 1")
+    shapes: dict[str, dict[int, dict[str, tuple[int, ...]]]] = defaultdict(lambda: defaultdict(dict))
+    for name, shape in params:
+        if match := found.get(name):
+            shapes[match[1]][int(match[2])][match[3]] = shape
+    own: set[tuple[str, int]] = set()
+    for where, experts in shapes.items():
+        numbers = sorted(experts)
+        if len(numbers) % ep_size:
+            raise ConfigError(f"ep_size is {ep_size}, and there are {len(numbers)} experts in {where}, which "
+                              f"{ep_size} ranks cannot share evenly")
+        for number in numbers:
+            if experts[number] != experts[numbers[0]]:
+                raise ConfigError(f"ep_size is {ep_size}, and {where} has experts of different shapes: number {number} "
+                                  f"{experts[number]}, number {numbers[0]} {experts[numbers[0]]}")
+        own.update((where, number) for number in numbers[:len(numbers) // ep_size])
+    left = [(name, shape) for name, shape in params
+            if not (match := found.get(name)) or (match[1], int(match[2])) in own]
+    return left, {name: ep_size for name, _ in left if name in found}
 
 
 def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[ModelParam]:

@@ -1,20 +1,26 @@
 """Choose the owner of each whole parameter: balance over the whole model, then even shards in each bucket.
 
 Pure functions of whole numbers, so that every rank chooses the same owners. A parameter is known by its position in the
-backward pass; an owner is the number of a shard, which every ``ep_size`` consecutive ranks of the layout share.
+backward pass; an owner is the number of a shard. With an ``ep_size`` of ``e``, shard ``h`` lies on the ranks from
+``h * e`` up to ``(h + 1) * e``, each of its own experts: all of them have the same load of it.
 
 Note: how owners are chosen
-    Balance is a property of the whole model, so owners are chosen over the whole model: longest work first, always to
-    the least loaded rank. A second pass by work and memory together is kept where it lowers the worse of the two and
-    costs at most 2 % of either. After that only parameters of equal size and work change places, which alters no
-    rank's total: each bucket hands its parameters to the ranks that have least of that bucket.
+    Balance is a property of the whole model, so owners are chosen over the whole model, dense matrices and experts
+    together: longest work first, always to the least loaded rank, or to the ``ep_size`` ranks whose busiest has least.
+    A second pass by work and memory together is kept where it lowers the worse of the two and costs at most 2 % of
+    either. Longest-first does not take back what it decided early, so after it the busiest ranks swap one or two
+    parameters with others as long as this lowers the maximum of work, or of memory; no swap raises either of them. At
+    last only parameters of equal size and work change places, which alters no rank's total: each bucket hands its
+    parameters to the ranks that have least of that bucket.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +31,10 @@ _TOLERANCE_PERCENT = 2
 
 #: Work and memory are compared as shares of their totals, in parts of this: whole numbers that fit 64 bits.
 _PARTS = 2**40
+
+#: How many swaps are looked at in one search, and in all: a few seconds at most. There are as many as shards, times the
+#: kinds that the busiest has, times all kinds; with two parameters on either side times the squares of both.
+_MAX_AT_ONCE, _MAX_COMBINATIONS = 2**22, 2**27
 
 
 class Item(NamedTuple):
@@ -40,90 +50,217 @@ class Item(NamedTuple):
     ep_size: int
 
 
+class _Kind(NamedTuple):
+    """What parameters have in common that can take each other's place."""
+
+    ep_size: int
+    work: int
+    numel: int
+
+
+@dataclass(slots=True)
+class _Placed:
+    """Who holds how many of what, and the loads that come of it."""
+
+    shards: dict[_Kind, list[int]]
+    """The shard of each parameter of a kind, in the order in which they were placed."""
+    loads: NDArray[np.int64]
+    """Work and elements (2, ranks)."""
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """Work and elements of the ranks that have most of either."""
+        work, numel = self.loads.max(axis=1).tolist()
+        return work, numel
+
+
 def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[int, int]:
     """The owner of each parameter of ``buckets``, by its position; all of one bucket have the same ``ep_size``."""
-    owners: dict[int, int] = {}
     by_ep_size: dict[int, list[Sequence[Item]]] = defaultdict(list)
+    by_kind: dict[_Kind, list[Item]] = defaultdict(list)
     for bucket in buckets:
         by_ep_size[bucket[0].ep_size].append(bucket)
+        for item in bucket:
+            by_kind[_Kind(item.ep_size, item.work, item.numel)].append(item)
+    if not by_kind:
+        return {}
+    placed = _place({kind: len(items) for kind, items in by_kind.items()}, world_size)
+    owners: dict[int, int] = {}
+    for kind, items in by_kind.items():
+        in_model_order = sorted((item.position for item in items), reverse=True)
+        owners.update(zip(in_model_order, placed[kind], strict=True))
     for ep_size, alike in by_ep_size.items():
-        items, holders = [item for bucket in alike for item in bucket], world_size // ep_size
-        if holders == 1:
-            owners.update((item.position, 0) for item in items)
-        else:
-            owners.update(spread(alike, _by_work_or_both(items, holders), holders))
+        if world_size > ep_size:
+            owners.update(spread(alike, owners, world_size // ep_size))
     return owners
 
 
-def _by_work_or_both(items: Sequence[Item], world_size: int) -> dict[int, int]:
-    """The owner of each parameter, by its position: by work, or by work and memory where that is the better trade."""
-    by_work = _longest_first(items, world_size)
-    total_work, total_numel = sum(item.work for item in items), sum(item.numel for item in items)
-    if total_work == 0:
-        return by_work
-    by_both = _longest_first_by_both(items, world_size, total_work, total_numel)
-    most_work, most_numel = _maxima(items, by_work)
-    work, numel = _maxima(items, by_both)
+def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int]]:
+    """The shard of each parameter of a kind: by work, or by work and memory where that is the better trade."""
+    total_work, total_numel = (sum(kind.ep_size * kind[i] * count for kind, count in counts.items()) for i in (1, 2))
+    # Work has 64 bits here, too: the common factor alters no comparison, and what is left over 62 bits no balance.
+    unit = max(1, math.gcd(*(kind.work for kind in counts)))
+    unit <<= max(0, (total_work // unit).bit_length() - 62)
+    total_work //= unit
+    exact = {kind: (kind.work // unit, kind.numel) for kind in counts}
+    placed = _longest_first(counts, world_size, exact)
+    if total_work:
+        shares = {kind: (work * _PARTS // total_work, numel * _PARTS // total_numel)
+                  for kind, (work, numel) in exact.items()}
+        by_both = _longest_first(counts, world_size, exact, shares)
+        if _is_better_trade(by_both.most, placed.most, total_work, total_numel):
+            placed = by_both
+    _swap(placed, exact)
+    return placed.shards
+
+
+def _is_better_trade(by_both: tuple[int, int], by_work: tuple[int, int], total_work: int, total_numel: int) -> bool:
     within = 100 + _TOLERANCE_PERCENT
-    if 100 * work > within * most_work or 100 * numel > within * most_numel:
-        return by_work
+    if any(100 * ours > within * theirs for ours, theirs in zip(by_both, by_work, strict=True)):
+        return False
     # Shares of different totals, compared by cross-multiplication.
-    worse_of_both = max(work * total_numel, numel * total_work)
-    return by_both if worse_of_both < max(most_work * total_numel, most_numel * total_work) else by_work
+    worse, worse_by_work = (max(work * total_numel, numel * total_work) for work, numel in (by_both, by_work))
+    return worse < worse_by_work
 
 
-def _maxima(items: Iterable[Item], owners: dict[int, int]) -> tuple[int, int]:
-    work: dict[int, int] = defaultdict(int)
-    numel: dict[int, int] = defaultdict(int)
-    for item in items:
-        work[owners[item.position]] += item.work
-        numel[owners[item.position]] += item.numel
-    return max(work.values()), max(numel.values())
+def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[_Kind, tuple[int, int]],
+                   shares: Mapping[_Kind, tuple[int, int]] | None = None) -> _Placed:
+    """Most work first, to the ranks with least work, then least elements, then the lowest number.
+
+    With ``shares``, the largest share of the model first, to the ranks whose larger share, of work or of elements,
+    stays smallest. Parameters without work come last, and for them only elements count: they would all go to the one
+    rank with least work, whatever it holds.
+    """
+    sizes = exact if shares is None else shares
+    placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
+    loads = placed.loads if shares is None else np.zeros_like(placed.loads)
+
+    def longest(kind: _Kind) -> tuple[int, int, int, int]:
+        work, numel = sizes[kind]
+        return (work if shares is None else max(work, numel)), work, numel, kind.ep_size
+
+    for kind in sorted(counts, key=longest, reverse=True):
+        left, (work, numel) = counts[kind], sizes[kind]
+        by_shard, exactly = (each.reshape(2, -1, kind.ep_size) for each in (loads, placed.loads))
+        while left:
+            held = by_shard.max(axis=2) if kind.ep_size > 1 else loads
+            # Who has least after it, then what decides between equals; and by how much at least those grow who take
+            # one: of the ranks that are ahead by less, none gets a second one before all of them have one.
+            if shares is not None:
+                after, then, step = np.maximum(held[0] + work, held[1] + numel), held[0] * 0, max(1, min(work, numel))
+            else:
+                (after, then), step = (held, work) if work else (held[::-1], numel)
+            highest = after.min() + step - 1
+            if left < len(after):  # sorting them all would take longest
+                highest = min(highest, np.partition(after, left - 1)[left - 1])
+            chosen = np.flatnonzero(after <= highest)
+            chosen = chosen[np.lexsort((then[chosen], after[chosen]))[:left]]
+            # A go to all ranks leaves everything between them as it is, so that the next goes are the same.
+            same = len(chosen) == len(after) and (shares is None or len(after) == 1)
+            times = left // len(after) if same else 1
+            for each, size in ((by_shard, sizes[kind]), (exactly, exact[kind]))[shares is None:]:
+                each[:, chosen] += times * np.array(size)[:, None, None]
+            left -= times * len(chosen)
+            placed.shards[kind] += times * chosen.tolist()
+    return placed
 
 
-def _longest_first(items: Iterable[Item], world_size: int) -> dict[int, int]:
-    """Most work first, ties in model order, to the rank with least work, then least elements, then lowest number."""
-    heap = [(0, 0, rank) for rank in range(world_size)]
-    owners: dict[int, int] = {}
-    # Parameters without work come last. They would all go to the one rank with least work, whatever it holds, so for
-    # them only elements count.
-    items = sorted(items, key=lambda item: (-item.work, -item.position))
-    split = next((i for i, item in enumerate(items) if not item.work), len(items))
-    for item in items[:split]:
-        work, numel, rank = heap[0]
-        heapq.heapreplace(heap, (work + item.work, numel + item.numel, rank))
-        owners[item.position] = rank
-    by_numel = [(numel, rank) for _, numel, rank in heap]
-    heapq.heapify(by_numel)
-    for item in sorted(items[split:], key=lambda item: (-item.numel, -item.position)):
-        numel, rank = by_numel[0]
-        heapq.heapreplace(by_numel, (numel + item.numel, rank))
-        owners[item.position] = rank
-    return owners
+def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
+    """Let shards swap parameters while the most of work gets less, then of elements, and neither gets more."""
+    by_ep_size: dict[int, list[_Kind]] = defaultdict(list)
+    for kind in sorted(placed.shards):
+        by_ep_size[kind.ep_size].append(kind)
+    swaps = [_Swaps(kinds, placed, np.array([exact[kind] for kind in kinds])) for ep_size, kinds in by_ep_size.items()
+             if len(kinds) * placed.loads.shape[1] <= _MAX_AT_ONCE * ep_size]
+    lowered = True
+    while lowered:
+        lowered = False
+        for load in (0, 1):
+            while any([alike.lower(load) for alike in swaps]):
+                lowered = True
 
 
-def _longest_first_by_both(items: Iterable[Item], world_size: int, total_work: int,
-                           total_numel: int) -> dict[int, int]:
-    """Largest share of the model first, to the rank whose larger share, of work or of elements, stays smallest."""
-    by_size: dict[tuple[int, int], list[Item]] = defaultdict(list)
-    for item in items:
-        by_size[item.work * _PARTS // total_work, item.numel * _PARTS // total_numel].append(item)
-    work: NDArray[np.int64] = np.zeros(world_size, np.int64)
-    numel: NDArray[np.int64] = np.zeros(world_size, np.int64)
-    owners: dict[int, int] = {}
-    for shares in sorted(by_size, key=lambda shares: (max(shares), shares), reverse=True):
-        equal = deque(by_size[shares])
-        while equal:
-            after = np.maximum(work + shares[0], numel + shares[1])
-            # Whoever takes one of these grows by at least the smaller share, so none of the ranks that are ahead by
-            # less gets a second one before all of them have one.
-            ranks = np.flatnonzero(after < after.min() + max(1, min(shares)))
-            if len(ranks) > len(equal):
-                ranks = ranks[np.argsort(after[ranks], kind="stable")[:len(equal)]]
-            work[ranks] += shares[0]
-            numel[ranks] += shares[1]
-            owners.update((equal.popleft().position, rank) for rank in ranks.tolist())
-    return owners
+class _Swaps:
+    """Swaps between the shards of all parameters that have one ``ep_size``; ``load`` is 0 for work, 1 for elements."""
+
+    def __init__(self, kinds: Sequence[_Kind], placed: _Placed, sizes: NDArray[np.int64]) -> None:
+        self._loads = placed.loads.reshape(2, -1, kinds[0].ep_size)
+        self._shards = [placed.shards[kind] for kind in kinds]
+        # Work and elements of each kind (kinds + 1, 2), and how many each shard has (kinds + 1, shards): the last kind
+        # is nothing, which everybody has.
+        self._nothing = len(kinds)
+        self._sizes = np.vstack((sizes, [0, 0]))
+        held = [np.bincount(shards, minlength=self._loads.shape[1]) for shards in self._shards]
+        self._held = np.array([*held, np.full(self._loads.shape[1], 2)])
+        self._left = _MAX_COMBINATIONS
+
+    def lower(self, load: int) -> bool:
+        """Make the most of ``load`` less, by as many swaps as there are shards that have it; False if one keeps it."""
+        most = self._loads[load].max()
+        while (loads := self._loads.max(axis=2))[load].max() == most:
+            # Nobody can have less than the mean, or than one of the largest.
+            if most <= max(self._sizes[:, load].max(), -(-loads[load].sum() // loads.shape[1])):
+                return False
+            busiest = int(loads[load].argmax())
+            swap = self._best(load, loads, busiest, 1) or self._best(load, loads, busiest, 2)
+            if swap is None:
+                return False
+            other, give, take = swap
+            self._hand_over(give, busiest, other)
+            self._hand_over(take, other, busiest)
+        return True
+
+    def _best(self, load: int, loads: NDArray[np.int64], busiest: int,
+              num: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+        """The swap after which the busier of two shards has least of ``load``: the other shard, what it gets and gives.
+
+        Both sides give at most ``num`` parameters. None if no swap helps.
+        """
+        mine_to_give = np.flatnonzero(self._held[:-1, busiest]).tolist()
+        combinations = math.comb(len(mine_to_give) + num, num) * math.comb(self._nothing + num, num) * loads.shape[1]
+        if combinations > min(self._left, _MAX_AT_ONCE):
+            return None
+        self._left -= combinations
+        give, take = self._bundles(mine_to_give, num), self._bundles(range(self._nothing), num)
+        give = give[self._has(give, np.array([busiest]))[:, 0]]
+        over = self._sizes[give].sum(axis=1)[:, None] - self._sizes[take].sum(axis=1)  # (give, take, 2)
+        mine = loads[:, busiest] - over
+        most = loads.max(axis=1)
+        gives, takes = np.nonzero((over[..., load] > 0) & (mine[..., 1 - load] <= most[1 - load]))
+        over, mine = over[gives, takes], mine[gives, takes]
+        order = np.lexsort((loads[1 - load], loads[load]))
+        theirs = loads[:, order]
+        # The other shard must have what it gives, stay below in one load and not go above in the other. Who has least
+        # now has least after it.
+        able = self._has(take, order)[takes]
+        able &= theirs[load] < (most[load] - over[:, load])[:, None]
+        able &= theirs[1 - load] <= (most[1 - load] - over[:, 1 - load])[:, None]
+        rows = np.flatnonzero(able.any(axis=1))
+        if not len(rows):
+            return None
+        others = order[able[rows].argmax(axis=1)]
+        after = np.maximum(mine[rows], loads[:, others].T + over[rows])
+        best = np.lexsort((after[:, 1 - load], after[:, load]))[0]
+        return int(others[best]), tuple(give[gives[rows[best]]].tolist()), tuple(take[takes[rows[best]]].tolist())
+
+    def _bundles(self, kinds: Iterable[int], num: int) -> NDArray[np.int64]:
+        """Up to ``num`` parameters of ``kinds`` (bundles, num), filled up with nothing."""
+        return np.array(list(combinations_with_replacement([*kinds, self._nothing], num)))
+
+    def _has(self, bundles: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of ``shards`` have all of a bundle (bundles, shards)."""
+        needed = (bundles[:, :, None] == bundles[:, None, :]).sum(axis=2)[:, :, None]
+        has: NDArray[np.bool_] = np.all(self._held[:, shards][bundles] >= needed, axis=1)
+        return has
+
+    def _hand_over(self, bundle: tuple[int, ...], giver: int, taker: int) -> None:
+        for kind in bundle:
+            if kind != self._nothing:
+                self._shards[kind][self._shards[kind].index(giver)] = taker
+                self._held[kind, giver] -= 1
+                self._held[kind, taker] += 1
+                self._loads[:, giver] -= self._sizes[kind][:, None]
+                self._loads[:, taker] += self._sizes[kind][:, None]
 
 
 def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
@@ -134,7 +271,7 @@ def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size
         for item in bucket:
             quotas[item.numel, item.work][owners[item.position]] += 1
             left[owners[item.position]] += item.numel
-    dealt: dict[int, int] = {}
+    spread: dict[int, int] = {}
     for bucket in buckets:
         by_size: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         for item in bucket:
@@ -153,8 +290,8 @@ def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size
                 quota[ranks] -= 1
                 left[ranks] -= size[0]
                 held[ranks] += equal[0].span
-                dealt.update((equal.popleft().position, rank) for rank in ranks.tolist())
-    return min(owners, dealt, key=lambda candidate: _longest_shards(buckets, candidate))
+                spread.update((equal.popleft().position, rank) for rank in ranks.tolist())
+    return min(owners, spread, key=lambda candidate: _longest_shards(buckets, candidate))
 
 
 def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -> int:

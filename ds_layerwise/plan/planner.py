@@ -41,8 +41,9 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         bucket_numel: a bucket closes once it holds this many elements, so it may be one large parameter, or a row of
             equal ones; see :mod:`.plan.rows`.
         policy: ``balanced`` balances the whole model, with shards of any length and no padding but that of aligned
-            starts; ``lpt`` and ``size_matching`` make the shards of each bucket equal. None matters to parameters
-            that are cut by element.
+            starts; ``lpt`` and ``size_matching`` make the shards of each bucket equal, as Megatron-LM's layer-wise
+            optimizer did in #4771 and in #4509, and ``lpt`` makes buckets larger where they would be mostly padding.
+            None matters to parameters that are cut by element.
         alignment: slots and shards start at multiples of this.
         links: what ways are chosen for where the policy is ``balanced``; :data:`.plan.links.NVLINK_IB` if None.
         reduction: how sums are made; see :mod:`.plan.ways`.
@@ -66,7 +67,8 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         elif policy == "size_matching":
             drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
         elif policy == "lpt":
-            drafts += [_equal_shards(bucket, holders, stream.wire) for bucket in cut_stream(items, bucket_numel)]
+            drafts += [_equal_shards(bucket, holders, stream.wire)
+                       for bucket in cut_stream(items, bucket_numel, holders)]
         else:
             owned[stream] = items
     drafts += _balance(owned, world_size, bucket_numel, row_limit(bucket_numel, sum(spec.numel for spec in specs)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.plan.cost import max_over_mean
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.prediction import Prediction
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.ways import WireTime
 from ds_layerwise.plan.wire import MAX_UNDER_WAY
 from ds_layerwise.recipes.recipe import Recipe
 
@@ -24,41 +27,52 @@ _WIDTH, _PLAN_WIDTH = 110, 160
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
                    optimizer: OptimizerConfig, *, groups: Sequence[Mapping[str, Any]] = (),
-                   without_effect: Sequence[str] = ()) -> str:
+                   without_effect: Sequence[str] = (), products: Mapping[Recipe, str] | None = None) -> str:
     """Plain text for a log, without colours.
 
     Args:
         forecast: for exactly these ``specs``.
         groups: the parameter groups, with what the next step uses; without any, one as ``optimizer`` says.
         without_effect: keys of the config that are accepted, but change nothing.
+        products: what recipes multiply matrices in, where a device is there to say.
     """
-    return _rendered(*_head(routes, specs, optimizer, groups, without_effect), _costs(forecast), *_hint(forecast))
+    return _rendered(*_head(routes, specs, optimizer, groups, without_effect, products or {}), _costs(forecast),
+                     *_hint(forecast))
 
 
 def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecasts: Sequence[Forecast],
-               optimizer: OptimizerConfig, *, without_effect: Sequence[str] = ()) -> str:
-    """The start-up table for several numbers of ranks, one row each. For one it is :func:`start_up_table` itself."""
+               optimizer: OptimizerConfig, *, without_effect: Sequence[str] = (),
+               predictions: Sequence[Prediction] = ()) -> str:
+    """The start-up table for several numbers of ranks, one row each. For one it is :func:`start_up_table` itself.
+
+    Args:
+        predictions: what each of ``forecasts`` takes, told below; nothing if empty.
+    """
     if len(forecasts) == 1:
-        return start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect)
-    table = Table(title="memory of the fullest rank in MiB; sent by the mean rank in MiB", title_justify="left")
+        told = _predicted(forecasts, predictions)
+        return "\n".join([start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect),
+                          *([_rendered(*told, width=_PLAN_WIDTH)] if told else [])])
+    table = Table(title="memory of the fullest rank, and what the busiest rank sends, in MiB (M) and GiB (G)",
+                  title_justify="left")
     for header in ("ranks", "layout", "buckets", "NS max/mean", "total", "params", "grads", "masters", "states",
-                   "host", "under way", "at start", "padding", "sent"):
+                   "host", "under way", "in a step", "at start", "padding", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast in forecasts:
         held = forecast.memory[forecast.fullest]
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
                       f"{forecast.report.work_max_over_mean:.3f}",
-                      *(_mib(n) for n in (held.total, held.params, held.grads, held.masters, held.states, held.host)),
-                      _mib(max(traffic.total for traffic in forecast.traffic)), _mib(max(forecast.start_up)),
-                      f"{100 * forecast.report.padding_fraction:.3f} %",
-                      _mib(sum(forecast.reduce_bytes(d) + forecast.gather_bytes(d) for d in forecast.layout.dtypes)))
+                      *(_short(n) for n in (held.total, held.params, held.grads, held.masters, held.states, held.host)),
+                      _short(max(traffic.total for traffic in forecast.traffic)), _short(max(forecast.workspace)),
+                      _short(max(forecast.start_up)),
+                      f"{100 * forecast.report.padding_fraction:.3f} %", _short(forecast.busiest_bytes()))
     what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
             "gradients in one backward pass and parameters in a step")
-    return _rendered(*_head(routes, specs, optimizer, (), without_effect), table, f"sent: {what}", width=_PLAN_WIDTH)
+    return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}",
+                     *_predicted(forecasts, predictions), width=_PLAN_WIDTH)
 
 
-def as_json(forecast: Forecast) -> dict[str, Any]:
-    """The same numbers for a program: bytes, elements and FLOPs, memory of every rank."""
+def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
+    """The same numbers for a program: bytes, elements and FLOPs, memory of every rank; seconds where predicted."""
     report, layout = forecast.report, forecast.layout
     return {
         "ranks": layout.world_size, "layout": layout.policy, "digest": layout.digest(), "stage": forecast.stage,
@@ -66,14 +80,67 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "newton_schulz_flops": list(report.work), "newton_schulz_max_over_mean": report.work_max_over_mean,
         "owned_matrix_elements": list(report.whole_numel), "fullest_rank": forecast.fullest,
         "memory_bytes": [{**asdict(held), "total": held.total} for held in forecast.memory],
-        "start_up_bytes": list(forecast.start_up),
+        "start_up_bytes": list(forecast.start_up), "step_bytes": list(forecast.workspace),
         "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
         "dtypes": {dtype: {
             "gradients_accumulate_in": forecast.stored_as[dtype], "gradients_travel_in": forecast.wire_as(dtype),
             "sent_bytes": {"gradients": forecast.reduce_bytes(dtype), "parameters": forecast.gather_bytes(dtype)},
         } for dtype in layout.dtypes},
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
+        "sent_by_busiest_bytes": forecast.busiest_bytes(),
+        **({"predicted": _prediction_json(prediction)} if prediction else {}),
     }
+
+
+def _prediction_json(prediction: Prediction) -> dict[str, Any]:
+    def seconds(wire: WireTime) -> dict[str, float]:
+        return {"reduce": (wire.reduce + wire.sums) / 1e9, "after_last_gradient": wire.tail / 1e9,
+                "gather": (wire.params + wire.gather) / 1e9}
+
+    return {
+        "links": prediction.links.model_dump(), "reduction": prediction.reduction, "ways": dict(prediction.ways),
+        "seconds": {**seconds(prediction.wire), "update": prediction.update / 1e9, "all": prediction.total / 1e9},
+        "best_bucket_elements": prediction.best.bucket_numel,
+        "bucket_sizes": [{"elements": size.bucket_numel, "buckets": size.num_buckets, "seconds": seconds(size.wire)}
+                         for size in prediction.sizes],
+    }
+
+
+def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> list[Table | str]:
+    """What a step takes, and with which bucket sizes it would take what."""
+    if not predictions:
+        return []
+    links, reduction = predictions[0].links, predictions[0].reduction
+    table = Table(title=f"predicted a step, {reduction} sums", title_justify="left")
+    for header in ("ranks", "bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather", "all", ""):
+        table.add_column(header, justify="right", no_wrap=True)
+    for forecast, prediction in zip(forecasts, predictions, strict=True):
+        own = next(size for size in prediction.sizes if size.wire is prediction.wire)
+        for size in prediction.sizes:
+            ways = ", ".join(f"{count} {way}" for way, count in prediction.ways.items()) if size is own else ""
+            wire, is_best = size.wire, size is prediction.best
+            table.add_row(str(forecast.layout.world_size), _count(size.bucket_numel), str(size.num_buckets), ways,
+                          _time(wire.reduce + wire.sums), _time(wire.tail), _time(prediction.update),
+                          _time(wire.params + wire.gather), _time(wire.total + prediction.update),
+                          " and ".join(["this plan"] * (size is own) + ["best"] * is_best))
+    every = "" if forecasts[0].stage == 1 else " once in each backward pass at stage 2,"
+    return [table, f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; collectives "
+            f"one after another, at {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node} ranks and "
+            f"{links.rails} x {links.between_gb_s:g} GB/s between them; update: Newton-Schulz of the busiest rank at "
+            f"{links.tflops:g} TFLOP/s"]
+
+
+def _time(nanoseconds: float) -> str:
+    return (f"{nanoseconds / 1e9:,.2f} s" if nanoseconds >= 1e9 else f"{nanoseconds / 1e6:.1f} ms"
+            if nanoseconds >= 1e6 else f"{nanoseconds / 1e3:.1f} us")
+
+
+def _count(number: int) -> str:
+    for factor, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            # A config may say a size that no float holds.
+            return f"{Decimal(number) / factor:.4g} {letter}"
+    return str(number)
 
 
 def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
@@ -84,8 +151,12 @@ def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.1f}"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _short(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} G" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} M"
 
 
 def _hint(forecast: Forecast) -> list[str]:
@@ -96,7 +167,8 @@ def _hint(forecast: Forecast) -> list[str]:
 
 
 def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig,
-          groups: Sequence[Mapping[str, Any]], without_effect: Sequence[str]) -> list[Table | str]:
+          groups: Sequence[Mapping[str, Any]], without_effect: Sequence[str],
+          products: Mapping[Recipe, str]) -> list[Table | str]:
     """What trains which parameters, with which rates."""
     groups = groups or [{key: getattr(chosen, key) for key in (
         "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}]
@@ -110,6 +182,7 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
         return _span(values)
 
     lines = [f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
+             f"{f', matrix products in {products[recipe]}' if recipe in products else ''}"
              for recipe in _recipes(routes, specs)]
     told = [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
     return [_parameters(routes, specs, chosen, groups), "; ".join(lines), *told]
@@ -167,22 +240,23 @@ def _costs(forecast: Forecast) -> Table:
                   f"{report.work_max_over_mean:.3f} x the mean")
     table.add_row("owned matrices", f"{max(report.whole_numel):,} elements on the fullest rank, "
                   f"{report.whole_max_over_mean:.3f} x the mean")
-    table.add_row("memory of the fullest rank", f"{_mib(held.total)} MiB, "
+    table.add_row("memory of the fullest rank", f"{_size(held.total)}, "
                   f"{max_over_mean([rank.total for rank in forecast.memory]):.3f} x the mean: parameters "
-                  f"{_mib(held.params)}, gradients {_mib(held.grads)}, masters {_mib(held.masters)}, states "
-                  f"{_mib(held.states)}")
+                  f"{_size(held.params)}, gradients {_size(held.grads)}, masters {_size(held.masters)}, states "
+                  f"{_size(held.states)}")
     if any(rank.host for rank in forecast.memory):
-        table.add_row("on the host", f"{_mib(max(rank.host for rank in forecast.memory))} MiB more of masters and "
-                      f"states on the fullest rank; a step takes {_mib(max(rank.staging for rank in forecast.memory))} "
-                      "MiB of its device to work on them (less with a smaller reduce_bucket_size)")
-    table.add_row("beside it, at most", f"{_mib(max(traffic.total for traffic in forecast.traffic))} MiB for buckets "
+        host, staging = (max(getattr(rank, key) for rank in forecast.memory) for key in ("host", "staging"))
+        table.add_row("on the host", f"{_size(host)} more of masters and states on the fullest rank; a step takes "
+                      f"{_size(staging)} of its device to work on them (less with a smaller reduce_bucket_size)")
+    table.add_row("beside it, at most", f"{_size(max(traffic.total for traffic in forecast.traffic))} for buckets "
                   f"under way, {MAX_UNDER_WAY} at a time")
-    table.add_row("at start, at most", f"{_mib(max(forecast.start_up))} MiB, while parameters move into their buffer")
+    table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that the update of a bucket works in")
+    table.add_row("at start, at most", f"{_size(max(forecast.start_up))}, while parameters move into their buffer")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype in layout.dtypes:
         reduced, gathered = forecast.reduce_bytes(dtype), forecast.gather_bytes(dtype)
-        sent = f"{_mib(reduced + gathered)} MiB a step" if forecast.stage == 1 else \
-            f"{_mib(reduced)} MiB a backward pass and {_mib(gathered)} MiB a step"
+        sent = f"{_size(reduced + gathered)} a step" if forecast.stage == 1 else \
+            f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
         table.add_row(f"{dtype} parameters", f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
-                      f"{forecast.wire_as(dtype)}; a rank sends {sent}")
+                      f"{forecast.wire_as(dtype)}; the mean rank sends {sent}")
     return table

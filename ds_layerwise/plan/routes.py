@@ -41,6 +41,8 @@ class Route:
     lr_scale: float = 1.0
     is_cut: bool = False
     """Whether tensor-parallel peers have other parts of the parameter, and not copies."""
+    by_user: bool = False
+    """Whether the user chose its recipe, and not a rule."""
     sent_away: bool = False
     """Whether the user sent something with two axes or more to the scalar optimizer, and not a rule."""
     tp_axis: Axis | None = None
@@ -84,22 +86,40 @@ def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[i
     return tuple(n * size if axis is not None and i == len(shape) + axis else n for i, n in enumerate(shape))
 
 
-def overrides_by_name(names: Collection[str], overrides: Sequence[Override], *,
-                      elsewhere: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+def overrides_by_name(names: Collection[str], overrides: Sequence[Override], *, elsewhere: Collection[str] = (),
+                      experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, dict[str, Any]]:
     """For each of ``names``, the keys that overrides set for it.
 
     Args:
         elsewhere: more names that an override may be for.
+        experts: by name, what the experts are called that go by it on one rank or another, counted over all ranks;
+            overrides are for those names, so that they mean the same experts however many ranks share them.
 
     Raises:
-        RoutingError: an override that is not optional matches no name, or one contradicts another.
+        RoutingError: an override that is not optional matches no name, one contradicts another, or they are for some of
+            the experts that go by one name.
     """
+    called = {name: (experts or {}).get(name, (name,)) for name in names}
+    known = {each for own in called.values() for each in own}.union(elsewhere)
     for index, override in enumerate(overrides):
-        if not override.optional and not any(fnmatchcase(name, override.name) for name in (*names, *elsewhere)):
+        if not override.optional and not any(fnmatchcase(name, override.name) for name in known):
             raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
                                "the pattern misspelled? With \"optional\": true it may match none")
-    return {name: _merge(name, [(i, o) for i, o in enumerate(overrides) if fnmatchcase(name, o.name)])
-            for name in names}
+    return {name: _alike({each: _merge(each, [(i, o) for i, o in enumerate(overrides) if fnmatchcase(each, o.name)])
+                          for each in own}) for name, own in called.items()}
+
+
+def _alike(merged: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What is set for all of ``merged``, experts that go by one name."""
+    (first, wanted), *others = merged.items()
+    for name, mine in others:
+        for key in wanted.keys() | mine.keys():
+            if wanted.get(key) != mine.get(key):
+                one, other = (first, name) if key in wanted else (name, first)
+                raise RoutingError(f"{one}: layerwise.overrides sets {key} to {merged[one][key]!r}, and for {other} to "
+                                   f"{merged[other].get(key, 'nothing')!r}; the two are experts that go by one name, "
+                                   "on different ranks, and are trained alike: give both the same")
+    return wanted
 
 
 def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, Any]:
@@ -141,9 +161,10 @@ def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
     if settings:
         recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
     if recipe.takes_rate_of_adamw != route.recipe.takes_rate_of_adamw and "lr_scale" not in changes:
-        raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a rate "
-                           "of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', Muon's with "
-                           "every other; give the entry lr_scale, too, which multiplies the rate that it has")
+        raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a "
+                           "learning rate of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', "
+                           "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it "
+                           "has")
     return replace(route, recipe=recipe, **own)
 
 
@@ -183,12 +204,13 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
 
 
 def require_a_matrix(routes: Collection[Route]) -> None:
-    """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away.
+    """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away, or chose for all.
 
     Raises:
         RoutingError: no route goes to the matrix optimizer, by the rules alone.
     """
-    if not any(route.whole or route.sent_away for route in routes):
+    chosen = bool(routes) and all(route.by_user for route in routes)
+    if not (chosen or any(route.whole or route.sent_away for route in routes)):
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
                            f"{_reasons(routes)}; use a plain optimizer, or route some with "
                            "layerwise.overrides or param.use_muon = True")

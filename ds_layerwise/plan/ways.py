@@ -8,9 +8,9 @@ Note: the three ways, and what they cost
 
 Note: how sums are made
     ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what an all-to-all
-    brings, in float32 and in rank order; where nodes have several ranks, inside each node first, and then the float32
-    sums between the ranks with the same place in their nodes. Then parameters return by two all-gathers, the same
-    steps backwards; where shards are ragged, by an all-to-all. One reduction follows the other, as on one stream.
+    brings, in float32 and in rank order; where nodes have several ranks, inside each node first, and then the sums of
+    nodes between the ranks with the same place in each, on their way in the dtype that gradients travel in. However
+    sums are made, parameters return by the backend's all-gathers. One reduction follows the other, as on one stream.
 """
 
 from __future__ import annotations
@@ -112,12 +112,13 @@ def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reducti
     return group.ring(nbytes)
 
 
-def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int = SUM_BYTES) -> Levels:
+def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None) -> Levels:
     """The same with equal shards or cuts, added up in rank order: first inside nodes, then between them.
 
     Args:
-        sum_bytes: of what a node has added up, on its way to the others.
+        sum_bytes: of what a node has added up, on its way to the others; as the gradients travel if None.
     """
+    sum_bytes = wire_bytes if sum_bytes is None else sum_bytes
     if not group.has_levels:
         took = group.all_to_all(numel * wire_bytes * (group.size - 1) / group.size) + group.added_up(
             numel * wire_bytes, numel / group.size * SUM_BYTES)
@@ -130,15 +131,15 @@ def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int = S
         + outer.added_up(part * sum_bytes, part / outer.size * SUM_BYTES))
 
 
-def gather_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reduction) -> int:
+def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
     """From updated parameters at the owners, or in cuts, to all ranks, of a bucket of ``numel`` elements."""
     nbytes = numel * load.param_bytes
     if way == "ragged":
-        if reduction == "native":
+        if not group.links.on_host:
             return _ragged_ring(load, load.param_bytes, group)
         most = max(load.longest * (group.size - 1), numel) * load.param_bytes
         return group.all_to_all(most, nbytes * (group.size - 1) / group.size)
-    return group.ring(nbytes) if reduction == "native" else sum(gather_levels(nbytes, group))
+    return sum(gather_levels(nbytes, group)) if group.links.on_host else group.ring(nbytes)
 
 
 def gather_levels(nbytes: float, group: Group) -> Levels:
@@ -195,7 +196,7 @@ def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, align
         if ways[index] == "even":
             continue
         group, numel = group_of(load.holders, links, load.ep_size), padded_for_cuts(load.numel, load.holders, alignment)
-        straight, cut = (reduce_ns(load, way, n, group, reduction) + gather_ns(load, way, n, group, reduction)
+        straight, cut = (reduce_ns(load, way, n, group, reduction) + gather_ns(load, way, n, group)
                          for way, n in ((ways[index], load.numel), (cuts, numel)))
         moved = load.numel / load.holders * (load.holders - 1) / load.holders
         part = sum(group.all_to_all(moved * each) - group.all_to_all(0) for each in (SUM_BYTES, load.param_bytes))
@@ -242,7 +243,7 @@ def wire_time(loads: Sequence[Load], ways: Sequence[Way], links: Links, reductio
         group = group_of(load.holders, links, load.ep_size)
         last = reduce_ns(load, way, load.numel, group, reduction)
         reduce += last
-        gather += gather_ns(load, way, load.numel, group, reduction)
+        gather += gather_ns(load, way, load.numel, group)
         if way == "cuts":
             in_cuts[load.ep_size].append(load)
     moved = [exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()]

@@ -124,7 +124,7 @@ class Owned:
             route = self._routes[piece.name]
             alone = piece.name if route.whole and not self._batch_matrices else None
             same = replace(route, name="", reason="", matrix_shape=None, transposed=False, is_cut=False,
-                           sent_away=False)
+                           by_user=False, sent_away=False)
             sets.setdefault((same, alone), []).append(piece.name)
         return [UpdateSet(self._rules[names[0]], self._routes[names[0]], tuple(names)) for names in sets.values()]
 

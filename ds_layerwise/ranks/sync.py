@@ -273,7 +273,7 @@ class EagerGradSync(BucketOrder):
             StepError: there was no backward pass; or a gradient came too late.
         """
         if self._exchange.rounds:
-            # Also on a rank that has lost its gradients, or has finished when another could not: the others count on it.
+            # Also on a rank that has lost its gradients, or has finished where another could not: others count on it.
             self._exchange_sums(aside=aside)
         super().finish(aside=aside)
         if self._finished or aside:

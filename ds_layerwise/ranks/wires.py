@@ -5,8 +5,8 @@ Note: two ways to add up
     travels and in an order of its own. ``ordered`` sends every rank all summands of its cut, and the rank adds them in
     float32, in rank order, so that the sum depends neither on the size of a bucket nor on the backend. Where several
     nodes have several ranks each it goes in two levels: first between the ranks of a node, then the sums of nodes, in
-    the order of nodes, between the ranks in the same place on each. So a node sends no more than half of what it holds
-    to each other half of the nodes, as a hierarchical reduce-scatter does.
+    the order of nodes, between the ranks in the same place on each; they travel in the dtype of the gradients, too. So
+    a node sends what a hierarchical reduce-scatter does: of two nodes, half of the bucket.
 
 Note: where each of gloo's collectives is fast
     gloo's ``reduce_scatter_tensor`` moves as much as its all-reduce, twice as much as an all-to-all. Its all-gather is
@@ -107,9 +107,10 @@ class Wire:
         def between_nodes() -> Pending:
             sums = out.new_empty(num_nodes * cut)
             average(received.view(per_node, -1), sums, 1)
-            arrived = torch.empty_like(sums)
-            return Pending([comm.all_to_all(arrived, sums, group=self.across)],
-                           lambda: average(arrived.view(num_nodes, cut), out, divide_by), keep=sums)
+            rounded = _cast(sums, wire_dtype)
+            arrived = torch.empty_like(rounded)
+            return Pending([comm.all_to_all(arrived, rounded, group=self.across)],
+                           lambda: average(arrived.view(num_nodes, cut), out, divide_by), keep=rounded)
 
         return Pending([work], between_nodes, keep=sent, is_chained=True)
 

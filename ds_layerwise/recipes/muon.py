@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_layerwise.recipes.newton_schulz import NsMethod, newton_schulz_flops
+from ds_layerwise.recipes.newton_schulz import NsMethod, newton_schulz_flops, newton_schulz_workspace
 from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
 from ds_layerwise.recipes.settings import Positive
 
@@ -49,10 +49,8 @@ class Muon(Recipe):
         return newton_schulz_flops(rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch))
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """The direction, two matrices of its shape that the iteration goes between, and three of its small squares."""
-        *_, rows, cols = shape
-        numel, square = math.prod(shape), min(rows, cols) * math.prod(shape) // max(rows, cols)
-        return 4 * (3 * numel + 3 * square)
+        """Of the iteration, on as many matrices as go through it together."""
+        return newton_schulz_workspace(shape)
 
     @property
     def sees_tensor_shards(self) -> bool:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 from ds_layerwise.errors import LayoutError
 
 NsMethod = Literal["gram", "standard"]
+
+#: Largest sum of elements of matrices that go through the products together on an accelerator; one may be larger.
+MAX_BATCH_NUMEL = 64 * 2**20
+
+#: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. Where a matrix starts in
+#: memory changes the last bits of a product on a CPU; now every matrix of a batch starts like one that is alone.
+ALIGNMENT = 16
 
 
 def newton_schulz_flops(rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1) -> int:
@@ -39,3 +47,16 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
     every = 2 if bf16 or (fp16 and steps > 5) else 3
     starts = [0, *range(2, steps, every)]
     return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
+
+
+def newton_schulz_workspace(shape: tuple[int, ...]) -> int:
+    """Bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes at most, as many as go together.
+
+    The direction and what goes into the iteration, and beside them either the two matrices of that shape that it goes
+    between and two of its small squares, or one matrix and the four squares that ``gram`` goes between; all in float32,
+    of which half precision takes about two thirds. Without what tensor-parallel ranks gather.
+    """
+    *batch, rows, cols = shape
+    together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+    m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
+    return 4 * together * max(4 * m * n + 2 * m * m, 3 * m * n + 4 * m * m)

@@ -63,6 +63,16 @@ class Recipe(Section):
         """Bytes that an update of a parameter of ``shape`` takes at most, beside the parameter, gradient and states."""
         return 4 * math.prod(shape)
 
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
+                transposed: bool = False) -> str | None:
+        """Why it cannot update whole matrices of ``shape``, as an error says it after the parameter; None if it can.
+
+        Args:
+            cut_axis: the axis of them that tensor parallelism has cut; ``shape`` is that of all parts together.
+            transposed: whether they are of a linear layer that holds (inputs, outputs).
+        """
+        return None
+
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of all states of a parameter of ``shape`` that follow it to its device."""
         return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)

@@ -93,7 +93,8 @@ class _Home:
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
                      overrides: Sequence[Override] = (), per_head: bool = False, recipes: Recipes = Recipes(),
-                     tp_size: int = 1, elsewhere: Elsewhere | None = None) -> dict[str, Route]:
+                     tp_size: int = 1, elsewhere: Elsewhere | None = None,
+                     experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
@@ -102,11 +103,12 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     Args:
         recipes: what the run does with matrices, and with the rest.
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
+        experts: see :func:`.plan.routes.overrides_by_name`.
 
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
             gradients, an override matches nothing or contradicts another, no parameter at all goes to the matrix
-            optimizer though the user took none away, or it is not clear how a matrix is cut.
+            optimizer though the user neither took one away nor chose for all, or it is not clear how a matrix is cut.
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of: dict[str, int] = {}
@@ -119,7 +121,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     homes = _homes(model, elsewhere)
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
-    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else ())
+    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else (), experts=experts)
     routes: dict[str, Route] = {}
     for name, param in trained.items():
         if param.dtype not in _FLOATS:
@@ -162,7 +164,7 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
         recipe, reason = wanted
         shape = (_matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
                  ) if recipe.whole else None
-        return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
+        return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape, by_user=True,
                      sent_away=not recipe.whole and param.dim() > 1)
     table = _table_or_head(param, home)
     shape, reason = (None, table) if table else _matrix_shape(param, home)

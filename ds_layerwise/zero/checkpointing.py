@@ -38,6 +38,8 @@ from ds_layerwise.zero.load import Found, Load, check_names, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import Planned
+from ds_layerwise.zero.products import Products
+from ds_layerwise.zero.save import Save
 from ds_layerwise.zero.settings import Settings
 
 
@@ -57,6 +59,7 @@ class Checkpointing:
     grad_sync: GradSync | EagerGradSync
     param_sync: ParamSync
     scaling: LossScaling
+    products: Products
     offloading: Offloading
     progress: unfinished.Progress
     interrupted: Interrupted
@@ -68,6 +71,8 @@ class Checkpointing:
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
     load: Load | None = field(default=None, init=False)
     """During a load, what its second half takes over."""
+    save: Save | None = field(default=None, init=False)
+    """A save that goes on beside the training, until it is committed."""
     _point: unfinished.Point | None = field(default=None, init=False)
     """During a save, where in a step all ranks are."""
 
@@ -102,7 +107,7 @@ class Checkpointing:
             shapes={name: shape for name, shape in planned.saved_shapes.items()
                     if name not in planned.saved_elsewhere},
             rules=self.owned.rule_records(planned.recipes_elsewhere), dtypes=planned.layout.dtypes,
-            param_groups=resumed_groups.described(self.optimizer.param_groups),
+            fast_dtypes=self.products.fast, param_groups=resumed_groups.described(self.optimizer.param_groups),
             configured=resumed_groups.described(self.optimizer.configured))
 
     def state_dict(self, *, clip_grad: float) -> dict[str, Any]:
@@ -233,7 +238,8 @@ class Checkpointing:
         lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
                                          scheduler=engine.lr_scheduler, goes_on=goes_on)
         if comm.rank_of(None) == 0:
-            for line in lines:
+            recipes = dict.fromkeys(self.planned.routes[spec.name].recipe for spec in self.planned.specs)
+            for line in (*lines, *self.products.changes(recipes, header.fast_dtypes)):
                 announce(f"ds_layerwise: {line}")
         self.scaling.take_over(header.loss_scaler, is_half="float16" in self.planned.layout.dtypes
                                and "float16" in (header.dtypes or ()))

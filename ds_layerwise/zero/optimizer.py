@@ -34,6 +34,7 @@ from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import plan
+from ds_layerwise.zero.products import Products
 from ds_layerwise.zero.settings import Settings
 from ds_layerwise.zero.skipped import SkippedSteps
 from ds_layerwise.zero.state_access import StateAccess
@@ -70,6 +71,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         names = {param: name for name, param in self._params.items()}
         self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
         self._device = next(iter(self._params.values())).device
+        self._products = Products.agree({route.recipe for route in self.routes.values()}, self._device)
         # One rank may find no memory, on the device or, page-locked, on the host.
         with comm.Alike(None), ambient.set_aside(self._device):
             self._init_buffers(self._device)
@@ -90,9 +92,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         check_recipes({route.recipe for route in self.routes.values()}, device)
         on_host = hosting.pieces_on_host(layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs))
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
-        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads, rules_of(self.routes, peers),
-                            names=self._planned.names, batch_matrices=self.config.batch_matrices, on_host=on_host,
-                            pin_memory=s.pin_memory)
+        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
+                            rules_of(self.routes, peers, fast_dtypes=self._products.dtypes), names=self._planned.names,
+                            batch_matrices=self.config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory)
         for name, state in self._owned.states.items():
             self.optimizer.state[self._params[name]] = state
 
@@ -136,8 +138,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.checkpointing = Checkpointing(
             engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
             optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
-            scaling=self.scaling, offloading=self.offloading, progress=self.progress, interrupted=self.interrupted,
-            inside_pass=self._is_inside_pass, zero_grad=self.zero_grad)
+            scaling=self.scaling, products=self._products, offloading=self.offloading, progress=self.progress,
+            interrupted=self.interrupted, inside_pass=self._is_inside_pass, zero_grad=self.zero_grad)
 
     def _init_hooks(self, model: nn.Module, groups: comm.Groups) -> None:
         if self.config.overlap_param_gather:
@@ -349,14 +351,17 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         dtypes = self.layout.dtypes
         stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
         return Forecast.of(
-            self.layout, self.specs, stage=self.settings.stage,
+            self.layout, self.specs, self.routes, stage=self.settings.stage, tp_size=self.settings.num_parts,
+            reduction="native" if is_native(self.config.reduction, self._device) else "ordered",
             stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
             host_ratio=self.settings.host_ratio)
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
+        told = {recipe: self._products.told(recipe) for recipe in {route.recipe for route in self.routes.values()}}
         return start_up_table(self.routes, self.specs, self.forecast(), self.optimizer.config,
-                              groups=self.param_groups, without_effect=self.settings.without_effect)
+                              groups=self.param_groups, without_effect=self.settings.without_effect,
+                              products={recipe: text for recipe, text in told.items() if text is not None})
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""

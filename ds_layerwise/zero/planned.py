@@ -63,20 +63,19 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     where = nodes.node_of_each_rank()
     tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
     with comm.Alike(None):
+        ep_size = _ep_sizes(model, optimizer, settings)
+        names = expert_names(ep_size)
         routes = route_parameters(model, optimizer.param_groups, overrides=config.overrides,
                                   per_head=rules.per_head_muon, recipes=rules.recipes, tp_size=tp_size,
-                                  elsewhere=elsewhere)
+                                  elsewhere=elsewhere, experts=names)
         optimizer.require_chosen_rates(routes)
         trained = {name: param for name, param in model.named_parameters() if name in routes}
         specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
-                         routes, tp_size=tp_size,
-                         ep_size={name: settings.ep_size(name, getattr(param, "group_name"))
-                                   for name, param in trained.items() if is_moe_param(param)},
+                         routes, tp_size=tp_size, ep_size=ep_size,
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment,
                              **_sent(config, settings, where, next(iter(trained.values())).device))
-        names = expert_names({spec.name: spec.ep_size for spec in specs})
     recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings)
@@ -95,6 +94,13 @@ def _sent(config: LayerWiseConfig, settings: Settings, where: Sequence[int], dev
     per_node = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
     return {"links": links_of_run(config.links, on_host=device.type == "cpu", ranks_per_node=per_node),
             "reduction": "native" if is_native(config.reduction, device) else "ordered"}
+
+
+def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> dict[str, int]:
+    """By name, of the parameters that are trained, how many ranks in a row hold other experts under it."""
+    given = {param for group in optimizer.param_groups for param in group["params"]}
+    return {name: settings.ep_size(name, getattr(param, "group_name")) if is_moe_param(param) else 1
+            for name, param in model.named_parameters() if param.requires_grad and param.numel() and param in given}
 
 
 def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:

@@ -1,34 +1,36 @@
 """What layouts cost on links, as the model of them predicts: reduce and gather over ring reduce-scatter and all-gather.
 
-    python examples/benchmarks/links.py > examples/benchmarks/results/YYYY-MM_<hardware>_links.md
+    python examples/benchmarks/links.py > examples/benchmarks/results/YYYY-MM_calculated_links.md
 
-A calculation: it needs no network, no accelerator and no torch, and says nothing that was measured.
+A calculation: it needs no network, no accelerator and no torch, and nothing in it was measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_layerwise.plan.drafts import cut_stream
-from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.links import LINKS, Links, group_of
 from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.ways import (
-    Exchange,
     Levels,
     Load,
     Reduction,
+    WireTime,
     exchange,
     gather_levels,
+    gather_ns,
     itemsize,
     ordered_levels,
+    reduce_ns,
     wire_time,
 )
 
@@ -36,7 +38,6 @@ MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models
 NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
 RANKS = (8, 64, 512, 4096)
 BUCKET_NUMELS = (50_000_000, 500_000_000)
-WIRES = ("bfloat16", "float32")
 #: What reduce and gather may take, over ring reduce-scatter and all-gather.
 BARS: dict[Reduction, float] = {"native": 1.1, "ordered": 1.5}
 
@@ -51,3 +52,144 @@ def rings_ns(specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: L
     buckets = [sum(item.numel for item in bucket) for bucket in cut_stream(items, bucket_numel)]
     group = group_of(ranks, links, 1)
     return sum(group.ring(n * wire) for n in buckets), sum(group.ring(n * dtype) for n in buckets)
+
+
+def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> WireTime:
+    """What the collectives of ``layout`` take, one after another."""
+    return wire_time([Load.of_bucket(bucket, wire) for bucket in layout.buckets],
+                     [bucket.way for bucket in layout.buckets], links, reduction)
+
+
+def sums_sent_as(layout: Layout, wire: str, links: Links, sum_bytes: int) -> int:
+    """The exchange of sums, of ``sum_bytes`` each."""
+    return exchange((Load.of_bucket(bucket, wire) for bucket in layout.buckets if bucket.way == "cuts"),
+                    group_of(layout.world_size, links, 1), sum_bytes).sums
+
+
+def overlapped(layout: Layout, levels: Callable[[Bucket], tuple[int, int]]) -> int:
+    """All buckets where the first level of one runs beside the second level of the one before."""
+    first = second = 0
+    for bucket in layout.buckets:
+        one, other = levels(bucket)
+        first += one
+        second = max(first, second) + other
+    return second
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on so many ranks, with everything over rings."""
+
+    model: str
+    ranks: int
+    bucket_numel: int
+    rings_ms: tuple[float, float]
+    ways: tuple[str, str]
+    reduce: dict[str, float]
+    gather: dict[str, float]
+
+    def cells(self) -> list[str]:
+        """As the table shows it."""
+        return [self.model, f"{self.ranks:,}", f"{self.bucket_numel / 1e6:.0f} M",
+                *(f"{each:,.1f}" for each in self.rings_ms), self.ways[0],
+                *(f"{self.reduce[key]:.3f}" for key in ("native", "native, wire")), f"{self.gather['native']:.3f}",
+                self.ways[1], *(f"{self.reduce[key]:.2f}" for key in ("ordered", "beside", "beside, wire")),
+                *(f"{self.gather[key]:.2f}" for key in ("ordered", "beside"))]
+
+
+HEADER = ("model", "ranks", "bucket", "ring reduce, ms", "ring gather, ms", "native ways", "reduce", "reduce*",
+          "gather", "ordered ways", "reduce", "reduce†", "reduce†*", "gather", "gather†")
+
+
+def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links) -> Iterator[Row]:
+    """One row for each model, number of ranks and bucket size."""
+    for name in names:
+        specs = [replace(spec, wire=wire) for spec in load_model_specs(MODELS / f"{name}.yaml")]
+        for size in ranks:
+            for bucket_numel in BUCKET_NUMELS:
+                yield row(name, specs, size, bucket_numel, links)
+
+
+def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: Links) -> Row:
+    """One layout for native sums, one for ordered ones, and what both take."""
+    wire, wire_bytes = specs[0].wire, itemsize(specs[0].wire)
+    ring_reduce, ring_gather = rings_ns(specs, ranks, bucket_numel, links)
+    group = group_of(ranks, links, 1)
+    native, ordered = (plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
+                       for reduction in BARS)
+    by_native, by_ordered = predicted(native, wire, links, "native"), predicted(ordered, wire, links, "ordered")
+
+    def beside(sum_bytes: int) -> int:
+        def levels(bucket: Bucket) -> Levels:
+            if bucket.way == "ragged":
+                took = reduce_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group)
+                return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
+            return ordered_levels(bucket.numel, wire_bytes, group, sum_bytes)
+
+        return overlapped(ordered, levels) + sums_sent_as(ordered, wire, links, sum_bytes)
+
+    def back(bucket: Bucket) -> tuple[int, int]:
+        if bucket.way == "ragged":
+            took = gather_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group)
+            return (0, took) if group.nodes == 1 else (took, 0)
+        levels = gather_levels(bucket.numel * itemsize(bucket.dtype), group)
+        return levels.between, levels.inside
+
+    ways = tuple(" / ".join(str(count[way]) for way in ("even", "ragged", "cuts")) for count in (
+        Counter(bucket.way for bucket in layout.buckets if bucket.whole) for layout in (native, ordered)))
+    return Row(
+        name, ranks, bucket_numel, (ring_reduce / 1e6, ring_gather / 1e6), (ways[0], ways[1]),
+        {key: nanoseconds / ring_reduce for key, nanoseconds in {
+            "native": by_native.reduce + by_native.sums,
+            "native, wire": by_native.reduce + sums_sent_as(native, wire, links, wire_bytes),
+            "ordered": by_ordered.reduce + by_ordered.sums, "beside": beside(4), "beside, wire": beside(wire_bytes),
+        }.items()},
+        {key: nanoseconds / ring_gather for key, nanoseconds in {
+            "native": by_native.gather + by_native.params, "ordered": by_ordered.gather + by_ordered.params,
+            "beside": overlapped(ordered, back) + by_ordered.params}.items()})
+
+
+def worst(rows: Sequence[Row], key: str, kind: str) -> str:
+    """The largest of a column, and which rows are above its bar."""
+    bar = BARS["native" if key.startswith("native") else "ordered"]
+    by_value = sorted(((getattr(each, kind)[key], each) for each in rows), key=lambda pair: -pair[0])
+    above = [f"{each.model} x {each.ranks:,} ({each.bucket_numel / 1e6:.0f} M) {value:.2f}"
+             for value, each in by_value if value > bar]
+    return f"at most {by_value[0][0]:.3f}; {len(above)} of {len(rows)} above {bar}" + (
+        f": {', '.join(above[:6])}{', ...' if len(above) > 6 else ''}" if above else "")
+
+
+def main() -> None:
+    """Print a table for each set of links, and a summary for both dtypes on the wire."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    args = parser.parse_args()
+    described = subprocess.run(["git", "-C", str(MODELS), "rev-parse", "--short", "HEAD"], capture_output=True,
+                               text=True, check=False)
+    print("Layouts on links: predicted reduce and gather over ring reduce-scatter and all-gather. python "
+          f"examples/benchmarks/links.py\nCalculated, nothing measured; commit {described.stdout.strip() or 'none'}; "
+          "bfloat16 parameters; alignment 64; ways: buckets of matrices, even / ragged / cuts.")
+    print("""
+ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and gather: over these.
+reduce*: sums go on in the dtype of the wire instead of float32. †: the two levels of a reduction, or gather, on two
+streams, so that one bucket is inside its node while the one before is between nodes; without it one after another.
+""")
+    summary = []
+    for name, links in LINKS.items():
+        for wire in ("bfloat16", "float32"):
+            rows = list(measure(args.models, args.ranks, wire, links))
+            summary += [f"| {name} | {wire} | {key} | {kind} | {worst(rows, key, kind)} |" for kind, keys in (
+                ("reduce", ("native", "native, wire", "ordered", "beside", "beside, wire")),
+                ("gather", ("native", "ordered", "beside"))) for key in keys]
+            if wire == "bfloat16":
+                print(f"{name}: {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node}, {links.rails} x "
+                      f"{links.between_gb_s:g} GB/s between them; gradients travel in {wire}\n")
+                print("| " + " | ".join(HEADER) + " |\n|---|" + "---:|" * (len(HEADER) - 1))
+                print("\n".join("| " + " | ".join(each.cells()) + " |" for each in rows) + "\n")
+    print("Over the bars (native 1.1, ordered 1.5); 'wire' is *, 'beside' is †:\n\n| links | wire | sums | what | "
+          "result |\n|---|---|---|---|---|\n" + "\n".join(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -159,7 +159,7 @@ def measure(job: Job, watched: Any) -> None:
     run = RunConfig.from_ds_config(job.ds_config())
     routes = route_model([ModelParam(p.name, p.shape, "matrix" if optimizer.routes[p.name].whole else "scalar")
                           for p in params])
-    plan = forecast(specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes), run, job.ranks)
+    plan = forecast(specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes), routes, run, job.ranks)
     if plan.layout.digest() != optimizer.layout.digest():
         raise RuntimeError("the plan is for another layout than the engine's")
     held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]

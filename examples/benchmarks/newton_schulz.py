@@ -1,10 +1,15 @@
-"""What does a batch buy, what does ``gram`` buy, and what does bf16 buy? Newton-Schulz on this CPU, five simple steps.
+"""What do a batch, ``gram``, bf16 and symmetry buy? Newton-Schulz on this CPU, five simple steps.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/newton_schulz.py
+    OMP_NUM_THREADS=1 python examples/benchmarks/newton_schulz.py --symmetry
 
 All ways to compute one shape take turns, so that a disturbance of the machine hits all of them. CPU time of this
-thread, not wall-clock; medians. A CPU without bf16 matrix units emulates bf16, so there only the smallest shape is
-measured in it.
+thread, not wall-clock; medians, with ``--symmetry`` minima. A CPU that is slower in bf16 than in fp32 emulates it, so
+there only the smallest shape is measured in it.
+
+``--symmetry`` compares the rate of whole iterations, all passes around them included, with the machine's own: FLOPs of
+the plain iteration a second, over those of a plain product of two squares of the smaller side. More than 1 is what
+half-computed symmetric products make possible. ``--device cuda`` is for whoever has one; the clock is wall-clock there.
 """
 
 from __future__ import annotations
@@ -18,11 +23,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
-from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
+from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.orthogonalize import symmetric
+from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.recipes.newton_schulz import gram_segments
 
 STEPS = 5
 SHAPES = [(8, 128, 128), (8, 256, 256), (8, 256, 1024), (4, 512, 512), (4, 512, 2048)]
+SYMMETRIC_SHAPES = [(128, 128), (256, 1024), (512, 512), (512, 2048), (2048, 512), (768, 768), (768, 3072),
+                    (1024, 1024), (2048, 2048)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS = ("standard", "gram")
 
@@ -38,7 +47,7 @@ def one_by_one(matrices: Tensor, method: str, dtype: torch.dtype) -> None:
         newton_schulz(matrix, coefficients("simple", STEPS), method=method, dtype=dtype)
 
 
-def thread_ms(work: Callable[[], None]) -> float:
+def thread_ms(work: Callable[[], object]) -> float:
     """Milliseconds of CPU time of this thread."""
     start = time.thread_time()
     work()
@@ -46,17 +55,18 @@ def thread_ms(work: Callable[[], None]) -> float:
 
 
 def gflop(shape: tuple[int, int, int], method: str, dtype: str) -> float:
-    """Work of the batch; ``gram`` restarts twice in bf16, where the cost model counts one restart."""
-    batch, m, n = shape
-    if method == "gram" and dtype == "bf16" and m != n:
-        return batch * (12 * m * m * n + 22 * m**3) / 1e9
-    return newton_schulz_flops(m, n, steps=STEPS, method=method, batch=batch) / 1e9
+    """Work of the batch, as the iteration is written: symmetric products in full, and the restarts of its dtype."""
+    batch, m, n = shape[0], min(shape[1:]), max(shape[1:])
+    if method == "standard" or m == n:
+        return batch * STEPS * (4 * m * m * n + 2 * m**3) / 1e9
+    segments = len(gram_segments(STEPS, bf16=dtype == "bf16"))
+    return batch * (segments * 4 * m * m * n + (4 * STEPS - 3 * segments) * 2 * m**3) / 1e9
 
 
 def rows_of(shape: tuple[int, int, int], repetitions: int) -> list[str]:
     """The table's rows for one shape."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    native = compute_dtype("auto", "standard", matrices.device) == torch.bfloat16
+    native = torch.bfloat16 in fast_dtypes(matrices.device)
     dtypes = list(DTYPES) if native or shape == SHAPES[0] else ["fp32"]
     work = {(method, dtype, batched): partial(together if batched else one_by_one, matrices, method, DTYPES[dtype])
             for method in METHODS for dtype in dtypes for batched in (False, True)}
@@ -78,17 +88,74 @@ def rows_of(shape: tuple[int, int, int], repetitions: int) -> list[str]:
     return rows
 
 
+def in_turns(work: dict[str, Callable[[], object]], repetitions: int, device: torch.device) -> dict[str, float]:
+    """Least milliseconds of each: on a machine that is shared, what the others do to the caches is in the rest."""
+    def once(run: Callable[[], object]) -> float:
+        if device.type == "cpu":
+            return thread_ms(run)
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize(device)
+        return 1000 * (time.perf_counter() - start)
+
+    times: dict[str, list[float]] = {way: [] for way in work}
+    for run in work.values():
+        run()
+    for _ in range(repetitions):
+        for way, run in work.items():
+            times[way].append(once(run))
+    return {way: min(values) for way, values in times.items()}
+
+
+def symmetry_row(shape: tuple[int, int], dtype: str, repetitions: int, device: torch.device) -> str:
+    """The second table's row for one shape and dtype."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, side, kind = torch.randn(1, *shape, generator=generator).to(device), min(shape), DTYPES[dtype]
+    square = torch.randn(side, side, generator=generator).to(device, kind)
+    strips = symmetric.num_strips(side, kind, device)
+
+    def in_full(method: str) -> None:
+        symmetric.num_strips, rule = lambda side, dtype, device: 1, symmetric.num_strips
+        try:
+            together(matrix, method, kind)
+        finally:
+            symmetric.num_strips = rule
+
+    ms = in_turns({"own": partial(torch.mm, square, square),
+                   **{method: partial(together, matrix, method, kind) for method in METHODS},
+                   **{f"{method} in full": partial(in_full, method) for method in METHODS}}, repetitions, device)
+    own = 2 * side**3 / 1e6 / ms["own"]
+    cells = []
+    for method in METHODS:
+        rate = gflop((1, *shape), method, dtype) / ms[method] * 1000
+        cells.append(f"{ms[method]:8.1f} | {ms[method] / ms[f'{method} in full']:7.2f} | {rate / own:8.2f} |")
+    return f"| {'x'.join(map(str, shape)):>9} | {dtype} | {strips} | {own:4.0f} | {' '.join(cells)}"
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
-    repetitions = parser.parse_args().repetitions
+    parser.add_argument("--symmetry", action="store_true", help="the rate over that of the machine's own product")
+    parser.add_argument("--device", default="cpu", help="of --symmetry")
+    options = parser.parse_args()
     torch.set_num_threads(1)  # the clock sees one thread
+    if options.symmetry:
+        device = torch.device(options.device)
+        print("| m x n | dtype | strips | own GFLOP/s | standard ms | over in full | rate/own | gram ms | over in full "
+              "| rate/own |")
+        print("|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+        for dtype, kind in DTYPES.items():
+            if kind == torch.float32 or kind in fast_dtypes(device):
+                for shape in SYMMETRIC_SHAPES:
+                    print(symmetry_row(shape, dtype, options.repetitions, device), flush=True)
+        return
     print("| batch x m x n | method | dtype | GFLOP | single ms | batched ms | single/batched | GFLOP/s | "
           "standard/this | fp32/this |")
     print("|---:|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for shape in SHAPES:
-        print("\n".join(rows_of(shape, repetitions)), flush=True)
+        print("\n".join(rows_of(shape, options.repetitions)), flush=True)
 
 
 if __name__ == "__main__":

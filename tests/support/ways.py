@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from ds_layerwise.plan.layout import Bucket, Layout
+from ds_layerwise.zero import planned
 
 
 def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
@@ -21,3 +24,9 @@ def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
         buckets.append(made)
         ends[bucket.dtype] = made.stop
     return replace(layout, buckets=tuple(buckets))
+
+
+def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True) -> None:
+    """Let every engine from here on have its whole buckets, or ``only`` some of them, in cuts."""
+    made = planned.plan_layout
+    monkeypatch.setattr(planned, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))

@@ -1,11 +1,14 @@
 """The two sections: defaults of stock Muon, bounds, suggestions, and keys elsewhere that cannot be honoured."""
 
+import json
 from collections import UserList
+from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours
+from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours, json_schema, schema_model
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.ds_config import refuse_unsupported
 from ds_layerwise.plan.run_config import RunConfig
@@ -203,3 +206,66 @@ def test_switches_of_numpy_are_switches(yes):
 @pytest.mark.parametrize("ratio, host_ratio", [({}, 1.0), ({"ratio": "auto"}, 1.0), ({"ratio": 0.25}, 0.25)])
 def test_how_much_is_offloaded(ratio, host_ratio):
     assert run_config(zero={"offload_optimizer": {"device": "cpu", **ratio}}).host_ratio == host_ratio
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+
+
+def fits_the_schema(text):
+    try:
+        schema_model().model_validate_json(text)
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_schema_takes_our_configs_and_no_other(path):
+    text = path.read_text()
+    assert fits_the_schema(text) is is_ours(json.loads(text)["optimizer"]["type"])
+    assert len(CONFIGS) > 10
+
+
+def test_the_schema_takes_auto_where_a_trainer_fills_it_in():
+    def taken(key):
+        return fits_the_schema(json.dumps({"optimizer": {"type": "LayerWiseMuon", "params": {key: "auto"}}}))
+
+    keys = json_schema()["$defs"]["params"]["properties"]
+    assert {key for key in keys if taken(key)} == {"lr", "betas", "eps", "weight_decay", "ns_dtype", "ns_coefficients"}
+    assert keys["lr"]["anyOf"] == [{"exclusiveMinimum": 0, "type": "number"}, {"const": "auto", "type": "string"}]
+    assert keys["muon_lr"]["minimum"] == 0
+
+
+@pytest.mark.parametrize("section", [{"params": params} for params in (
+    {"lr": 0, "muon_lr": 0.02}, {"lr": 1e-3, "muon_lr": 0}, {"lr": -1, "muon_lr": 1}, {"adam_lr": 0},
+    {"betas": [0.9, 1]}, {"betas": [0.9]}, {"betas": [0, 0.5]}, {"eps": -1}, {"eps": 0}, {"weight_decay": None},
+    {"ns_steps": 0}, {"ns_steps": 2.0}, {"ns_coefficients": "quintic"}, {"ns_coefficients": []},
+    {"ns_coefficients": [[1, 2, 3]]}, {"ns_coefficients": [[1, 2]]}, {"scale_mode": "spectral"}, {"scale_mode": "x"},
+    {"nesterov": 1}, {"torch_adam": False}, {"foreach": True}, {"adam_w_mode": False}, {"momentun": 0.9},
+    {"scalar_optimizer": "lion"}, {"scalar_optimizer": "muon"}, {"muon_tp_mode": "blockwise"})] + [
+    {"params": {}, "legacy_fusion": False}, {"params": {}, "legacy_fusion": True}, {"parms": {}}])
+def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
+    section = {"type": "LayerWise", **section}
+    try:
+        OptimizerConfig.from_section(section)
+        taken = True
+    except ConfigError:
+        taken = False
+    assert fits_the_schema(json.dumps({"optimizer": section, "train_batch_size": "auto"})) is taken
+
+
+@pytest.mark.parametrize("section", [
+    {}, {"layout": "lpt"}, {"layout": None}, {"alignment": 0}, {"max_skipped_steps": None}, {"max_skipped_steps": 0},
+    {"rename": {"a.*": "b.*"}}, {"rename": {"a": 3}}, {"rename": []}, {"layuot": "lpt"}, {"overrides": {}}, *(
+        {"overrides": [{"name": "*", **entry}]} for entry in (
+            {"weight_decay": None}, {"weight_decay": 0}, {"lr_scale": -1}, {"num_heads": 0}, {"num_heads": None},
+            {"optimizer": "scalar"}, {"optimizer": "sgd"}, {"optimizer": "soap"}, {"optimizer": None},
+            {"ns_steps": 3}, {"ns_steps": None}, {"betas": [0.5, 0.5]}, {"momentum": "auto"}, {"settings": []},
+            {"lr_scale": 1, "optional": True}, {"lr_scale": 1, "name": ""}))])
+def test_the_schema_takes_of_layerwise_what_training_takes(section):
+    try:
+        LayerWiseConfig.from_section(section)
+        taken = True
+    except ConfigError:
+        taken = False
+    assert fits_the_schema(json.dumps({"layerwise": section})) is taken

@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import deepspeed
@@ -27,10 +29,11 @@ from ds_layerwise.engine.contract import CONTRACT, Name
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.engine.wraps import WRAPS
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.zero import takeover
 from tests.contract_releases import ROOT, walk
 from tests.support.rooms import rooms
 
-pytestmark = rooms("contract", "lookup", "register")
+pytestmark = rooms("contract", "lookup", "register", "patches")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}
@@ -306,6 +309,118 @@ class TestASecondCall:
                     "DeepSpeedEngine.zero_use_cpu_optimizer"}
                 assert "undo that" in way_out
         register()
+
+
+class TestSeveralAtOnce:
+
+    def test_threads_that_register_at_once_wrap_once(self, unregistered, monkeypatch):
+        before, wrapped, barrier, errors = snapshot(), patches._wrapped, threading.Barrier(4), []
+
+        def slowly(*args, **kwargs):
+            # Others get to run between the look at what is wrapped and the wrapping.
+            time.sleep(0.002)
+            return wrapped(*args, **kwargs)
+
+        monkeypatch.setattr(patches, "_wrapped", slowly)
+
+        def call():
+            try:
+                barrier.wait()
+                register()
+            except BaseException as error:  # a thread's own would be lost
+                errors.append(error)
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert not hasattr(DeepSpeedEngine.zero_grad.__wrapped__, "__wrapped__")
+        assert config_module.DEEPSPEED_OPTIMIZERS.count("layerwise") == 1
+        unregister()
+        assert not changed(before, snapshot())
+
+    def test_one_that_unregisters_waits_for_one_that_registers(self, unregistered, monkeypatch):
+        before, wrapped, under_way = snapshot(), patches._wrapped, threading.Event()
+
+        def slowly(*args, **kwargs):
+            under_way.set()
+            time.sleep(0.002)
+            return wrapped(*args, **kwargs)
+
+        monkeypatch.setattr(patches, "_wrapped", slowly)
+        thread = threading.Thread(target=register)
+        thread.start()
+        assert under_way.wait(60)
+        unregister()
+        thread.join()
+        assert not patches.is_registered() and not changed(before, snapshot())
+
+    @pytest.mark.parametrize("change", [register, unregister])
+    def test_an_engine_that_is_collected_meanwhile_waits(self, unregistered, monkeypatch, change):
+        """The last engine of all goes while what it needs is looked at."""
+        class Engine:
+            module = torch.nn.Linear(2, 2)
+
+        before = snapshot()
+        register()
+        engine = Engine()
+        patches.engines.add(engine)
+        takeover.take(engine.module.parameters(), engine)
+        engines = [engine]
+        del engine
+        unregister()
+        assert patches._patches and all(patch.for_life for patch in patches._patches.values())
+        if change is unregister:
+            register()
+        room, name = (patches._Patch, "now") if change is register else (patches, "is_trained")
+        original = getattr(room, name)
+
+        def look(it):
+            seen = original(it)
+            if engines:
+                takeover.release(Engine.module.parameters())
+                engines.clear()
+            return seen
+
+        monkeypatch.setattr(room, name, look)
+        change()
+        assert not engines and patches.is_registered() is (change is register)
+        assert bool(changed(before, snapshot())) is (change is register)
+        unregister()
+        assert not changed(before, snapshot())
+
+    @pytest.mark.may_skip("accelerate is not installed")
+    @pytest.mark.parametrize("first", ["accelerate", "ds_layerwise"])
+    def test_whoever_is_imported_first(self, first):
+        pytest.importorskip("accelerate")
+        names = ["accelerate.utils.deepspeed", "ds_layerwise"]
+        code = f"""if True:
+            from importlib import import_module
+            import sys
+            for name in {names if first == "accelerate" else names[::-1]}:
+                import_module(name)
+                if name == "ds_layerwise":
+                    import ds_layerwise
+                    ds_layerwise.register()
+            from deepspeed.runtime import config
+            from deepspeed.runtime.engine import DeepSpeedEngine
+            from ds_layerwise.engine.wraps import WRAPS
+            from ds_layerwise.engine import contract
+            for key in WRAPS:
+                wrapped = getattr(*contract.resolve(key))
+                # What others hold by name is what is called.
+                held = [f"{{name}}.{{attribute}}" for name, module in list(sys.modules.items())
+                        if name.split(".")[0] in ("deepspeed", "accelerate") and module is not None
+                        for attribute, value in list(vars(module).items()) if value is wrapped.__wrapped__]
+                defined = f"{{wrapped.__wrapped__.__module__}}.{{key}}"
+                assert not set(held) - {{defined}}, held
+            ds_layerwise.unregister()
+            assert not hasattr(DeepSpeedEngine.zero_grad, "__wrapped__")
+        """
+        result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 class TestWhatWasRenamed:

@@ -120,7 +120,7 @@ def test_experts_in_cuts_send_on_among_the_ranks_that_hold_the_same_ones():
     assert (wire.reduce, wire.forward, wire.gather) == ((4,) * 6, (4,) * 3 + (0,) * 3, (4,) * 3 + (8,) * 3)
 
 
-def test_what_is_received_in_cuts_does_not_grow_with_the_ranks():
+def test_what_is_received_does_not_grow_with_the_ranks():
     def most(size, way):
         own = (0,) * (size - 1) + (1024,)
         bucket = Bucket(0, "bfloat16", True, 0, own, (Slot("a", 0, 1000),), way=way)

@@ -6,6 +6,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers import devices
 from ds_layerwise.optimizers.registry import rule_of
 from tests.support.rooms import rooms
 
@@ -44,3 +45,38 @@ def test_other_accelerators_say_what_they_have(monkeypatch):
 @pytest.mark.parametrize("ns_dtype", ["bf16", "fp16", "fp32", "auto"])
 def test_a_cpu_has_all(ns_dtype):
     rule(ns_dtype).check(torch.device("cpu"))
+
+
+CPU = torch.device("cpu")
+
+
+def test_fast_is_what_noise_does_not_reach(monkeypatch):
+    for speed, fast in ((0.06, False), (1.1, False), (1.29, False), (1.3, True), (4.0, True)):
+        monkeypatch.setattr(devices, "speed_over_float32", lambda dtype, device, speed=speed: speed)
+        assert devices.fast_dtypes(CPU) == (frozenset({torch.bfloat16}) if fast else frozenset())
+
+
+@pytest.mark.parametrize("device, capability, candidates", [
+    ("cpu", None, {torch.bfloat16}), ("xpu", None, set()), ("meta", None, set()),
+    ("cuda", (7, 0), {torch.float16}), ("cuda", (9, 0), {torch.float16, torch.bfloat16})])
+def test_only_what_a_device_has_is_measured(device, capability, candidates, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    asked = set()
+    monkeypatch.setattr(devices, "speed_over_float32", lambda dtype, device: asked.add(dtype) or 0.0)
+    devices.fast_dtypes(torch.device(device))
+    assert asked == candidates
+
+
+def test_a_process_measures_once():
+    assert 0 < devices.speed_over_float32(torch.bfloat16, CPU) == devices.speed_over_float32(torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("method, fast, taken", [
+    ("gram", (torch.float16, torch.bfloat16), torch.float16), ("gram", (torch.bfloat16,), torch.bfloat16),
+    ("standard", (torch.float16, torch.bfloat16), torch.bfloat16), ("standard", (torch.float16,), torch.float32),
+    ("gram", (), torch.float32)])
+def test_auto_takes_the_first_that_is_exact_enough(method, fast, taken):
+    assert rule("auto", ns_method=method).on_device(frozenset(fast)).products_in == taken
+    assert rule("fp32", ns_method=method).on_device(frozenset(fast)).products_in == torch.float32
+    # It diverges in half precision.
+    assert rule("auto", ns_coefficients="cans").on_device(frozenset(fast)).products_in == torch.float32

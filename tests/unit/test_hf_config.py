@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from ds_layerwise.plan.forecast import forecast, specs_of
+from ds_layerwise.plan.prediction import predict
 from ds_layerwise.plan.report import as_json, plan_table
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.routing.rules import route_parameters
@@ -52,10 +53,11 @@ def test_it_is_the_plan_of_the_model_itself(cls, hf_config, from_folder, argumen
     model, parsed = cls(hf_config), RunConfig.from_ds_config(CONFIG)
     routes = route_parameters(model, [{"params": list(model.parameters())}])
     specs = specs_of(((name, tuple(p.shape), "bfloat16") for name, p in model.named_parameters()), routes)
-    expected = forecast(specs, parsed, 2)
+    expected = forecast(specs, routes, parsed, 2)
     code, out, err = run(*command, "--json")
-    assert (code, err) == (0, "") and json.loads(out) == [as_json(expected)]
-    assert run(*command)[1] == plan_table(routes, specs, [expected], parsed.optimizer) + "\n"
+    predicted = predict(expected, specs, parsed)
+    assert (code, err) == (0, "") and json.loads(out) == [as_json(expected, predicted)]
+    assert run(*command)[1] == plan_table(routes, specs, [expected], parsed.optimizer, predictions=[predicted]) + "\n"
 
 
 def test_a_trainers_buckets_are_of_the_square_of_the_hidden_size(arguments):

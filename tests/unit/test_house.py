@@ -36,9 +36,10 @@ FLOORS = (
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes wire",
-             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file report"),
+             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
+             "report"),
     "routing": ("tensor_marks", "heads", "rules"),
-    "orthogonalize": ("batching newton_schulz", "tensor_shards"),
+    "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise muon", "registry"),
@@ -46,8 +47,9 @@ INSIDE = {
               "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups settings skipped state_access "
-             "takeover", "engine_protocol planned unfinished", "before_update load", "checkpointing", "optimizer"),
+    "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
+             "state_access takeover", "engine_protocol planned products unfinished", "before_update load",
+             "checkpointing", "optimizer"),
     "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
 }
 

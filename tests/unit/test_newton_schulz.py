@@ -163,14 +163,30 @@ def test_the_input_is_left_alone(shape, dtype):
 
 def test_batches_are_of_equal_shape_and_bounded():
     shapes = [(2, 3), (3, 2), (2, 3), (4, 2, 3), (2, 3), (3, 2)]
-    assert batches(shapes) == [[0, 2, 3, 4], [1, 5]]
-    assert batches(shapes, max_numel=12) == [[0, 2], [3], [4], [1, 5]]
+    assert batches(shapes) == [[(0, 0, 1), (2, 0, 1), (3, 0, 4), (4, 0, 1)], [(1, 0, 1), (5, 0, 1)]]
+    assert batches(shapes, max_numel=12) == [
+        [(0, 0, 1), (2, 0, 1)], [(3, 0, 2)], [(3, 2, 4)], [(4, 0, 1)], [(1, 0, 1), (5, 0, 1)]]
+    assert batches(shapes, max_numel=5) == [
+        [(0, 0, 1)], [(2, 0, 1)], *([(3, i, i + 1)] for i in range(4)), [(4, 0, 1)], [(1, 0, 1)], [(5, 0, 1)]]
     assert batches([]) == []
 
 
-def test_unstack_undoes_stack():
-    matrices = [torch.randn(2, 3), torch.randn(4, 2, 3), torch.randn(2, 3)]
-    stacked = stack(matrices)
-    assert stacked.shape == (6, 2, 3)
-    for part, matrix in zip(unstack(stacked, matrices), matrices, strict=True):
-        assert torch.equal(part, matrix)
+def test_stacked_experts_are_cut_into_batches():
+    # gpt-oss-120b's, which an owner has whole: four of 128 fit.
+    groups = batches([(128, 2880, 5760)])
+    assert len(groups) == 32 and all(stop - start == 4 for ((_, start, stop),) in groups)
+    assert sorted(i for ((_, start, stop),) in groups for i in range(start, stop)) == list(range(128))
+
+
+@pytest.mark.parametrize("max_numel", [1, 10**6, 20])
+def test_unstack_undoes_stack(max_numel):
+    tensors = [torch.randn(2, 3), torch.randn(4, 2, 3), torch.randn(2, 3)]
+    copies = [torch.zeros_like(tensor) for tensor in tensors]
+    for group in batches([tensor.shape for tensor in tensors], max_numel):
+        into = [some.of(copies) for some in group]
+        stacked = stack([some.of(tensors) for some in group])
+        assert stacked.numel() <= max(max_numel, 6) and stacked.shape[1:] == (2, 3)
+        for part, place in zip(unstack(stacked, into), into, strict=True):
+            place.copy_(part)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(tensor, copy)

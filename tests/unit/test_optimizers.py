@@ -17,6 +17,7 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.elementwise import AdamW
+from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
 pytestmark = rooms("muon", "elementwise", "registry", "param_groups", "rule")
@@ -282,3 +283,20 @@ class TestParamGroups:
         optimizer.mark_step()
         with pytest.raises(StepError, match="call engine.step"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (72, 100), (6, 64, 256)])
+def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method):
+    params, grads = torch.randn(shape, device="meta"), torch.randn(shape, device="meta")
+    rule = muon(ns_method=method)
+    state = rule.init_state(params)
+    with LiveMemory([params, grads, *state.values()]) as memory:
+        held = memory.now()
+        rule.update_([params], [grads], [state], HYPER)
+    assert 0.75 < (memory.peak - held) / recipes.Muon(ns_method=method).workspace(shape) <= 1
+
+
+def test_stacked_experts_take_what_a_batch_of_them_takes():
+    # gpt-oss-120b's, of which four go together; all at once they took 34 GB.
+    assert 1.2e9 < recipes.Muon().workspace((128, 2880, 5760)) == recipes.Muon().workspace((4, 2880, 5760)) < 1.5e9

@@ -78,20 +78,76 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     assert plan["gradients_sent_every"] == "step"
 
 
+def cells(out, columns):
+    """The rows of the table in ``out`` that has so many columns."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines()
+            if line.count("│") == columns + 1]
+
+
+def test_seconds_are_predicted_for_links_nodes_and_sums(files, tmp_path):
+    def predicted(*more):
+        plan, = json.loads(run(*files(config(), "4", "--json", *more))[1])
+        return plan["predicted"]
+
+    file = tmp_path / "mine.json"
+    mine = {"inside_gb_s": 100.0, "between_gb_s": 1.0, "inside_us": 1.0, "between_us": 9.0, "ranks_per_node": 2,
+            "rails": 1, "peer_us": 0.5, "memory_gb_s": 1e3, "tflops": 0.001}
+    file.write_text(json.dumps(mine))
+    told = predicted("--links", file)
+    assert told["links"] == mine and told["reduction"] == "ordered"
+    # Newton-Schulz of one matrix of 16 x 64 a rank: 172,032 FLOPs
+    assert told["seconds"]["update"] == round((4 * 2 * 16 * 16 * 64 + 14 * 2 * 16**3) / 1e9 * 1e9) / 1e9
+    one_node = predicted("--links", file, "--ranks_per_node", "4")
+    assert one_node["links"] == {**mine, "ranks_per_node": 4}
+    assert one_node["seconds"]["reduce"] < told["seconds"]["reduce"]
+    assert predicted("--links", file, "--reduction", "native")["reduction"] == "native"
+    assert predicted()["links"]["between_gb_s"] == 50 and predicted("--links", "pcie-ethernet")["links"][
+        "between_gb_s"] == 25
+    assert_refused("links must be one of nvlink-ib, pcie-ethernet or a file, got 'ib'",
+                   *files(config(), "4", "--links", "ib"))
+
+
+def test_bucket_sizes_are_compared_below_the_plan(files):
+    out = run(*files(config(), "2,4"))[1]
+    plans = json.loads(run(*files(config(), "2,4", "--json"))[1])
+    rows = iter(cells(out, 10))
+    for ranks, plan in zip("24", plans, strict=True):
+        told = plan["predicted"]
+        for size in told["bucket_sizes"]:
+            row = next(rows)
+            is_own, is_best = size["elements"] == 2048, size["elements"] == told["best_bucket_elements"]
+            assert row[:3] == [ranks, {2048: "2.048 k", 10**8: "100 M", 25 * 10**7: "250 M", 5 * 10**8: "500 M",
+                                       10**9: "1 G"}[size["elements"]], str(size["buckets"])]
+            assert row[3] == (", ".join(f"{n} {way}" for way, n in told["ways"].items()) if is_own else "")
+            seconds = [size["seconds"][key] for key in ("reduce", "after_last_gradient")] + [
+                told["seconds"]["update"], size["seconds"]["gather"]]
+            assert row[4:8] == [f"{1e6 * each:.1f} us" for each in seconds]
+            assert row[9] == " and ".join(["this plan"] * is_own + ["best"] * is_best)
+    assert next(rows, None) is None
+    assert "450 GB/s inside nodes of 8 ranks and 8 x 50 GB/s" in out and "at 400 TFLOP/s" in out
+
+
 def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4"))
     plans = json.loads(run(*files(given, "1,2,4", "--json"))[1])
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if line.count("│") == 15]
+    rows = cells(out, 15)
+
+    def short(num_bytes):
+        return f"{num_bytes / 2**20:.1f} M"
+
     assert code == 0 and [row[0] for row in rows] == ["1", "2", "4"]
     for row, plan in zip(rows, plans, strict=True):
         assert row[1:4] == [plan["digest"], str(plan["buckets"]), f"{plan['newton_schulz_max_over_mean']:.3f}"]
         held = plan["memory_bytes"][plan["fullest_rank"]]
+        # Shards are even here, and no rank sends more than the mean one.
         sent = sum(plan["dtypes"]["bfloat16"]["sent_bytes"].values())
+        assert sent == plan["sent_by_busiest_bytes"]
         assert row[4:] == [
-            *(f"{held[key] / 2**20:.1f}" for key in ("total", "params", "grads", "masters", "states", "host")),
-            f"{max(rank['total'] for rank in plan['under_way_bytes']) / 2**20:.1f}",
-            f"{max(plan['start_up_bytes']) / 2**20:.1f}", "0.000 %", f"{sent / 2**20:.1f}"]
+            *(short(held[key]) for key in ("total", "params", "grads", "masters", "states", "host")),
+            short(max(rank["total"] for rank in plan["under_way_bytes"])), short(max(plan["step_bytes"])),
+            short(max(plan["start_up_bytes"])),
+            "0.000 %", short(sent)]
     assert "gradients in one backward pass and parameters in a step" in out
 
 
@@ -107,6 +163,48 @@ def test_overrides_move_parameters(files):
     assert "layerwise.overrides, 4 heads" in out
 
 
+EXPERTS = """
+model: experts
+numel: 9728
+params:
+  - {name: router, shape: [8, 64], optimizer: matrix}
+  - block: {layer: [0, 2], expert: [0, 4]}
+    params:
+      - {name: "{layer}.experts.{expert}.up", shape: [16, 64], optimizer: matrix}
+      - {name: "{layer}.experts.{expert}.bias", shape: [64], optimizer: scalar}
+  - {name: shared_experts.up, shape: [8, 64], optimizer: matrix}
+"""
+
+
+def test_ranks_share_the_experts_of_a_layer(files):
+    arguments = files(config(), "4", "--ep_size", "2", "--json", "--list")
+    arguments[2].write_text(EXPERTS)
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    plan, = json.loads(out)
+    # Of four experts a layer a rank has two. Either of them is owned by two ranks, 0 and 1 or 2 and 3, and each of the
+    # dense matrices by one.
+    assert [p["name"] for p in plan["parameters"]] == ["router", *(
+        f"{layer}.experts.{expert}.{what}" for layer in (0, 1) for expert in (0, 1) for what in ("up", "bias")),
+        "shared_experts.up"]
+    assert plan["elements"] == 2 * 512 + 4 * (1024 + 64)
+    assert sorted(plan["owned_matrix_elements"]) == [2048, 2048, 2560, 2560]
+
+
+@pytest.mark.parametrize("change, ep_size, message", [
+    (("", ""), "3", "ep_size is 3, and there are 4 experts in 0.experts, which 3 ranks cannot share evenly"),
+    ((".experts.", ".mlps."), "2", "ep_size is 2, and no parameter of the model is an expert with a number in its"),
+    (("name: shared_experts.up", "name: 1.experts.2.down"), "2",
+     "ep_size is 2, and 1.experts has experts of different shapes: number 2 {'up': (16, 64), 'bias': (64,), 'down': "
+     "(8, 64)}, number 0 {'up': (16, 64), 'bias': (64,)}"),
+    (("", ""), "4", "0.experts.0.up has ep_size 4, which 2 ranks cannot share evenly"),
+])
+def test_experts_that_cannot_be_shared_are_refused(change, ep_size, message, files):
+    arguments = files(config(), "2", "--ep_size", ep_size)
+    arguments[2].write_text(EXPERTS.replace(*change))
+    assert_refused(message, *arguments)
+
+
 def test_everything_may_be_sent_to_the_scalar_optimizer(files):
     given = config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]})
     plan, = json.loads(run(*files(given, "2", "--json"))[1])
@@ -116,6 +214,13 @@ def test_everything_may_be_sent_to_the_scalar_optimizer(files):
     model = files(given)[2]
     model.write_text("model: tables\nnumel: 12\nparams:\n  - {name: embed, shape: [4, 3], optimizer: scalar}\n")
     assert_refused("no parameter goes to the matrix optimizer, of 1 trainable ones: 1 x model file", *files(config()))
+
+
+def test_a_model_without_matrices_is_planned_where_an_override_chose_for_all(files):
+    arguments = files(config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "2", "--json")
+    arguments[2].write_text("model: m\nnumel: 4\nparams: [{name: w, shape: [4], optimizer: scalar}]")
+    plan, = json.loads(run(*arguments)[1])
+    assert plan["owned_matrix_elements"] == [0, 0] and plan["elements"] == 4
 
 
 def test_every_parameter_is_listed(files):

@@ -140,6 +140,17 @@ def test_a_model_without_matrices_is_refused_also_where_a_vector_was_sent_away()
             route(nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8)), overrides=overrides)
 
 
+@pytest.mark.parametrize("how", ["override", "parameters", "group"])
+def test_a_model_without_matrices_trains_where_the_user_chose_for_all(how):
+    model = nn.LayerNorm(8)
+    if how == "parameters":
+        for param in model.parameters():
+            param.use_muon = False
+    routes = route(model, [{"params": list(model.parameters()), **({"use_muon": False} if how == "group" else {})}],
+                   overrides=[Override(name="*", optimizer="scalar")] if how == "override" else ())
+    assert kinds(routes) == {"weight": "scalar", "bias": "scalar"}
+
+
 def test_marking_a_vector_as_a_matrix_is_an_error():
     model = Model()
     model.norm.weight.use_muon = True

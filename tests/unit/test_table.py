@@ -1,11 +1,13 @@
 """The start-up table: which rates train what, what is decayed, and what changes nothing."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.report import plan_table, start_up_table
 from ds_layerwise.plan.routes import Route
@@ -14,7 +16,7 @@ from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from tests.support.rooms import rooms
 
-pytestmark = rooms("report", "listing")
+pytestmark = rooms("report", "listing", "forecast")
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {
@@ -33,7 +35,7 @@ def table(params, groups=(), **changes):
     matrix, scalar = run.optimizer.recipes
     routes = {name: replace(route, recipe=matrix if route.whole else scalar) for name, route in ROUTES.items()}
     specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
-    return start_up_table(routes, specs, forecast(specs, run, 2), run.optimizer, groups=groups,
+    return start_up_table(routes, specs, forecast(specs, routes, run, 2), run.optimizer, groups=groups,
                           without_effect=run.without_effect)
 
 
@@ -80,7 +82,28 @@ def test_a_plan_says_the_same():
     routes = {name: Route(name=name, recipe=route.recipe, reason=route.reason, group=0,
                           matrix_shape=route.matrix_shape) for name, route in ROUTES.items()}
     specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
-    one, other = (plan_table(routes, specs, [forecast(specs, run, n) for n in ranks], run.optimizer,
+    one, other = (plan_table(routes, specs, [forecast(specs, routes, run, n) for n in ranks], run.optimizer,
                              without_effect=run.without_effect) for ranks in ([2], [2, 4]))
     assert rows(one) == rows(other) == {"up": ["0.05", "0.1"], "table": ["0.001", "0.1"], "bias": ["0.001", "0.1"]}
     assert "without effect here: round_robin_gradients" in one and "without effect here: round_robin" in other
+
+
+class Square(Muon):
+    """It has no use for other matrices, for parts of rows, and for columns."""
+
+    def refusal(self, shape, *, cut_axis=None, transposed=False):
+        said = f"of {shape} in all, axis {cut_axis}{', transposed' * transposed}"
+        return f"is no square ({said})" if shape[-1] != shape[-2] else None
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({}, r"w \(8, 4\) is no square \(of \(8, 4\) in all, axis None\)"),
+    ({"tp_axis": -2, "is_cut": True}, r"of \(16, 4\) in all, axis -2\)"),
+    ({"tp_axis": -1, "is_cut": True}, None),
+    ({"matrix_shape": (2, 4, 4)}, None),
+    ({"transposed": True}, r"of \(8, 4\) in all, axis None, transposed\)"),
+])
+def test_a_recipe_may_refuse_a_shape(changes, said):
+    route = Route(name="w", recipe=Square(), reason="", group=0, matrix_shape=(8, 4))
+    with pytest.raises(RoutingError, match=said) if said else nullcontext():
+        assert specs_of([("w", (8, 4), "float32")], {"w": replace(route, **changes)}, tp_size=2)[0].work > 0

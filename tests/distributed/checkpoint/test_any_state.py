@@ -53,8 +53,13 @@ class Rule:
 
     of = classmethod(lambda cls, recipe: cls(recipe))
 
+    products_in = None
+
     def check(self, device):
         pass
+
+    def on_device(self, fast_dtypes):
+        return self
 
     def init_state(self, param):
         state = zeros(self.recipe.states(tuple(param.shape)), param)

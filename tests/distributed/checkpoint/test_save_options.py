@@ -5,6 +5,7 @@ import os
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_layerwise.checkpoint import aside
@@ -15,7 +16,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, start_adamw, train_engine, weights
 
-pytestmark = rooms("saving", "loading")
+pytestmark = rooms("saving", "save", "loading")
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 8}}
 
@@ -269,6 +270,29 @@ class TestDeepSpeedsWriters(DistributedTest):
         other.load_checkpoint(tmp_path, tag="global_step2")
         assert_equal_states(states(other), expected)
         Manifest.read(tmp_path / "global_step3").check(tmp_path / "global_step3")
+
+    def test_an_engine_that_another_has_succeeded_ends_its_save(self, tmp_path, monkeypatch):
+        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        module = Net()
+        old = start(module, ds_config(checkpoint={"writer": {"type": "PYTHON", "decoupled": True,
+                                                             "data_parallel": "replica"}}))
+        train_engine(old, 1)
+        old.save_checkpoint(tmp_path)
+        new = start(module, ds_config())
+        train_engine(new, 1)
+        assert not (tmp_path / "latest").exists()
+        old.destroy()
+        assert (tmp_path / "latest").read_text() == "global_step1" and folders(tmp_path) == ["global_step1"]
+
+    def test_an_engine_whose_construction_failed_can_be_destroyed(self):
+        start_adamw(Net())
+        unfinished, done = DeepSpeedEngine.__new__(DeepSpeedEngine), []
+        torch.nn.Module.__init__(unfinished)
+        unfinished._release_deepcompile_compiled_backward_state = lambda: done.append(True)
+        unfinished._release_deepcompile_dynamo_config = unfinished.is_deepcompile_active = lambda: False
+        unfinished.destroy()
+        assert done
 
     def test_an_engine_of_stock_saves_as_it_did(self, tmp_path):
         stock = start_adamw(Net())

@@ -60,8 +60,10 @@ class TestAgainstTheEngine(DistributedTest):
             assert (code, err) == (0, ""), case
             plan, = json.loads(out)
             assert plan["digest"] == engine.optimizer.layout.digest(), case
+            # What a step takes on some links is no engine's business.
+            assert plan.pop("predicted")["reduction"] == "ordered"
             assert plan == as_json(engine.optimizer.forecast()), case
-            costs = run(*arguments)[1].partition("layout ")[2]
+            costs = run(*arguments)[1].partition("layout ")[2].partition("predicted a step")[0]
             assert costs.strip() == engine.optimizer.describe().partition("layout ")[2].strip(), case
             engine.destroy()
 

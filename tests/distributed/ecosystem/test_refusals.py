@@ -110,6 +110,16 @@ class TestBadModels(DistributedTest):
         with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer"):
             initialize(model(nn.LayerNorm(8)))
 
+    def test_no_matrix_where_an_override_chose_for_all(self):
+        # DeepSpeed's own test_boundary_microbatch_grad_is_reduced has such a model.
+        module = nn.LayerNorm(8, elementwise_affine=True, bias=False)
+        given = {**config(), "layerwise": {"overrides": [{"name": "*", "optimizer": "scalar"}]}}
+        engine = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=given)[0]
+        before = module.weight.detach().clone()
+        engine.backward(engine(torch.arange(8.0)).square().sum())
+        engine.step()
+        assert not torch.equal(module.weight.detach(), before)
+
     def test_a_parameter_that_is_no_float(self):
         module = model()
         module.phase = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, RoutingError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.costs import memory_bytes
@@ -54,6 +54,37 @@ def global_name(name, ep_rank, ep_size):
     if match is None:
         return name
     return f"{match[1]}{ep_rank * (NUM_EXPERTS // ep_size) + int(match[2])}{match[3]}"
+
+
+class TestOverrides(DistributedTest):
+    world_size = 2
+    FIRST = "layers.0.deepspeed_moe.experts.deepspeed_experts"
+
+    def run(self, ep_size, *overrides):
+        engine = start(part_of(whole_model(), ep_size), ds_config(layerwise={"overrides": list(overrides)}))
+        names = {saved: name for name, saved in names_of(engine.module, ep_size).items()}
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, {saved: engine.optimizer.routes[name].lr_scale
+                                          for saved, name in names.items()})
+        return {name: scale for routes in everyone for name, scale in routes.items()}
+
+    def test_the_same_experts_whoever_has_them(self):
+        overrides = [{"name": f"{self.FIRST}.{expert}.*", "lr_scale": scale}
+                     for expert, scale in ((1, 0.5), (3, 0.5), (0, 2.0), (2, 2.0))]
+        expected = self.run(1, *overrides)
+        assert {scale for name, scale in expected.items() if name.startswith(f"{self.FIRST}.3.")} == {0.5}
+        assert self.run(2, *overrides) == expected
+
+    @pytest.mark.parametrize("entry", [0, 3])
+    def test_experts_that_go_by_one_name_must_be_alike(self, entry):
+        other = (entry + 2) % 4
+        with pytest.raises(RoutingError, match=rf"experts.{entry}\.0\..*: .* sets lr_scale to 0.5, and for .*"
+                                                f"experts.{other}.* to 'nothing'.*give both the same"):
+            self.run(2, {"name": f"{self.FIRST}.{entry}.*", "lr_scale": 0.5})
+
+    def test_all_of_a_layer(self):
+        assert self.run(2, {"name": "layers.0.*", "lr_scale": 0.5}) == self.run(1, {"name": "layers.0.*",
+                                                                                   "lr_scale": 0.5})
 
 
 def names_of(module, ep_size):

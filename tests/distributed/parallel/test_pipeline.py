@@ -296,6 +296,25 @@ class TestRouting(DistributedTest):
         assert found[0] == found[1]
         assert {name for name, route in found[0].items() if route[0].whole} == {"1.weight", "2.weight"}
 
+    def test_overrides_are_for_the_names_of_the_whole_model(self):
+        overrides = [{"name": "1.qkv.weight", "num_heads": 3, "momentum": 0.5}, {"name": "2.up.*", "lr_scale": 0.5},
+                     {"name": "tied_modules.embed.*", "betas": [0.5, 0.75]}, {"name": "2.down.weight",
+                                                                             "optimizer": "lion"}]
+        found = []
+        for stages in (1, 2):
+            engine = start(pipeline(stages), config(layerwise={"overrides": overrides}))
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, {name: (route.described(), route.matrix_shape)
+                                              for name, route in engine.optimizer.routes.items()})
+            found.append({name: route for routes in everyone for name, route in routes.items()})
+            held = engine.optimizer.forecast().memory[dist.get_rank(engine.optimizer.settings.group)]
+            assert held.states == sum(value.nbytes for state in internals.states(engine).values()
+                                      for key, value in state.items() if key != "step")
+            engine.destroy()
+        whole, staged = found
+        assert staged == whole
+        assert staged["1.qkv.weight"][1] == (3, 16, 16) and "lion" in staged["2.down.weight"][0]
+
     def test_no_matrix_and_no_match_in_any_stage(self):
         norms = [LayerSpec(nn.LayerNorm, 8), LayerSpec(nn.LayerNorm, 8)]
         with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer, of 4 trainable ones"):

@@ -29,6 +29,36 @@ def part_of(whole, name, mpu):
     return whole if dim is None else part(whole, dim, mpu)
 
 
+OVERRIDES = [
+    {"name": "square_rows.weight", "momentum": 0.5, "extra_scale_factor": 2.0},
+    {"name": "square_cols.weight", "muon_tp_mode": "distributed", "nesterov": False},
+    {"name": "tall_rows.weight", "num_heads": 4}, {"name": "flat_rows.*", "lr_scale": 0.5},
+    {"name": "flat_cols.weight", "ns_steps": 3}, {"name": "tall_cols.weight", "optimizer": "lion"},
+    {"name": "narrow_rows.weight", "optimizer": "scalar", "betas": [0.5, 0.75]},
+    {"name": "copied.weight", "scale_mode": "spectral"},
+]
+
+
+class TestOverrides(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_they_are_for_the_matrices_of_the_whole_model(self, stage):
+        mpu, found = Mpu(2), []
+        for module, group in ((Net(mpu), mpu), (Net(), Mpu(1))):
+            engine = start(module, ds_config(stage=stage, layerwise={"overrides": OVERRIDES}), mpu=group)
+            for step in range(STEPS):
+                engine.backward(engine(batch(step, 0, 0)))
+                engine.step()
+            found.append({name: safe_get_full_fp32_param(param).clone()
+                          for name, param in engine.module.named_parameters()})
+            engine.destroy()
+        parts, whole = found
+        for name, value in parts.items():
+            torch.testing.assert_close(value, part_of(whole[name], name, mpu), rtol=2e-4, atol=2e-5,
+                                       msg=lambda text: f"{name}: {text}")
+
+
 class TestAgainstTheWholeModel(DistributedTest):
     world_size = [2, 4]
     thorough_on = (2,)

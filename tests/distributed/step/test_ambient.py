@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan import wire
 from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("ambient")
 
@@ -114,7 +114,7 @@ def train(folder, config, around, places):
 
 
 CONFIGS = {
-    "cans, fp32, two hops": {"clip": 1.0, "params": {
+    "cans, fp32, in cuts": {"clip": 1.0, "params": {
         "ns_coefficients": "cans", "ns_dtype": "fp32", "ns_method": "gram"}},
     "bf16, stage 2, on the host": {"stage": 2, "bf16": {"enabled": True}, "params": {"ns_dtype": "bf16"}},
 }
@@ -124,12 +124,12 @@ class TestAmbient(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("case", CONFIGS)
-    def test_nothing_around_a_call_changes_a_bit(self, case, tmp_path):
+    def test_nothing_around_a_call_changes_a_bit(self, case, tmp_path, monkeypatch):
         config = ds_config(bucket_numel=20_000, **CONFIGS[case])
         if case.endswith("host"):
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        if case.endswith("two hops"):
-            wire.MAX_SKEW = 0
+        if case.endswith("in cuts"):
+            plan_in_cuts(monkeypatch)
         expected = train(str(tmp_path / "plain"), config, nullcontext, ())
         for number, (what, around) in enumerate(AROUND.items()):
             places = [place for place in PLACES if (what, place) not in NOT_AROUND]

@@ -7,6 +7,7 @@ import torch
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients
@@ -102,6 +103,25 @@ class TestOverrides(DistributedTest):
                      "muon with extra_scale_factor 2.0: momentum 0.95, nesterov, scale_mode original x 2",
                      "lion: betas [0.5, 0.75] and [0.9, 0.95]"):
             assert line in " ".join(text.split()), (line, text)
+
+    @pytest.mark.parametrize("changes", [{}, {"stage": 2}, {"bf16": {"enabled": True}}, {"zero_optimization": {
+        "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}],
+        ids=["stage1", "stage2", "bf16", "host"])
+    def test_the_table_has_the_memory_that_each_takes(self, changes):
+        plain, engine = (start(Net(), ds_config(layerwise={"overrides": entries}, **changes))
+                         for entries in ([], OVERRIDES))
+        for each in (plain, engine):
+            held = each.optimizer.forecast().memory[each.global_rank]
+            hosted = internals.host_tensors(each)
+            on_host = {tensor.untyped_storage().data_ptr() for tensor in hosted}
+            states = [value for state in internals.states(each).values() for key, value in state.items()
+                      if key != "step" and value.untyped_storage().data_ptr() not in on_host]
+            assert sum(value.nbytes for value in states) == held.states
+            assert sum(tensor.nbytes for tensor in hosted) == held.host
+        # Adam's second moments that Lion and SGD do not have.
+        saved = sum(sum(memory.states + memory.host for memory in each.optimizer.forecast().memory) * sign
+                    for each, sign in ((plain, 1), (engine, -1)))
+        assert saved == 4 * (17 * 12 + 12)
 
     @pytest.mark.parametrize("entry, message", [
         ({"name": "embed.weight", "ns_steps": 3},

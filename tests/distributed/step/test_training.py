@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_layerwise.plan import wire
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import (
@@ -39,6 +38,7 @@ from tests.support.training import (
     start,
     train_engine,
 )
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("sync", "owned", "comm", "planner", "optimizer", "param_sync", "planned")
 
@@ -244,10 +244,10 @@ class TestMemory(DistributedTest):
 
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_in_two_hops(self, stage, monkeypatch):
-        monkeypatch.setattr(wire, "MAX_SKEW", 1.5)
+    def test_in_cuts(self, stage, monkeypatch):
+        plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
         layout = self.compare(stage, {"bf16": {"enabled": True}})
-        assert {wire.takes_two_hops(bucket.shard_numels) for bucket in layout.buckets} == {True, False}
+        assert {"cuts"} < {bucket.way for bucket in layout.buckets}
 
     def compare(self, stage, sections):
         engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan import wire
 from ds_layerwise.ranks import comm
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, reduced_gradients, start, weights
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("sync", "side_stream", "own_groups")
 
@@ -66,9 +66,10 @@ class TestACollectiveInBackward(DistributedTest):
         return found
 
     @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("hops", [1, 2])
-    def test_no_rank_waits_for_the_backward_pass_of_another(self, stage, hops, monkeypatch):
-        monkeypatch.setattr(wire, "MAX_SKEW", dist.get_world_size() if hops == 1 else 0)
+    @pytest.mark.parametrize("cuts", [False, True])
+    def test_no_rank_waits_for_the_backward_pass_of_another(self, stage, cuts, monkeypatch):
+        if cuts:
+            plan_in_cuts(monkeypatch)
         for bucket_numel in (1, 100):
             expected = self.gradients_and_weights(stage, False, bucket_numel)
             for value, wanted in zip(self.gradients_and_weights(stage, True, bucket_numel), expected, strict=True):

@@ -10,7 +10,6 @@ from deepspeed.utils import safe_get_full_grad
 from ds_layerwise.plan.layout import Bucket, Slot
 from ds_layerwise.ranks import nodes
 from ds_layerwise.ranks.wires import make_wires
-from ds_layerwise.zero import planned
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import (
@@ -21,7 +20,7 @@ from tests.support.training import (
     train_engine,
     weights,
 )
-from tests.support.ways import in_cuts
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("wires", "exchange", "nodes", "comm")
 
@@ -72,7 +71,8 @@ class TestReduce(DistributedTest):
             out = memory[start:stop] if in_place and dtype == torch.float32 else torch.full((stop - start,), torch.nan)
             wire.reduce(memory, bucket, out, divide_by=3.0, wire_dtype=dtype).wait()
             if levels and bucket.way != "ragged":
-                rows = torch.stack([in_rank_order(rows[first:first + per_node]) for first in range(0, size, per_node)])
+                rows = torch.stack([in_rank_order(rows[first:first + per_node]).to(dtype)
+                                    for first in range(0, size, per_node)])
             assert torch.equal(out, (in_rank_order(rows) / 3.0)[start:stop])
 
     def test_what_travels_is_added_in_float32(self):
@@ -134,10 +134,10 @@ class TestTraining(DistributedTest):
     WAYS = {"as planned": None, "all in cuts": lambda bucket: True, "some in cuts": lambda bucket: bucket.index % 2}
 
     def train(self, monkeypatch, *, way="as planned", per_node=8, stage=1, bucket_numel=600, **sections):
-        made, only = planned.plan_layout, self.WAYS[way]
+        only = self.WAYS[way]
         with monkeypatch.context() as patch:
             if only is not None:
-                patch.setattr(planned, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))
+                plan_in_cuts(patch, only)
             patch.setattr(nodes, "node_of_each_rank", lambda: [r // per_node for r in range(dist.get_world_size())])
             engine = start(Net(odd=True), ds_config(gas=2, clip=5.0, stage=stage, bucket_numel=bucket_numel,
                                                     **sections))

@@ -1,0 +1,124 @@
+"""Matrix products, and those of which is known that the result is symmetric: they are computed by half and mirrored.
+
+Note: strips
+    The lower triangle is computed as ``n`` strips of columns, each from its diagonal down, and mirrored into the upper
+    one: (n + 1) / 2n of the products of the whole, 0.56 with eight strips, with plain matrix products on any device.
+    A strip takes the rows of its right operand that it needs and no other, so both are read once.
+
+Note: how many strips
+    Measured on a CPU with AVX-512 (1 thread; examples/benchmarks/newton_schulz.py has the table): narrow strips lose
+    more in a product than they leave out. Below 64 columns in float32, 192 in half precision, and with fewer than four
+    strips, there is nothing to gain; more than eight leave out next to nothing more. Not measured on an accelerator,
+    where every strip is a launch, so there are none there.
+
+Note: one by one
+    On a CPU, from a smaller side of 256 on, matrices of a batch are multiplied one after another. A batched product of
+    half precision copies a transposed operand at every call there, and takes up to twice as long; below, starting a
+    product costs more than it saves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.recipes.newton_schulz import ALIGNMENT
+
+#: The number of strips: at most, and at least if there are any.
+_MOST, _FEWEST = 8, 4
+
+#: Columns of a strip at least, by bytes of an element.
+_NARROWEST = {4: 64, 2: 192}
+
+#: The smaller side from which on matrices are multiplied one by one on a CPU.
+_ONE_BY_ONE_FROM = 256
+
+
+def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Into how many strips a symmetric ``(side, side)`` product is cut; see the note."""
+    if device.type != "cpu":
+        return 1
+    strips = min(_MOST, side // _NARROWEST.get(dtype.itemsize, side))
+    return strips if strips >= _FEWEST else 1
+
+
+def one_by_one(side: int, device: torch.device) -> bool:
+    """Whether matrices of that smaller side are multiplied one after another; see the note."""
+    return device.type == "cpu" and side >= _ONE_BY_ONE_FROM
+
+
+def upright(x: Tensor) -> Tensor:
+    """``x.mT`` of ``(k, m, n)``, in memory where products read it in that order: copied where they go one by one."""
+    if not one_by_one(min(x.shape[-2:]), x.device):
+        return x.mT
+    turned = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+    for into, matrix in zip(turned, x, strict=True):
+        into.copy_(matrix.mT)
+    return turned
+
+
+def product(left: Tensor, right: Tensor, base: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
+    """``beta * base + left @ right`` of ``(k, m, m)`` and ``(k, m, n)``; without ``base``, ``left @ right``."""
+    if not one_by_one(left.shape[-2], left.device):
+        return _product(left, right, base, beta, 1.0)
+    out = left.new_empty(*left.shape[:-1], right.shape[-1])
+    for i, into in enumerate(out):
+        _product(left[i], right[i], None if base is None else base[i], beta, 1.0, into)
+    return out
+
+
+def gram(x: Tensor) -> Tensor:
+    """``x @ x.mT`` of ``(k, m, n)``."""
+    return _symmetric(x, x.mT, x, None, 1.0, 1.0)
+
+
+def commuting(base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+    """``beta * base + alpha * left @ right`` of symmetric ``(k, m, m)`` matrices that commute, as polynomials in one
+    matrix do: so the product is symmetric, too."""
+    return _symmetric(left, right, right, base, beta, alpha)
+
+
+def _symmetric(left: Tensor, right: Tensor, right_rows: Tensor, base: Tensor | None, beta: float,
+               alpha: float) -> Tensor:
+    """``right_rows`` is the transpose of ``right``."""
+    side = left.shape[-2]
+    strips = num_strips(side, left.dtype, left.device)
+    if not one_by_one(side, left.device):
+        if strips == 1:
+            return _product(left, right, base, beta, alpha)
+        out = left.new_empty(*left.shape[:-1], side)
+        _fill(out, left, right_rows, base, beta, alpha, strips)
+        return out
+    out = left.new_empty(*left.shape[:-1], side)
+    for i, into in enumerate(out):
+        base_i = None if base is None else base[i]
+        if strips == 1:
+            _product(left[i], right[i], base_i, beta, alpha, into)
+        else:
+            _fill(into, left[i], right_rows[i], base_i, beta, alpha, strips)
+    return out
+
+
+def _fill(out: Tensor, left: Tensor, right_rows: Tensor, base: Tensor | None, beta: float, alpha: float,
+          strips: int) -> None:
+    """Compute the lower triangle of ``out`` strip by strip, and mirror it; see the note on strips."""
+    side = left.shape[-2]
+    width = -(-side // (strips * ALIGNMENT)) * ALIGNMENT
+    for start in range(0, side, width):
+        stop = min(start + width, side)
+        strip = _product(left[..., start:, :], right_rows[..., start:stop, :].mT,
+                         None if base is None else base[..., start:, start:stop], beta, alpha)
+        out[..., start:, start:stop] = strip
+        if stop < side:
+            # Transposed in memory of its own first: torch copies that in tiles that fit a cache.
+            out[..., start:stop, stop:] = strip[..., stop - start:, :].mT.contiguous()
+
+
+def _product(left: Tensor, right: Tensor, base: Tensor | None, beta: float, alpha: float,
+             out: Tensor | None = None) -> Tensor:
+    """Of matrices, or of batches of them; without ``base``, ``left @ right`` alone."""
+    batched = left.dim() == 3
+    if base is None:
+        return torch.bmm(left, right, out=out) if batched else torch.mm(left, right, out=out)
+    add = torch.baddbmm if batched else torch.addmm
+    return add(base, left, right, beta=beta, alpha=alpha, out=out)

@@ -1,0 +1,400 @@
+"""The model of the links by hand, the ways that it chooses, rows, and what a step is said to take."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.plan.cost import LayoutReport
+from ds_layerwise.plan.drafts import draft_owned
+from ds_layerwise.plan.forecast import forecast
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.links import LINKS, NVLINK_IB, PCIE_ETHERNET, Group, Links, find_links
+from ds_layerwise.plan.model_file import find_model, load_model_specs
+from ds_layerwise.plan.owners import Item
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.prediction import predict
+from ds_layerwise.plan.report import as_json
+from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.rows import row_limit, take_rows
+from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.ways import (
+    Load,
+    choose_ways,
+    exchange,
+    gather_levels,
+    gather_ns,
+    ordered_levels,
+    padded_for_cuts,
+    reduce_ns,
+    wire_time,
+)
+from ds_layerwise.recipes.muon import Muon
+from tests.support.rooms import rooms
+
+pytestmark = rooms("links", "ways", "rows", "drafts", "prediction", "planner")
+
+#: Two nodes of four have 100 bytes a nanosecond inside, and two interfaces of 10 each between them.
+SMALL = Links(inside_gb_s=100.0, between_gb_s=10.0, inside_us=1.0, between_us=10.0, ranks_per_node=4, rails=2,
+              peer_us=0.5, memory_gb_s=1000.0, tflops=2.0)
+
+
+# --- collectives by hand ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("size, stride, nanoseconds", [
+    (1, 1, 0),
+    # 3/4 of 8 MB at 100, and 3 messages inside
+    (4, 1, 60_000 + 3_000),
+    # 7/8 of 8 MB at 2 x 10, and 6 messages inside, 2 between
+    (8, 1, 350_000 + 26_000),
+    # every second rank, 2 a node, which have half of its interfaces: 3/4 of 8 MB at 10, 2 messages inside, 2 between
+    (4, 2, 600_000 + 22_000),
+    # one rank of each node, which has a quarter: 1/2 of 8 MB at 5
+    (2, 4, 800_000 + 20_000),
+    (2, 8, 800_000 + 20_000),
+])
+def test_a_ring_takes_its_slowest_link_and_a_message_a_step(size, stride, nanoseconds):
+    assert Group(size, SMALL, stride).ring(8e6) == nanoseconds
+
+
+def test_a_ragged_ring_moves_all_bytes_over_some_link_and_waits_for_its_chains():
+    group = Group(8, SMALL)
+    # 8 MB at 20; the last slice goes around once, 6 ranks hold back a slice of 128 KiB each; the last chain starts 5 of
+    # 7 ranks after the first; three collectives are fused.
+    by_hand = 400_000 + 26_000 + 6 * 131_072 / 20 + 26_000 * 5 / 7 + 3 * 500
+    assert group.ragged_ring(8e6, longest=4e6, num_shards=3, spread=5) == round(by_hand)
+    # short shards are slices of their own length
+    short = 20_000 / 20 + 26_000 + 6 * 10_000 / 20 + 26_000 * 1 / 7 + 2 * 500
+    assert group.ragged_ring(20_000, longest=10_000, num_shards=2, spread=1) == round(short)
+    assert Group(1, SMALL).ragged_ring(8e6, longest=8e6, num_shards=1, spread=0) == 0
+
+
+def test_an_all_to_all_leaves_a_node_as_often_as_peers_are_elsewhere():
+    group = Group(8, SMALL)
+    # 4 of 7 peers are elsewhere: 4 MB of each of 4 ranks share 20
+    assert group.all_to_all(7e6) == 800_000 + 10_000 + 7 * 500
+    # where only one rank has much, its own interface is the bottleneck
+    assert group.all_to_all(7e6, 1e6) == 400_000 + 10_000 + 7 * 500
+    assert Group(4, SMALL).all_to_all(3e6) == 30_000 + 1_000 + 3 * 500
+    assert Group(1, SMALL).all_to_all(3e6) == 0
+    # ranks of which a node has one share nothing inside it
+    assert Group(4, SMALL, 4).all_to_all(3e6) == 600_000 + 10_000 + 3 * 500
+
+
+def test_ordered_sums_are_made_inside_nodes_first_and_go_on_in_float32():
+    levels = ordered_levels(1_000_000, 2, Group(8, SMALL))
+    # 3/4 of 2 MB at 100, 1 message and 3 peers; 2 MB are read and 1/4 of 1 M sums written at 1000
+    assert levels.inside == 15_000 + 1_000 + 1_500 + 3_000
+    # half of 1 MB of sums leaves each of 4 ranks, which share 20; 1 message, 1 peer; 1 MB read, half of it written
+    assert levels.between == 100_000 + 10_000 + 500 + 1_500
+    assert ordered_levels(1_000_000, 2, Group(8, SMALL), sum_bytes=2).between == 50_000 + 10_000 + 500 + 1_000
+    one_node = ordered_levels(1_000_000, 2, Group(4, SMALL))
+    assert one_node == (15_000 + 1_000 + 1_500 + 3_000, 0)
+    assert ordered_levels(1_000_000, 2, Group(2, SMALL, 4)) == (0, 200_000 + 10_000 + 500 + 4_000)
+
+
+def test_a_gather_by_levels_is_a_ring_between_nodes_and_one_inside():
+    # a quarter of 8 MB around the two nodes, at 5; all of it around the four ranks of a node, at 100
+    assert gather_levels(8e6, Group(8, SMALL)) == (60_000 + 3_000, 200_000 + 20_000)
+    assert gather_levels(8e6, Group(4, SMALL)) == (63_000, 0)
+
+
+def load(*numels, stride=1, wire=2, params=2):
+    items = [Item(str(i), i, numel, numel, 0, "bfloat16", stride) for i, numel in enumerate(numels) if numel]
+    draft = draft_owned(items, [i for i, numel in enumerate(numels) if numel], len(numels), "bfloat16")
+    return replace(Load.of_draft(draft), wire_bytes=wire, param_bytes=params)
+
+
+def test_a_bucket_goes_straight_to_its_owners_or_in_cuts():
+    group, skewed = Group(4, SMALL), load(0, 700_000, 0, 100_000)
+    assert (skewed.numel, skewed.longest, skewed.spread, skewed.shards.filled) == (800_000, 700_000, 2, (1, 3))
+    assert reduce_ns(skewed, "cuts", 800_000, group, "native") == group.ring(1.6e6)
+    assert reduce_ns(skewed, "ragged", 800_000, group, "native") == group.ragged_ring(
+        1.6e6, longest=1.4e6, num_shards=2, spread=2)
+    # The owner of most receives its shard from three others, and adds up four.
+    assert reduce_ns(skewed, "ragged", 800_000, group, "ordered") == group.all_to_all(4.2e6, 1.2e6) + 5_600 + 2_800
+    assert reduce_ns(skewed, "cuts", 800_000, group, "ordered") == sum(ordered_levels(800_000, 2, group))
+    assert gather_ns(skewed, "cuts", 800_000, group) == group.ring(1.6e6)
+    on_host = replace(group, links=SMALL.model_copy(update={"on_host": True}))
+    assert gather_ns(skewed, "ragged", 800_000, on_host) == group.all_to_all(4.2e6, 1.2e6)
+    there = reduce_ns(skewed, "ragged", 800_000, group, "native")
+    assert gather_ns(skewed, "ragged", 800_000, group, "native") == there
+
+
+def test_one_exchange_takes_what_the_busiest_owner_of_all_cuts_takes():
+    group = Group(4, SMALL)
+    moved = exchange([load(0, 700, 0, 100), load(300, 0, 0, 100)], group)
+    # 700 of 1200 elements; three quarters of them are in others' cuts
+    assert moved.sums == group.all_to_all(700 * 4 * 0.75, 300 * 4 * 0.75)
+    assert moved.params == group.all_to_all(700 * 2 * 0.75, 300 * 2 * 0.75)
+    assert exchange([load(0, 700, 0, 100)], group, sum_bytes=2).sums == group.all_to_all(1050, 300)
+    assert exchange([], group) == (0, 0)
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+#: Seconds of a ring reduce-scatter of bfloat16 gradients, from alpha and beta alone, with so many buckets.
+RINGS = [("nvlink-ib", 8_030_261_248, 8, 15, 0.031), ("nvlink-ib", 8_030_261_248, 64, 15, 0.041),
+         ("nvlink-ib", 70_553_706_496, 512, 402, 0.750), ("pcie-ethernet", 70_553_706_496, 8, 402, 2.474),
+         ("pcie-ethernet", 70_553_706_496, 512, 402, 3.215), ("pcie-ethernet", 8_030_261_248, 64, 99, 0.328)]
+
+
+@pytest.mark.parametrize("links, numel, ranks, buckets, seconds", RINGS)
+def test_the_default_links_give_the_rings_of_the_reference(links, numel, ranks, buckets, seconds):
+    group = Group(ranks, LINKS[links])
+    assert sum(group.ring(2 * numel / buckets) for _ in range(buckets)) / 1e9 == pytest.approx(seconds, abs=0.001)
+
+
+def test_links_come_by_name_or_from_a_file(tmp_path):
+    assert find_links("nvlink-ib") is NVLINK_IB and find_links("pcie-ethernet") is PCIE_ETHERNET
+    file = tmp_path / "mine.json"
+    given = {"inside_gb_s": 100, "between_gb_s": 10.0, "inside_us": 1, "between_us": 10, "ranks_per_node": 4,
+             "rails": 2, "memory_gb_s": 1000, "tflops": 2}
+    file.write_text(json.dumps(given))
+    assert find_links(str(file)) == SMALL
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "links must be one of nvlink-ib, pcie-ethernet or a file, got "),
+    ("{", "mine.json is no JSON: "),
+    ("[1]", r"mine.json must be an object with inside_gb_s, .*, got \[1\]"),
+    ({"rails": None}, "mine.json.rails is missing; it needs inside_gb_s, between_gb_s, "),
+    ({"inside_gbs": 3}, "mine.json.inside_gbs is not an option; did you mean 'inside_gb_s'?"),
+    ({"between_gb_s": 0}, r"mine.json.between_gb_s must be in \(0, inf\), got 0"),
+    ({"between_us": -1}, r"mine.json.between_us must be in \[0, inf\), got -1"),
+    ({"ranks_per_node": 0}, "mine.json.ranks_per_node must be a whole number of at least 1, got 0"),
+    ({"rails": "8"}, "mine.json.rails must be a whole number of at least 1, got '8'"),
+])
+def test_a_file_that_describes_no_links_is_refused(tmp_path, content, message):
+    file = tmp_path / "mine.json"
+    if isinstance(content, dict):
+        changed = {**NVLINK_IB.model_dump(), **content}
+        content = json.dumps({key: value for key, value in changed.items() if value is not None})
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        find_links(str(file))
+
+
+# --- ways ------------------------------------------------------------------------------------------------------------
+
+def ways(loads, links, reduction, alignment=1):
+    """What is chosen, and what a step of it takes, with cuts padded as a plan pads them."""
+    chosen = choose_ways(loads, links, reduction, alignment)
+    return chosen, step_ns(loads, chosen, links, reduction, alignment)
+
+
+def step_ns(loads, chosen, links, reduction, alignment=1):
+    padded = [replace(one, numel=padded_for_cuts(one.numel, one.holders, alignment)) if way == "cuts" else one
+              for one, way in zip(loads, chosen, strict=True)]
+    return wire_time(padded, chosen, links, reduction).total
+
+
+def test_equal_shards_go_straight_and_skewed_ones_in_cuts_where_that_is_shorter():
+    million = 1_000_000
+    even, skewed = load(*[million] * 4), load(0, 4 * million, 0, 0)
+    # Four times what is received in cuts; against that an exchange of a quarter in float32.
+    assert ways([even, skewed], SMALL, "ordered")[0] == ["even", "cuts"]
+    # One that is hardly skewed stays, though an exchange is on its way anyhow: its part of that is more than it gains.
+    nearly = load(1_100_000, *[million] * 3)
+    assert ways([skewed, nearly], SMALL, "ordered")[0] == ["cuts", "ragged"]
+    # A chain to one owner takes 4/3 of a ring; an exchange of a quarter more than 1/3 of it.
+    assert ways([even, skewed], SMALL, "native")[0] == ["even", "ragged"]
+    # Over many nodes each rank exchanges a small part, but a short chain has less latency than an exchange.
+    many = [0] * 63
+    assert ways([load(*many, 64 * million)], SMALL, "native")[0] == ["ragged"]
+    assert ways([load(*many, 64 * million)] * 30, SMALL, "ordered")[0] == ["cuts"] * 30
+    # Alone in its group, a rank sends nothing.
+    assert ways([load(100)], SMALL, "ordered") == (["even"], 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_ways_take_much_less(seed):
+    rng = random.Random(seed)
+    for _ in range(10):
+        holders, links = rng.choice([2, 4, 8, 16]), rng.choice([SMALL, NVLINK_IB, PCIE_ETHERNET])
+        owned = [[rng.choice([0, 0, 1, 10]) * rng.choice([10**4, 10**6, 10**7]) for _ in range(holders - 1)] + [10**5]
+                 for _ in range(rng.randint(1, 6))]
+        loads = [load(*numels) for numels in owned]
+        for reduction in ("native", "ordered"):
+            chosen, took = ways(loads, links, reduction)
+            options = [["even"] if way == "even" else ["ragged", "cuts"] for way in chosen]
+            found = {way: step_ns(loads, way, links, reduction) for way in itertools.product(*options)}
+            straight = found[tuple(kinds[0] for kinds in options)]
+            assert took <= straight
+            assert took <= 1.15 * min(found.values()), (owned, chosen)
+
+
+def test_a_reduction_that_is_none_is_refused():
+    with pytest.raises(LayoutError, match="reduction must be one of native, ordered, got 'auto'"):
+        plan_layout([ParamSpec("w", (4, 4), "float32", True, 1)], 2, bucket_numel=1, reduction="auto")
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+def items(*kinds):
+    return [Item(f"w{i}", i, numel, numel + -numel % 64, work, "bfloat16", 1) for i, (numel, work) in enumerate(kinds)]
+
+
+def test_rows_take_one_parameter_of_a_size_from_every_rank_as_far_as_the_poorest_goes():
+    big, small, other = (64, 3), (64, 2), (128, 3)
+    stream = items(big, small, big, other, big, small, big, big, other)
+    owners = dict(zip(range(9), (0, 1, 0, 0, 1, 1, 1, 0, 1)))
+    rows = take_rows(stream, owners, 2, bucket_numel=1, limit=256)
+    # Both own two of the big ones, and one of the others; of the small ones one rank has none.
+    assert [[item.position for item in bucket] for bucket in rows.buckets] == [[0, 2], [4, 6], [3, 8]]
+    assert [item.position for item in rows.rest] == [1, 5, 7]
+    assert rows.owners == {1: 1, 5: 1, 7: 0}
+    drafts = rows.drafts(2, "float32")
+    assert [draft.shard_numels for draft in drafts] == [(64, 64), (64, 64), (128, 128)]
+    assert all(draft.shards.is_even and draft.wire == "float32" for draft in drafts)
+    # A row that is too long is none, and rows fill a bucket.
+    assert len(take_rows(stream, owners, 2, bucket_numel=1, limit=255).buckets) == 2
+    (bucket, last) = take_rows(stream, owners, 2, bucket_numel=129, limit=256).buckets
+    assert [item.position for item in bucket] == [0, 2, 4, 6] and len(last) == 2
+    (every,) = take_rows(stream, owners, 2, bucket_numel=10**9, limit=256).drafts(2, "float32")
+    assert every.shard_numels == (256, 256)
+
+
+def test_a_row_is_a_bucket_or_a_sixteenth_of_the_model_at_most():
+    assert (row_limit(100, 1599), row_limit(100, 1600), row_limit(100, 3200)) == (100, 100, 200)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_alter_nobodys_total(seed):
+    rng = random.Random(seed)
+    kinds = [(rng.randint(1, 9) * 64, rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
+    stream, holders = items(*rng.choices(kinds, k=rng.randint(1, 60))), rng.randint(2, 6)
+    owners = {item.position: rng.randrange(holders) for item in stream}
+    rows = take_rows(stream, owners, holders, bucket_numel=rng.choice([1, 1000, 10**6]), limit=10**9)
+    found = dict(rows.owners)
+    for bucket in rows.buckets:
+        found.update((item.position, number % holders) for number, item in enumerate(bucket))
+        for row in zip(*[iter(bucket)] * holders, strict=True):
+            assert len({(item.numel, item.work) for item in row}) == 1
+            assert [item.position for item in row] == sorted(item.position for item in row)
+    assert found.keys() == owners.keys() and [item.position for item in rows.rest] == sorted(rows.owners)
+    for kind in set(kinds):
+        alike = [item.position for item in stream if (item.numel, item.work) == kind]
+        assert sorted(found[position] for position in alike) == sorted(owners[position] for position in alike)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+def real(name, wire="bfloat16"):
+    return [replace(spec, wire=wire) for spec in load_model_specs(find_model(name))]
+
+
+def chosen_ways(layout):
+    return {bucket.way for bucket in layout.buckets if bucket.whole}
+
+
+def test_one_node_takes_rows_and_many_take_cuts():
+    specs = real("llama-3-8b")
+    node = plan_layout(specs, 8, bucket_numel=50_000_000, reduction="native")
+    assert chosen_ways(node) == {"even"} and LayoutReport.of(node, specs).padding == 0
+    # 4 x 32 matrices of 4096 x 4096 and less, 3 x 32 larger ones; a row of eight of these is 470 M elements.
+    assert len([bucket for bucket in node.buckets if bucket.whole]) == 20
+    assert chosen_ways(plan_layout(specs, 512, bucket_numel=50_000_000, reduction="native")) == {"cuts"}
+    # Where a detour through cuts costs nothing but latency, and chains of ranks are free, there is no need of cuts.
+    free = NVLINK_IB.model_copy(update={"inside_us": 0.0, "between_us": 0.0, "peer_us": 100.0})
+    assert chosen_ways(plan_layout(specs, 512, bucket_numel=500_000_000, reduction="native", links=free)) == {"ragged"}
+
+
+def test_rows_do_not_change_who_works_how_much():
+    specs = real("llama-3-8b")
+    with_rows = plan_layout(specs, 8, bucket_numel=50_000_000)
+    # Buckets of the whole model leave no room for rows: they are even as they are, or not.
+    without = plan_layout(specs, 8, bucket_numel=10**12)
+    for key in ("work", "whole_numel"):
+        assert sorted(getattr(LayoutReport.of(with_rows, specs), key)) == \
+            sorted(getattr(LayoutReport.of(without, specs), key))
+
+
+def test_cuts_pad_the_last_shard_that_is_not_empty():
+    specs = [ParamSpec(name, (numel,), "bfloat16", True, numel) for name, numel in (("a", 10**7), ("b", 64))]
+    links = SMALL.model_copy(update={"inside_us": 0.0, "between_us": 0.0, "peer_us": 0.0})
+    (bucket,) = plan_layout(specs, 4, bucket_numel=10**9, links=links).buckets
+    # 10,000,064 elements and 64 more are a multiple of 4 x 64.
+    assert bucket.way == "cuts" and bucket.shard_numels == (10_000_000, 64 + 64, 0, 0)
+    assert bucket.cut_numel == 2_500_032
+
+
+@pytest.mark.parametrize("links", [NVLINK_IB, PCIE_ETHERNET], ids=list(LINKS))
+@pytest.mark.parametrize("ranks", [8, 64, 512, 4096])
+def test_native_sums_take_hardly_more_than_rings(ranks, links):
+    specs = real("llama-3-70b")
+    layout = plan_layout(specs, ranks, bucket_numel=50_000_000, links=links, reduction="native")
+    wire = wire_time([Load.of_bucket(bucket, "bfloat16") for bucket in layout.buckets],
+                     [bucket.way for bucket in layout.buckets], links, "native")
+    # 402 buckets of ZeRO-1, each a ring
+    ring = sum(Group(ranks, links).ring(2 * 70_553_706_496 / 402) for _ in range(402))
+    assert wire.reduce + wire.sums <= 1.1 * ring and wire.gather + wire.params <= 1.1 * ring
+
+
+# --- what a step takes -----------------------------------------------------------------------------------------------
+
+CONFIG = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 128}, "bf16": {"enabled": True},
+          "optimizer": {"type": "LayerWiseMuon", "params": {}}}
+
+
+def small_prediction(**arguments):
+    specs = [ParamSpec(f"w{i}", (8, 8), "bfloat16", True, 1000 * (i + 1)) for i in range(4)]
+    run = RunConfig.from_ds_config(CONFIG)
+    routes = {spec.name: Route(name=spec.name, recipe=Muon(), reason="matrix", group=0, matrix_shape=spec.shape)
+              for spec in specs}
+    planned = forecast(specs, routes, run, 2, links=SMALL)
+    return planned, predict(planned, specs, run, links=SMALL, bucket_numels=(64, 256), **arguments)
+
+
+def test_a_step_takes_what_its_collectives_take_and_the_busiest_rank():
+    planned, predicted = small_prediction()
+    assert max(planned.report.work) == 5000 and predicted.update == round(5000 / 2000)
+    assert (predicted.ways, [(size.bucket_numel, size.num_buckets) for size in predicted.sizes]) == (
+        {"even": 2}, [(64, 4), (128, 2), (256, 1)])
+    group = Group(2, SMALL)
+    one = sum(ordered_levels(128, 2, group))
+    assert predicted.wire == (2 * one, 0, 0, 2 * group.ring(256), one)
+    assert predicted.total == 2 * one + 2 * group.ring(256) + predicted.update and predicted.wire.tail == one
+
+
+def test_the_best_size_leaves_least_to_the_end_of_those_that_are_about_as_fast():
+    _, predicted = small_prediction()
+    sizes = predicted.sizes
+
+    def best(*times):
+        made = [replace(size, wire=size.wire._replace(reduce=reduce, gather=0, last=last))
+                for size, (reduce, last) in zip(sizes, times, strict=True)]
+        return replace(predicted, sizes=made).best.bucket_numel
+
+    assert best((200, 1), (100, 2), (99, 9)) == 128
+    assert best((105, 1), (105, 2), (100, 9)) == 64
+    assert best((106, 1), (106, 2), (100, 9)) == 256
+    assert best((100, 5), (102, 5), (101, 5)) == 64
+
+
+def test_seconds_are_told_to_people_and_programs():
+    planned, predicted = small_prediction()
+    told = as_json(planned, predicted)["predicted"]
+    assert told["seconds"] == {
+        "reduce": predicted.wire.reduce / 1e9, "after_last_gradient": predicted.wire.last / 1e9,
+        "gather": predicted.wire.gather / 1e9, "update": 2e-9, "all": predicted.total / 1e9}
+    assert (told["links"]["between_gb_s"], told["reduction"], told["ways"]) == (10.0, "ordered", {"even": 2})
+    assert told["best_bucket_elements"] == predicted.best.bucket_numel
+    assert [size["elements"] for size in told["bucket_sizes"]] == [64, 128, 256]
+    assert "predicted" not in as_json(planned)
+
+
+def test_a_layout_says_which_way_and_a_prediction_follows_it():
+    # The same shards, sent ragged and in cuts: what is predicted is what the layout says, not what would be best.
+    shards, slots = (0, 1_000_000), (Slot("w", 0, 1_000_000),)
+    times = {}
+    for way in ("ragged", "cuts"):
+        layout = Layout("balanced", 2, 1, (Bucket(0, "bfloat16", True, 0, shards, slots, way=way),))
+        loads = [Load.of_bucket(bucket, "bfloat16") for bucket in layout.buckets]
+        times[way] = wire_time(loads, [way], SMALL, "ordered")
+    assert times["ragged"].sums == 0 and times["cuts"].sums == exchange([load(0, 1_000_000)], Group(2, SMALL)).sums
+    assert times["cuts"].tail == times["cuts"].last + times["cuts"].sums
