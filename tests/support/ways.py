@@ -28,5 +28,5 @@ def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
 
 def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True) -> None:
     """Let every engine from here on have its whole buckets, or ``only`` some of them, in cuts."""
-    made = planned.plan_layout
+    made = planned.__dict__["plan_layout"]
     monkeypatch.setattr(planned, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))
