@@ -87,6 +87,7 @@ class Owned:
         self.masters = ShardBuffer(layout, rank, shards, apart)
         self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
         """Whether masters had to follow values since somebody has set this to False."""
+        self._seen_once: dict[str, tuple[Tensor, Tensor, State]] = {}
         self._updates = [self._update_sets(pieces) for pieces in self.pieces]
 
     def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:
@@ -147,10 +148,12 @@ class Owned:
         views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
                  if piece.name not in leave_out]
         wide = widest_float()
-        # Each part is copied into the wide dtype.
-        norms = [torch.linalg.vector_norm(part, dtype=wide)
-                 for view in views for part in torch.split(view, _SQUARED_AT_A_TIME)]
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=wide, device=self.device)
+        # Each part may be copied into the wide dtype.
+        parts = [part for view in views
+                 for part in ((view,) if view.numel() <= _SQUARED_AT_A_TIME else view.split(_SQUARED_AT_A_TIME))]
+        if not parts:
+            return torch.zeros((), dtype=wide, device=self.device)
+        return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
 
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
                leave_out: Collection[str] = ()) -> None:
@@ -165,16 +168,27 @@ class Owned:
         self._follow_values(index, brought)
         for update in self._updates[index]:
             hyper = update.route.hyper(param_groups[update.route.group])
-            names = [name for name in update.names if name not in leave_out]
-            if names:
-                update.rule.update_(
-                    [self._seen(n, brought.get((n, MASTER), self.masters.piece(n)).view_as(
-                        self._shaped(self.reduced, n))) for n in names],
-                    [self._seen(n, self._shaped(self.reduced, n)) for n in names],
-                    [{key: self._seen_state(n, brought.get((n, key), value)) for key, value in self.states[n].items()}
-                     for n in names], Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
+            seen = [self._views_of(name, brought) for name in update.names if name not in leave_out]
+            if seen:
+                params, grads, states = zip(*seen, strict=True)
+                update.rule.update_(params, grads, states, Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
         self._write_values(index, brought)
         self.host.send_back(index)
+
+    def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor, State]:
+        """Master, gradient and state of ``name`` as its rule sees them; what is always the same is made once."""
+        if not any((name, key) in brought for key in (MASTER, *self.states[name])):
+            if name not in self._seen_once:
+                self._seen_once[name] = self._make_views(name, {})
+            return self._seen_once[name]
+        return self._make_views(name, brought)
+
+    def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor, State]:
+        grad = self._shaped(self.reduced, name)
+        master = brought.get((name, MASTER), self.masters.piece(name)).view_as(grad)
+        state = {key: self._seen_state(name, brought.get((name, key), value))
+                 for key, value in self.states[name].items()}
+        return self._seen(name, master), self._seen(name, grad), state
 
     def masters_to_values(self, index: int) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""

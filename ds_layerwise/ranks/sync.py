@@ -44,6 +44,7 @@ class GradSync(BucketOrder):
                  reduced: ShardBuffer, *, wires: Wires, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
                  in_flight: int = MAX_UNDER_WAY) -> None:
         self._grads = grads
+        self._shaped = {name: grads.param(name).view(param.shape) for name, param in params.items()}
         super().__init__(layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype,
                          in_flight=in_flight)
 
@@ -120,7 +121,7 @@ class GradSync(BucketOrder):
         grad = param.grad
         if grad is None:
             return
-        view = self._grads.param(name).view(grad.shape)
+        view = self._shaped[name]
         if name in self._has_grad:
             view.add_(grad)
         else:
