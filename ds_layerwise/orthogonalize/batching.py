@@ -23,9 +23,9 @@ class Some(NamedTuple):
     stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A view ``(stop - start, rows, cols)`` of them."""
+        """They as they are: a matrix, or a view ``(stop - start, rows, cols)`` of a batch."""
         found = tensors[self.tensor]
-        return (found if found.dim() == 3 else found.unsqueeze(0))[self.start:self.stop]
+        return found if found.dim() == 2 else found[self.start:self.stop]
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:
@@ -52,10 +52,16 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
-    """One ``(k, rows, cols)`` tensor of batches ``(batch, rows, cols)``; of a single one that one itself."""
-    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+    """One ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows, cols)``; of a single one a view."""
+    if len(matrices) > 1 and all(matrix.dim() == 2 for matrix in matrices):
+        return torch.stack(list(matrices))
+    batches = [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in matrices]
+    return batches[0] if len(batches) == 1 else torch.cat(batches)
 
 
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Undo :func:`stack`: views into ``stacked``, shaped like the tensors of ``like``."""
-    return list(torch.split(stacked, [len(each) for each in like]))
+    if all(each.dim() == 2 for each in like):
+        return list(stacked.unbind())
+    parts = torch.split(stacked, [len(each) if each.dim() == 3 else 1 for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]

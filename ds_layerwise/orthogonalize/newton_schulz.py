@@ -64,6 +64,9 @@ TABLES: dict[str, tuple[Coefficients, bool]] = {
     "deepseekv4": (DEEPSEEKV4, False),
 }
 
+#: What stands in for a peak, or a norm, of 0: dividing by it keeps zeros.
+_TINY = torch.finfo(torch.float32).tiny
+
 #: Tables that diverge in half precision.
 NEED_FLOAT32 = ("cans",)
 
@@ -123,7 +126,7 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dt
 def _normalised(x: Tensor) -> Tensor:
     """Float32 copies of ``(k, rows, cols)`` of Frobenius norm 1, or 0."""
     x, norm, _ = to_peak_1(x)
-    return x.div_(torch.where(norm > 0, norm, 1))
+    return x.div_(norm.clamp_min(_TINY))
 
 
 def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +134,7 @@ def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     divided by, both ``(k, 1, 1)``; squares of neither tiny nor huge entries leave float32. Zeros stay zeros."""
     x = x.float()
     peak = x.abs().amax((-2, -1), keepdim=True)
-    x = x / torch.where(peak > 0, peak, 1)
+    x = x / peak.clamp_min(_TINY)
     # One norm a matrix: over a batch, the order of the sum would depend on its size.
     return x, torch.stack(torch._foreach_norm(list(x.unbind()))).view(-1, 1, 1), peak
 

@@ -150,7 +150,8 @@ class Owned:
         wide = widest_float()
         # Each part may be copied into the wide dtype.
         parts = [part for view in views
-                 for part in ((view,) if view.numel() <= _SQUARED_AT_A_TIME else view.split(_SQUARED_AT_A_TIME))]
+                 for part in ((view,) if view.numel() <= _SQUARED_AT_A_TIME else
+                              torch.split(view, _SQUARED_AT_A_TIME))]
         if not parts:
             return torch.zeros((), dtype=wide, device=self.device)
         return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
