@@ -102,8 +102,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, init_method=f"file://{folder}/store", rank=0, world_size=1,
-                              timeout=timedelta(minutes=5))
+        dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=5),
+                              init_method=f"file://{folder}/store", rank=0, world_size=1)
         found = counted(args.bucket_numel)
         dist.destroy_process_group()
     print("| | operations |\n|---|---|")

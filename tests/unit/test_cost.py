@@ -127,17 +127,24 @@ def test_what_is_received_does_not_grow_with_the_ranks():
         return max(rank.received for rank in traffic_bytes(
             Layout("balanced", size, 1, (bucket,)), stage=1, stored_as={"bfloat16": "bfloat16"}, wires=["bfloat16"]))
 
-    assert [most(size, "cuts") for size in (2, 8, 64, 512)] == [2 * 1024 + 4 * 1024 // n for n in (2, 8, 64, 512)]
+    assert [most(size, "cuts") for size in (2, 8, 64, 512)] == [2 * 1024] * 4
     assert [most(size, "ragged") for size in (2, 8)] == [2 * 1024 * 2, 2 * 1024 * 8]
 
 
-def test_sums_of_cuts_wait_for_the_exchange_while_later_buckets_are_under_way():
+def test_what_two_buckets_under_way_receive_and_where_sums_of_cuts_stay():
     buckets = tuple(Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), way=way)
                     for i, (name, way) in enumerate([("a", "cuts"), ("b", "cuts"), ("c", "cuts"), ("d", "ragged")]))
     found = traffic_bytes(Layout("balanced", 2, 1, buckets), stage=1, stored_as={"bfloat16": "bfloat16"},
                           wires=["bfloat16"] * 4)
-    # At most two buckets are under way, of 2 * 20 or 0 and 2 * 40 elements; of the three in cuts 20 sums each wait.
-    assert [rank.received for rank in found] == [2 * (40 + 40) + 3 * 20 * 4, 2 * (40 + 80) + 3 * 20 * 4]
+    # At most two buckets are under way, of 2 * 20 or 0 and 2 * 40 elements.
+    assert [rank.received for rank in found] == [2 * (40 + 40), 2 * (40 + 80)]
+    # Of the three in cuts 20 sums each stay from step to step, but where they lie in a float32 gradient buffer.
+    kept = Layout("balanced", 2, 1, buckets)
+    for stored_as, stage, cuts in (("bfloat16", 1, 3 * 20 * 4), ("float32", 1, 0), ("float32", 2, 3 * 20 * 4)):
+        grads = [rank.grads for rank in memory_bytes(kept, stage=stage, grads_stored_as={"bfloat16": stored_as})]
+        whole = {"bfloat16": 2, "float32": 4}[stored_as] * 160 if stage == 1 else 0
+        apart = 0 if (stored_as, stage) == ("float32", 1) else 4 * 160
+        assert grads == [whole + cuts, whole + apart + cuts]
 
 
 def test_memory_by_rank_in_bytes():

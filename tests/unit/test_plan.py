@@ -68,8 +68,10 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     # Gradients accumulate in bf16 beside float32 copies of the rank's shards; Muon keeps one state, Adam two.
     held = {"params": 2 * 5120, "grads": 2 * 5120 + 4 * 2560, "masters": 4 * 2560, "states": 4 * 2048 + 8 * 512}
     assert plan["memory_bytes"] == [{**held, "host": 0, "staging": 0, "total": sum(held.values())}] * 2
-    # Two buckets of 2048 arrive from both ranks in bf16, for shards of 1024 each.
-    assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 2 * 1024 * 2, "total": 8192}] * 2
+    # Of two buckets of 2048, shards of 1024 each arrive in bf16: as sums, or from both ranks.
+    assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "total": 4096}] * 2
+    ordered, = json.loads(run(*files(config(), "2", "--json", "--reduction", "ordered"))[1])
+    assert ordered["under_way_bytes"] == [{"sent": 0, "received": 2 * 2 * 1024 * 2, "total": 8192}] * 2
     # More is held afterwards than while a bucket of parameters is there twice.
     assert plan["start_up_bytes"] == [sum(held.values())] * 2
     assert plan["dtypes"]["bfloat16"] == {
@@ -94,16 +96,17 @@ def test_seconds_are_predicted_for_links_nodes_and_sums(files, tmp_path):
             "rails": 1, "peer_us": 0.5, "memory_gb_s": 1e3, "tflops": 0.001}
     file.write_text(json.dumps(mine))
     told = predicted("--links", file)
-    assert told["links"] == mine and told["reduction"] == "ordered"
+    assert told["links"] == {**mine, "on_host": False} and told["reduction"] == "native"
     # Newton-Schulz of one matrix of 16 x 64 a rank: 172,032 FLOPs
     assert told["seconds"]["update"] == round((4 * 2 * 16 * 16 * 64 + 14 * 2 * 16**3) / 1e9 * 1e9) / 1e9
     one_node = predicted("--links", file, "--ranks_per_node", "4")
-    assert one_node["links"] == {**mine, "ranks_per_node": 4}
+    assert one_node["links"] == {**mine, "ranks_per_node": 4, "on_host": False}
     assert one_node["seconds"]["reduce"] < told["seconds"]["reduce"]
-    assert predicted("--links", file, "--reduction", "native")["reduction"] == "native"
+    assert predicted("--links", file, "--reduction", "ordered")["reduction"] == "ordered"
+    assert predicted("--links", "tcp")["reduction"] == "ordered"
     assert predicted()["links"]["between_gb_s"] == 50 and predicted("--links", "pcie-ethernet")["links"][
         "between_gb_s"] == 25
-    assert_refused("links must be one of nvlink-ib, pcie-ethernet or a file, got 'ib'",
+    assert_refused("links must be one of nvlink-ib, pcie-ethernet, tcp or a file, got 'ib'",
                    *files(config(), "4", "--links", "ib"))
 
 
@@ -129,8 +132,8 @@ def test_bucket_sizes_are_compared_below_the_plan(files):
 
 def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
-    code, out, _ = run(*files(given, "1,2,4"))
-    plans = json.loads(run(*files(given, "1,2,4", "--json"))[1])
+    code, out, _ = run(*files(given, "1,2,4", "--reduction", "ordered"))
+    plans = json.loads(run(*files(given, "1,2,4", "--json", "--reduction", "ordered"))[1])
     rows = cells(out, 15)
 
     def short(num_bytes):

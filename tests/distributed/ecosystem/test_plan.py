@@ -55,7 +55,8 @@ class TestAgainstTheEngine(DistributedTest):
             path = folder / "config.json"
             path.write_text(json.dumps(config))
             engine = start(tiny_gpt(tied=False), config)
-            arguments = ["plan", "--model", model, "--config", path, "--ranks", engine.optimizer.world_size]
+            arguments = ["plan", "--model", model, "--config", path, "--ranks", engine.optimizer.world_size,
+                         "--links", "tcp", "--ranks_per_node", engine.optimizer.world_size]
             code, out, err = run(*arguments, "--json")
             assert (code, err) == (0, ""), case
             plan, = json.loads(out)

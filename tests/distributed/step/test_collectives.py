@@ -3,9 +3,11 @@
 import deepspeed.comm as dist
 import pytest
 
+from ds_layerwise.plan import planner
 from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("comm", "own_groups")
 
@@ -13,11 +15,18 @@ pytestmark = rooms("comm", "own_groups")
 SCALARS = 16
 
 
+def go_straight(monkeypatch):
+    """Let every bucket go straight to its owners."""
+    monkeypatch.setattr(planner, "choose_ways", lambda loads, *_: [
+        "even" if load.shards.is_even else "ragged" for load in loads])
+
+
 class TestWire(DistributedTest):
     world_size = [2, 4]
 
     @pytest.mark.parametrize("bucket_numel", [1, 20_000, 10**9])
-    def test_a_step_moves_the_lower_bound(self, bucket_numel):
+    def test_a_step_moves_the_lower_bound(self, bucket_numel, monkeypatch):
+        go_straight(monkeypatch)
         counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], bucket_numel=bucket_numel)
         size = dist.get_world_size()
         # Starts of parameters and shards are aligned to 64 elements.
@@ -25,7 +34,8 @@ class TestWire(DistributedTest):
         assert sum(counter.elements.values()) <= 2 * (size - 1) / size * (numel + padding) + SCALARS
         assert counter.calls["all_reduce"] == 1 and counter.elements["all_reduce"] <= SCALARS
 
-    def test_without_alignment_it_is_the_bound_itself(self):
+    def test_without_alignment_it_is_the_bound_itself(self, monkeypatch):
+        go_straight(monkeypatch)
         counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], layerwise={"alignment": 1})
         size = dist.get_world_size()
         assert sum(counter.elements.values()) <= 2 * (size - 1) / size * numel + SCALARS
@@ -33,14 +43,22 @@ class TestWire(DistributedTest):
     @pytest.mark.parametrize("sections, gradient_bytes", [
         ({}, 2), ({"communication_data_type": "fp32"}, 4), ({"data_types": {"grad_accum_dtype": "fp32"}}, 4),
         ({"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}, 2)])
-    def test_gradients_travel_in_the_dtype_asked_for(self, sections, gradient_bytes):
+    def test_gradients_travel_in_the_dtype_asked_for(self, sections, gradient_bytes, monkeypatch):
+        go_straight(monkeypatch)
         counter, _ = count_step(OPTIMIZERS["LayerWiseMuon"], bf16={"enabled": True}, **sections)
-        kind = "all_to_all_single"
-        assert counter.bytes[kind] == gradient_bytes * counter.elements[kind] > 0
-        for gathered in ("broadcast", "all_gather_into_tensor"):
-            assert counter.bytes[gathered] == 2 * counter.elements[gathered]
+        # As many elements of gradients go as of parameters come, and scalars apart nothing else does.
+        elements, sent = (sum(each.values()) - each["all_reduce"] for each in (counter.elements, counter.bytes))
+        assert 2 * sent == (gradient_bytes + 2) * elements > 0
 
     def test_the_counter_sees_stock_muon_move_half_as_much_again(self):
         counter, numel = count_step(OPTIMIZERS["stock Muon"])
         size = dist.get_world_size()
         assert sum(counter.elements.values()) >= 3 * (size - 1) / size * numel
+
+    def test_buckets_in_cuts_add_one_exchange_each_way(self, monkeypatch):
+        plan_in_cuts(monkeypatch)
+        counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], layerwise={"alignment": 1})
+        size = dist.get_world_size()
+        # To owners and back travels what is not its owner's already, at most a rank's share of everything.
+        bound = 2 * (size - 1) / size * numel
+        assert bound < sum(counter.elements.values()) <= bound + 2 * numel / size + SCALARS

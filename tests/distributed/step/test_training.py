@@ -267,7 +267,8 @@ class TestMemory(DistributedTest):
         assert allocations.most == allocations.expected
         if stage == 2:
             assert forecast.memory[optimizer.rank].grads == sum(
-                4 * bucket.shard_numels[optimizer.rank] for bucket in optimizer.layout.buckets)
+                4 * bucket.shard_numels[optimizer.rank] + 4 * bucket.cut_numel * (bucket.way == "cuts")
+                for bucket in optimizer.layout.buckets)
         return optimizer.layout
 
 
@@ -276,6 +277,7 @@ def kept(engine):
     buckets = engine.optimizer.layout.buckets
     return [*(buffer.bucket(bucket) for buffer in internals.buffers(engine) for bucket in buckets),
             *(shards.bucket(bucket.index) for shards in internals.shards(engine) for bucket in buckets),
+            *internals.grad_sync(engine)._cuts.values(),
             *(value for state in internals.states(engine).values() for key, value in state.items() if key != "step")]
 
 
