@@ -42,6 +42,17 @@ class WireCounter:
         self.elements[kind] += sent
         self.bytes[kind] += sent * itemsize
 
+    def averaged(self) -> WireCounter:
+        """The same over all ranks: what one sends in an all-to-all may be more than what another does."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (self.elements, self.bytes))
+        mean = WireCounter()
+        mean.calls = self.calls
+        for kind in self.elements:
+            mean.elements[kind] = round(sum(elements[kind] for elements, _ in everyone) / len(everyone))
+            mean.bytes[kind] = round(sum(sent[kind] for _, sent in everyone) / len(everyone))
+        return mean
+
     @contextmanager
     def counting(self) -> Iterator[WireCounter]:
         """Wrap the collectives of ``deepspeed.comm`` for the length of a ``with`` block."""
@@ -114,7 +125,7 @@ def count_step(optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps:
             engine.step()
     numel = sum(p.numel() for p in model.parameters())
     engine.destroy()
-    return counter, numel
+    return counter.averaged(), numel
 
 
 OPTIMIZERS = {
