@@ -36,7 +36,7 @@ from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, dtype_name
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import GradSync
-from ds_layerwise.ranks.wires import Wires, make_wires
+from ds_layerwise.ranks.wires import Wires, average, make_wires
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, VOCABULARY, GPTConfig  # noqa: E402
@@ -110,11 +110,13 @@ class Parameters(nn.Module):
         return torch.stack([param.sum() for param in self.model.parameters()]).sum()
 
 
-def make_engine(optimizer: str, model: nn.Module, bucket_numel: int) -> Any:
+def make_engine(optimizer: str, model: nn.Module, bucket_numel: int, *, overlap: bool = False) -> Any:
     """In the configuration that is best here: float32, stage 1. Without streams, stock has nothing to overlap."""
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-              "zero_optimization": {"stage": 1} | ({"reduce_bucket_size": bucket_numel} if optimizer == OURS else {}),
-              "optimizer": OPTIMIZERS[optimizer]}
+              "zero_optimization": {"stage": 1}, "optimizer": OPTIMIZERS[optimizer]}
+    if optimizer == OURS:
+        config["zero_optimization"] = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": bucket_numel}
+        config["layerwise"] = {"overlap_param_gather": overlap}
     return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -184,39 +186,50 @@ def wires_here() -> Wires:
     return make_wires({1: None}, nodes.node_of_each_rank(), native=False, device=torch.device("cpu"))
 
 
-def measure_links(cluster: Cluster, wires: Wires) -> Links:
-    """Latencies, and the rate inside a node, as they are; the links' own rate as it was set."""
-    wire = wires[1]
-
-    def time_of(group: Any, numel: int, times: int) -> float:
-        size = comm.size_of(group)
-        sent, received = torch.zeros(size * numel), torch.zeros(size * numel)
-        taken = []
-        for _ in range(times):
-            dist.barrier()
-            start = time.monotonic()
-            comm.all_to_all(received, sent, group=group).wait()
-            taken.append(time.monotonic() - start)
-        return statistics.median(sum(comm.gather_objects(taken, group=None), []))
-
-    between_s = time_of(wire.across, 16, 15)
-    inside_s = time_of(wire.inside, 16, 15) if wire.inside is not None else between_s
-    inside_gb_s = 1.0
-    if wire.inside is not None:
-        numel, others = 500_000, comm.size_of(wire.inside) - 1
-        inside_gb_s = 4 * numel * others / (time_of(wire.inside, numel, 7) * 1e9)
-    rows, row = torch.zeros(4, 1_000_000), torch.zeros(1_000_000)
+def median_of(operation: Callable[[], object], times: int) -> float:
+    """Seconds, over all ranks; each begins together."""
     taken = []
-    for _ in range(7):
+    for _ in range(times):
         dist.barrier()
         start = time.monotonic()
-        for each in rows:
-            row.add_(each)
+        operation()
         taken.append(time.monotonic() - start)
-    memory = 5 * 4e6 / statistics.median(sum(comm.gather_objects(taken, group=None), [])) / 1e9
-    return Links(inside_gb_s=inside_gb_s, between_gb_s=cluster.link_gb_s, inside_us=1e6 * inside_s,
-                 between_us=1e6 * between_s, ranks_per_node=cluster.ranks_per_node, rails=1, peer_us=0,
-                 memory_gb_s=memory)
+    return statistics.median(sum(comm.gather_objects(taken, group=None), []))
+
+
+def latency_us(other: int) -> float:
+    """Of a message between rank 0 and ``other``: half of the way there and back."""
+    taken, note = [], torch.zeros(16)
+    for _ in range(40):
+        start = time.monotonic()
+        if dist.get_rank() == 0:
+            dist.send(note, other)
+            dist.recv(note, other)
+        elif dist.get_rank() == other:
+            dist.recv(note, 0)
+            dist.send(note, 0)
+        taken.append(time.monotonic() - start)
+    return 1e6 * float(comm.gather_objects(statistics.median(taken), group=None)[0]) / 2
+
+
+def measure_links(cluster: Cluster, wires: Wires) -> Links:
+    """Latencies, and the rates inside a node, as they are here; the links' own rate as it was set."""
+    wire, note = wires[1], torch.zeros(cluster.ranks)
+    between_us = latency_us(cluster.ranks_per_node)
+    # Of as many processes as ranks not all are on a core when a message comes for them.
+    everyone_us = 1e6 * median_of(lambda: comm.all_to_all(torch.empty_like(note), note, group=None).wait(), 15)
+    inside_us, inside_gb_s = between_us, 1.0
+    if wire.inside is not None:
+        inside_us = latency_us(1)
+        sent = torch.zeros(2_000_000)
+        received, others = torch.empty_like(sent), 1 - 1 / cluster.ranks_per_node
+        inside_gb_s = sent.nbytes * others / 1e9 / median_of(
+            lambda: comm.all_to_all(received, sent, group=wire.inside).wait(), 9)
+    rows, total = torch.zeros(4, 1_000_000), torch.zeros(1_000_000)
+    memory_gb_s = (rows.nbytes + total.nbytes) / 1e9 / median_of(lambda: average(rows, total, 1), 9)
+    return Links(inside_gb_s=inside_gb_s, between_gb_s=cluster.link_gb_s, inside_us=inside_us, between_us=between_us,
+                 ranks_per_node=cluster.ranks_per_node, rails=1, memory_gb_s=memory_gb_s,
+                 peer_us=max(0.0, everyone_us - between_us) / (cluster.ranks - 1))
 
 
 class Wire(NamedTuple):
@@ -262,7 +275,7 @@ def whole_steps(cluster: Cluster, *, config: GPTConfig, tokens: int, rounds: int
     """Real steps: forward, backward, and the optimizer's; by side."""
     sides = {}
     for name in OPTIMIZERS:
-        engine = make_engine(name, GPT(config), BUCKET_NUMEL)
+        engine = make_engine(name, GPT(config), BUCKET_NUMEL, overlap=True)
         windows = torch.randint(VOCABULARY, (tokens // config.context, config.context + 1),
                                 generator=torch.Generator().manual_seed(dist.get_rank()))
 
