@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
+from ds_layerwise.plan import ways
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
 from ds_layerwise.plan.links import TCP, Group, group_of
-from ds_layerwise.plan.ways import Load, exchange
+from ds_layerwise.plan.ways import Load
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.exchange import Exchange, rounds_of
 from ds_layerwise.ranks.wires import Wire
@@ -124,7 +125,7 @@ def test_what_is_predicted_to_move_is_what_ranks_send(seed, monkeypatch):
                 received[own] += sum(each.by_holder) - each.by_holder[own]
                 sent[own] += sum(each.by_owner) - each.by_owner[own]
         told.clear()
-        exchange((Load.of_bucket(bucket, "float32") for bucket in buckets), group_of(holders, TCP, ep_size))
+        ways.exchange((Load.of_bucket(bucket, "float32") for bucket in buckets), group_of(holders, TCP, ep_size))
         if sum(sent):
             assert told[0] == (4 * max(sent + received), 4 * sum(received) / holders)
         else:
