@@ -166,21 +166,26 @@ class Exchange(NamedTuple):
 def exchange(loads: Iterable[Load], group: Group, sum_bytes: int | None = None) -> Exchange:
     """One exchange for all of ``loads``, which travel in cuts within the same ``group``.
 
-    The busiest rank is the one that owns most of them: cuts are equal.
+    What of a shard lies in its owner's own cut stays there. The busiest rank is the one that receives, or sends, most.
 
     Args:
         sum_bytes: of a sum on its way; those of float32 if None.
     """
-    owned: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
+    received: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
+    sent = np.zeros_like(received)
     for load in loads:
         filled, lengths = np.array(load.shards.filled, np.int64), np.array(load.shards.lengths, np.int64)
-        owned[0, filled] += lengths * (SUM_BYTES if sum_bytes is None else sum_bytes)
-        owned[1, filled] += lengths * load.param_bytes
-    if not owned.any():
+        stops, cut = np.cumsum(lengths), -(-load.numel // group.size)
+        stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
+        stays = np.maximum(stays, 0)
+        for row, nbytes in enumerate((SUM_BYTES if sum_bytes is None else sum_bytes, load.param_bytes)):
+            received[row, filled] += (lengths - stays) * nbytes
+            sent[row] += cut * nbytes
+            sent[row, filled] -= stays * nbytes
+    if not sent.any():
         return Exchange(0, 0)
-    share = (group.size - 1) / group.size
-    return Exchange(*(group.all_to_all(int(each.max()) * share, int(each.sum()) / group.size * share)
-                      for each in owned))
+    return Exchange(*(group.all_to_all(int(max(one.max(), other.max())), int(one.sum()) / group.size)
+                      for one, other in zip(received, sent, strict=True)))
 
 
 def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, alignment: int) -> list[Way]:

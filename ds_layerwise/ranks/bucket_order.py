@@ -146,6 +146,7 @@ class BucketOrder:
         while self._launched < self._ready:
             if len(self._pending) >= self._in_flight:
                 if wait:
+                    self._begin_last()
                     self._pending[0].wait()
                 elif not self._pending[0].advance():
                     return
@@ -155,9 +156,15 @@ class BucketOrder:
 
     def _wait(self) -> None:
         """Wait until nothing is under way."""
+        self._begin_last()
         while self._pending:
             self._pending.popleft().wait()
         self._side.join()
+
+    def _begin_last(self) -> None:
+        """Wait until the last collective of everything under way has begun: one travels while another is waited for."""
+        for pending in self._pending:
+            pending.begin_last()
 
     def _to_owners(self, shard: Callable[[int], Tensor], *, add: bool = False) -> None:
         """Let what buckets in cuts hold go on to its owners: into ``shard`` of a bucket, or with ``add`` on top."""

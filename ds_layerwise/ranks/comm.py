@@ -5,11 +5,19 @@ Small objects travel between hosts, see :mod:`.ranks.host_group`.
 Which of them a bucket takes is up to :mod:`.ranks.wires`.
 
 Sizes are in elements. ``rank`` is within the group.
+
+Note: both directions at a time
+    gloo has one connection between two ranks, and a rank that is to receive says so on it before the other sends. In
+    an all-to-all that stands behind what the rank sends itself, so that of two ranks the one that comes later sends all
+    of its data first, and the links between them are idle in one direction: over 200 Mbit/s that takes 2.0 times as
+    long as the links need with two nodes, and 1.5 times with eight. With two groups, one for what goes to higher ranks
+    and one for what goes to lower, nothing that is said stands behind data: 1.05 and 1.3 times.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +33,9 @@ Group = Any
 
 #: By a bucket's ep_size, the ranks that hold the same experts; by 1, all.
 Groups = Mapping[int, Group]
+
+#: By group, another of the same ranks in the same order; see the note on both directions.
+_opposite: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
 
 class Pending:
@@ -110,6 +121,38 @@ def take_over_timeout(group: Group) -> None:
             group._get_backend(device)._set_default_timeout(backend.options._timeout)
 
 
+def send_both_ways(group: Group, opposite: Group) -> None:
+    """Let what :func:`all_to_all` sends to lower ranks of ``group`` go by ``opposite``: other connections, same ranks.
+
+    Every rank of ``group`` must do so at the same point.
+    """
+    _opposite[_world_for_none(group)] = opposite
+
+
+def opposite_of(group: Group) -> Group:
+    """What :func:`send_both_ways` was told of ``group``, or None."""
+    group = _world_for_none(group)
+    return None if group is None else _opposite.get(group)
+
+
+def _world_for_none(group: Group) -> Group:
+    return torch.distributed.group.WORLD if group is None else group
+
+
+class _Both:
+    """Two transfers as one."""
+
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[int] | None = None,
                sent_to: Sequence[int] | None = None) -> Any:
     """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to fill 1-D ``out`` with what they send.
@@ -117,8 +160,23 @@ def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[in
     Args:
         received, sent_to: elements from and to each rank; equal parts where None.
     """
-    return dist.all_to_all_single(out, sent, output_split_sizes=None if received is None else list(received),
-                                  input_split_sizes=None if sent_to is None else list(sent_to), group=group,
+    opposite = opposite_of(group)
+    if opposite is None:
+        return _all_to_all(out, sent, None if received is None else list(received),
+                           None if sent_to is None else list(sent_to), group)
+    size, rank = size_of(group), rank_of(group)
+    received = [out.numel() // size] * size if received is None else list(received)
+    sent_to = [sent.numel() // size] * size if sent_to is None else list(sent_to)
+    from_lower, to_lower = sum(received[:rank + 1]), sum(sent_to[:rank])
+    return _Both(
+        _all_to_all(out[:from_lower], sent[to_lower:], received[:rank + 1] + [0] * (size - rank - 1),
+                    [0] * rank + sent_to[rank:], group),
+        _all_to_all(out[from_lower:], sent[:to_lower], [0] * (rank + 1) + received[rank + 1:],
+                    sent_to[:rank] + [0] * (size - rank), opposite))
+
+
+def _all_to_all(out: Tensor, sent: Tensor, received: list[int] | None, sent_to: list[int] | None, group: Group) -> Any:
+    return dist.all_to_all_single(out, sent, output_split_sizes=received, input_split_sizes=sent_to, group=group,
                                   async_op=True)
 
 

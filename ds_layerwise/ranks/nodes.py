@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import distributed
 
@@ -52,11 +52,29 @@ def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int]) -> dict[
             place = comm.rank_of(group)
             first = place - place % per_node
             wanted[key] = tuple(ranks[first:first + per_node]), tuple(ranks[place % per_node::per_node])
-    everyone = comm.gather_objects(sorted({level for levels in wanted.values() for level in levels}), group=None)
-    made = {}
-    for ranks in sorted({level for levels in everyone for level in levels}):
-        group = distributed.new_group(list(ranks))
-        if comm.rank_of(None) in ranks:
-            comm.take_over_timeout(group)
-            made[ranks] = group
+    made = _make_groups(ranks for levels in wanted.values() for ranks in levels)
     return {key: (made[inside], made[across]) for key, (inside, across) in wanted.items()}
+
+
+def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
+    """Let the all-to-alls of those of ``groups`` that have several nodes send in both directions at a time, over gloo.
+
+    Every rank of the world must call this at the same point.
+    """
+    by_ranks = {tuple(comm.ranks_of(group)): group for group in groups}
+    wanted = {ranks: group for ranks, group in by_ranks.items()
+              if len({nodes[rank] for rank in ranks}) > 1 and comm.opposite_of(group) is None}
+    for ranks, opposite in _make_groups(wanted).items():
+        comm.send_both_ways(wanted[ranks], opposite)
+
+
+def _make_groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], comm.Group]:
+    """By their ranks, groups that this rank is in; the others make theirs at the same time."""
+    everyone = comm.gather_objects(sorted(set(wanted)), group=None)
+    made = {}
+    for each in sorted({ranks for of_rank in everyone for ranks in of_rank}):
+        group = distributed.new_group(list(each))
+        if comm.rank_of(None) in each:
+            comm.take_over_timeout(group)
+            made[each] = group
+    return made

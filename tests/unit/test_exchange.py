@@ -5,7 +5,10 @@ import random
 import pytest
 import torch
 
+from ds_layerwise.plan import ways
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.links import TCP, Group, group_of
+from ds_layerwise.plan.ways import Load
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.exchange import Exchange, rounds_of
 from ds_layerwise.ranks.wires import Wire
@@ -106,3 +109,24 @@ def test_ranks_agree_on_rounds(seed):
 def test_what_does_not_travel_in_cuts_takes_no_part():
     layout = Layout("balanced", 2, 4, (Bucket(0, "float32", True, 0, (4, 8), (Slot("a", 0, 4), Slot("b", 4, 8))),))
     assert rounds_of(layout.buckets, 0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_predicted_to_move_is_what_ranks_send(seed, monkeypatch):
+    layout, told = a_layout(seed), []
+    monkeypatch.setattr(Group, "all_to_all", lambda group, most, mean: told.append((most, mean)) or 0)
+    for ep_size in {bucket.ep_size for bucket in layout.buckets if bucket.way == "cuts"}:
+        buckets = [bucket for bucket in layout.buckets if bucket.way == "cuts" and bucket.ep_size == ep_size]
+        holders = buckets[0].holders
+        sent, received = [0] * holders, [0] * holders
+        for rank in range(0, layout.world_size, ep_size):
+            for each in rounds_of(buckets, rank):
+                own = rank // ep_size
+                received[own] += sum(each.by_holder) - each.by_holder[own]
+                sent[own] += sum(each.by_owner) - each.by_owner[own]
+        told.clear()
+        ways.exchange((Load.of_bucket(bucket, "float32") for bucket in buckets), group_of(holders, TCP, ep_size))
+        if sum(sent):
+            assert told[0] == (4 * max(sent + received), 4 * sum(received) / holders)
+        else:
+            assert not told

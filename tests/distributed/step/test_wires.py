@@ -8,7 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from ds_layerwise.plan.layout import Bucket, Slot
-from ds_layerwise.ranks import nodes
+from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.wires import make_wires
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -107,6 +107,35 @@ class TestReduce(DistributedTest):
             each.begin_last()
             assert not each.is_chained
             each.wait()
+
+
+class TestBothDirections(DistributedTest):
+    world_size = [2, 3, 4]
+    thorough_on = (4,)
+
+    @pytest.mark.parametrize("way", [0, 1, 2, 3])
+    def test_between_nodes_no_group_carries_data_both_ways_between_two_ranks(self, way, monkeypatch):
+        rank, size, calls = dist.get_rank(), dist.get_world_size(), []
+        bucket, all_to_all = buckets_of(size)[way], comm._all_to_all
+
+        def recorded(out, sent, received, sent_to, group):
+            calls.append((group, received, sent_to))
+            return all_to_all(out, sent, received, sent_to, group)
+
+        monkeypatch.setattr(comm, "_all_to_all", recorded)
+        for per_node in (size, 1):
+            wire, out = wires_of(per_node), torch.empty(span(bucket, rank, size)[1] - span(bucket, rank, size)[0])
+            calls.clear()
+            wire.reduce(torch.ones(bucket.numel), bucket, out, divide_by=1, wire_dtype=torch.float32).wait()
+            assert (out == size).all()
+            if per_node == size:
+                assert [group for group, *_ in calls] == [None]
+        (one, received, sent_to), (other, received_too, sent_too) = calls
+        assert one is None and other is not None and comm.ranks_of(other) == list(range(size))
+        assert not any(received[rank + 1:]) and not any(sent_to[:rank])
+        assert not any(received_too[:rank + 1]) and not any(sent_too[rank:])
+        if way == 0:
+            assert [a + b for a, b in zip(sent_to, sent_too, strict=True)] == [6] * size
 
 
 class TestGather(DistributedTest):

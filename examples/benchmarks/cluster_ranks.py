@@ -1,0 +1,305 @@
+"""What ranks of a cluster do for cluster.py: engines and synchronisations that take turns, and what they spent."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.zero.muon import original_muon
+from namespaces import Cluster, sent_bytes
+from torch import Tensor, nn
+
+import ds_layerwise
+from ds_layerwise.optimizers import muon
+from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.links import Links
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.ways import Load, wire_time
+from ds_layerwise.ranks import comm, nodes
+from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.ranks.param_sync import ParamSync
+from ds_layerwise.ranks.sync import GradSync
+from ds_layerwise.ranks.wires import Wires, average, make_wires
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from model import GPT, VOCABULARY, GPTConfig
+
+OURS, STOCK, ADAMW = "LayerWiseMuon", "stock Muon", "stock AdamW"
+#: The synchronisations of ours without an engine.
+SYNCS = "ours, no engine"
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    OURS: {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}},
+    STOCK: {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "torch_adam": True}},
+    ADAMW: {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+}
+#: Elements of a bucket of ours, where there are several. Stock has nothing to gain from several, and has one.
+BUCKET_NUMEL = 2_500_000
+#: Of whole steps.
+STEPS_A_TURN = 2
+
+
+class Spent(NamedTuple):
+    """By one operation of all ranks: until the last is done, and what the mean node sent."""
+
+    seconds: float
+    sent: float
+
+
+class Side(NamedTuple):
+    """What takes part in a comparison: the operations that are measured, and what comes before and after them."""
+
+    operations: Sequence[Callable[[], object]]
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+
+def spent_by(operation: Callable[[], object], cluster: Cluster) -> Spent:
+    """Do it on all ranks together."""
+    dist.barrier()
+    before, start = sent_bytes(), time.monotonic()
+    operation()
+    dist.barrier()
+    seconds, sent = time.monotonic() - start, sent_bytes() - before
+    everyone = comm.gather_objects((seconds, sent), group=None)
+    return Spent(max(each for each, _ in everyone), sum(each for _, each in everyone) / cluster.ranks)
+
+
+def take_turns(sides: Mapping[str, Side], cluster: Cluster, rounds: int) -> dict[str, list[Spent]]:
+    """The median of each operation of each side, after one round that does not count."""
+    taken: dict[str, list[list[Spent]]] = {name: [[] for _ in side.operations] for name, side in sides.items()}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            side.before()
+            for operation, all_of_it in zip(side.operations, taken[name], strict=True):
+                spent = spent_by(operation, cluster)
+                if turn:
+                    all_of_it.append(spent)
+            side.after()
+        if int(os.environ["RANK"]) == 0:
+            print(turn, {name: [f"{each[-1].seconds:.2f}" for each in of if each] for name, of in taken.items()},
+                  file=sys.stderr, flush=True)
+    return {name: [Spent(*map(statistics.median, zip(*each, strict=True))) for each in of]
+            for name, of in taken.items()}
+
+
+class Parameters(nn.Module):
+    """The parameters of ``model`` under their names, and a loss that costs next to nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Tensor:
+        """The sum of them all."""
+        return torch.stack([param.sum() for param in self.model.parameters()]).sum()
+
+
+def make_engine(optimizer: str, model: nn.Module, bucket_numel: int, *, overlap: bool = False) -> Any:
+    """In the configuration that is best here: float32, stage 1. Without streams, stock has nothing to overlap."""
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+              "zero_optimization": {"stage": 1}, "optimizer": OPTIMIZERS[optimizer]}
+    if optimizer == OURS:
+        config["zero_optimization"] = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": bucket_numel}
+        config["layerwise"] = {"overlap_param_gather": overlap}
+    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def leave_out_newton_schulz() -> None:
+    """Let matrices stay as they are on all sides. For the rest of this process."""
+    original_muon.zeropower_via_gram_newtonschulz = lambda matrix, steps: matrix
+    muon.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
+
+
+
+
+class Syncs:
+    """Reduction and gather of ``layout`` without an engine, on numbers whose averages are known."""
+
+    def __init__(self, layout: Layout, wires: Wires, dtype: torch.dtype) -> None:
+        self.layout, rank = layout, dist.get_rank()
+        self._values, grads = (FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.dtypes, dtype))
+                               for _ in range(2))
+        self._numels = {slot.name: slot.numel for bucket in layout.buckets for slot in bucket.slots}
+        params = {name: nn.Parameter(torch.zeros(1, dtype=dtype)) for name in self._numels}
+        self._reduced = ShardBuffer(layout, rank, [torch.empty(stop - start) for start, stop in
+                                                   (bucket.shard(rank) for bucket in layout.buckets)])
+        self._grads = GradSync(layout, rank, params, grads, self._reduced, wires=wires,
+                               divide_by=float(layout.world_size), wire_dtype=lambda bucket: dtype)
+        self._params = ParamSync(layout, rank, params, self._values, wires=wires)
+
+    @property
+    def side(self) -> Side:
+        """Its two operations."""
+        return Side((self.reduce, self.gather), self.prepare, self.check)
+
+    def prepare(self) -> None:
+        """Fill in gradients and updated shards of this rank."""
+        rank = dist.get_rank()
+        self._grads.reset()
+        for name in self._numels:
+            self._grads.restore(name, 0, torch.full((self._numels[name],), float(rank)))
+        for bucket in self.layout.buckets:
+            self._values.bucket(bucket).fill_(-1)
+            self._values.shard(bucket, rank).fill_(rank)
+
+    def reduce(self) -> None:
+        """All gradients to their averages at the owners."""
+        self._grads.reduce()
+        self._grads.finish()
+
+    def gather(self) -> None:
+        """All updated shards to all ranks."""
+        self._params.send(reversed(range(len(self.layout.buckets))))
+
+    def check(self) -> None:
+        """Raise unless every element arrived."""
+        mean, size = (self.layout.world_size - 1) / 2, self.layout.world_size
+        for bucket in self.layout.buckets:
+            pieces = self._reduced.views(bucket.index)
+            if any(not torch.all(piece == mean) for piece in pieces):
+                raise ValueError(f"bucket {bucket.index} was not averaged")
+            for rank in range(size):
+                for piece in bucket.pieces(rank):
+                    place = self._values.bucket(bucket)[piece.start - bucket.start:][:piece.numel]
+                    if not torch.all(place == rank):
+                        raise ValueError(f"bucket {bucket.index} did not arrive")
+
+
+def wires_here() -> Wires:
+    """Of all ranks, with sums in rank order."""
+    return make_wires({1: None}, nodes.node_of_each_rank(), native=False, device=torch.device("cpu"))
+
+
+def median_of(operation: Callable[[], object], times: int) -> float:
+    """Seconds, over all ranks; each begins together."""
+    taken = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.monotonic()
+        operation()
+        taken.append(time.monotonic() - start)
+    return statistics.median(sum(comm.gather_objects(taken, group=None), []))
+
+
+def latency_us(other: int) -> float:
+    """Of a message between rank 0 and ``other``: half of the way there and back."""
+    taken, note = [], torch.zeros(16)
+    for _ in range(40):
+        start = time.monotonic()
+        if dist.get_rank() == 0:
+            dist.send(note, other)
+            dist.recv(note, other)
+        elif dist.get_rank() == other:
+            dist.recv(note, 0)
+            dist.send(note, 0)
+        taken.append(time.monotonic() - start)
+    return 1e6 * float(comm.gather_objects(statistics.median(taken), group=None)[0]) / 2
+
+
+def measure_links(cluster: Cluster, wires: Wires) -> Links:
+    """Latencies, and the rates inside a node, as they are here; the links' own rate as it was set."""
+    wire, note = wires[1], torch.zeros(cluster.ranks)
+    between_us = latency_us(cluster.ranks_per_node)
+    # Of as many processes as ranks not all are on a core when a message comes for them.
+    everyone_us = 1e6 * median_of(lambda: comm.all_to_all(torch.empty_like(note), note, group=None).wait(), 15)
+    inside_us, inside_gb_s = between_us, 1.0
+    if wire.inside is not None:
+        inside_us = latency_us(1)
+        sent = torch.zeros(2_000_000)
+        received, others = torch.empty_like(sent), 1 - 1 / cluster.ranks_per_node
+        inside_gb_s = sent.nbytes * others / 1e9 / median_of(
+            lambda: comm.all_to_all(received, sent, group=wire.inside).wait(), 9)
+    rows, total = torch.zeros(4, 1_000_000), torch.zeros(1_000_000)
+    memory_gb_s = (rows.nbytes + total.nbytes) / 1e9 / median_of(lambda: average(rows, total, 1), 9)
+    return Links(inside_gb_s=inside_gb_s, between_gb_s=cluster.link_gb_s, inside_us=inside_us, between_us=between_us,
+                 ranks_per_node=cluster.ranks_per_node, rails=1, memory_gb_s=memory_gb_s,
+                 peer_us=max(0.0, everyone_us - between_us) / (cluster.ranks - 1))
+
+
+class Wire(NamedTuple):
+    """Of reductions and gathers of one layout, or of one side."""
+
+    reduce: Spent
+    gather: Spent
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.reduce.seconds + self.gather.seconds
+
+
+def predicted(layout: Layout, links: Links, wire: str) -> tuple[float, float]:
+    """Seconds to reduce and to gather."""
+    loads = [Load.of_bucket(bucket, wire) for bucket in layout.buckets]
+    time_of = wire_time(loads, [bucket.way for bucket in layout.buckets], links, "ordered")
+    return (time_of.reduce + time_of.sums) / 1e9, (time_of.params + time_of.gather) / 1e9
+
+
+def on_the_wire(cluster: Cluster, *, config: GPTConfig, bucket_numel: int, rounds: int, names: Sequence[str]) -> Any:
+    """Engines without computation, and the synchronisations of ours alone: by side what they took; what was foretold.
+
+    Returns also the bytes of the model, and how its buckets travel.
+    """
+    leave_out_newton_schulz()
+    numel = sum(param.numel() for param in GPT(config).parameters())
+    sides, layout = {}, None
+    for name in names:
+        engine = make_engine(name, Parameters(GPT(config)), bucket_numel)
+        layout = engine.optimizer.layout if name == OURS else layout
+        sides[name] = Side((lambda engine=engine: engine.backward(engine()), engine.step))
+    assert layout is not None
+    wires = wires_here()
+    links = measure_links(cluster, wires)
+    sides[SYNCS] = Syncs(layout, wires, torch.float32).side
+    taken = {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()}
+    return taken, predicted(layout, links, "float32"), 4 * numel, [bucket.way for bucket in layout.buckets], links
+
+
+def whole_steps(cluster: Cluster, *, config: GPTConfig, tokens: int, rounds: int) -> dict[str, Spent]:
+    """Real steps: forward, backward, and the optimizer's; by side.
+
+    A turn is several of them, and over when all has arrived: what is sent during the next forward pass counts, too.
+    """
+    sides = {}
+    for name in OPTIMIZERS:
+        engine = make_engine(name, GPT(config), BUCKET_NUMEL, overlap=True)
+        windows = torch.randint(VOCABULARY, (tokens // config.context, config.context + 1),
+                                generator=torch.Generator().manual_seed(dist.get_rank()))
+
+        def step(engine: Any = engine, windows: Tensor = windows) -> None:
+            for _ in range(STEPS_A_TURN):
+                engine.backward(engine(windows[:, :-1], windows[:, 1:]))
+                engine.step()
+            for param in engine.module.parameters():
+                param.sum()
+
+        sides[name] = Side((step,))
+    return {name: Spent(*(each / STEPS_A_TURN for each in of)) for name, (of,) in
+            take_turns(sides, cluster, rounds).items()}
+
+
+def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
+    """As many matrices as ranks, no two alike, so that nothing goes in rows: in cuts, and the same bytes evenly."""
+    wires, size = wires_here(), cluster.ranks
+    links, sides, foretold = measure_links(cluster, wires), {}, {}
+    # Each is a little larger than the one before; together they are size x numel elements.
+    rows = [numel // 1024 + 8 * (2 * index - size + 1) for index in range(size)]
+    for dtype in (torch.float32, torch.bfloat16):
+        wire = dtype_name(dtype)
+        for whole, name in ((False, f"even {wire}"), (True, f"matrices {wire}")):
+            layout = plan_layout([ParamSpec(f"matrix{index}", (each, 1024), wire, whole, each if whole else 0,
+                                            wire=wire) for index, each in enumerate(rows)], size, bucket_numel=1,
+                                 links=links)
+            ways = {bucket.way for bucket in layout.buckets}
+            if ways != {"cuts" if whole else "even"} or len(layout.buckets) != size:
+                raise ValueError(f"{name} was meant to be {size} buckets in one way, and is {layout.buckets}")
+            sides[name] = Syncs(layout, wires, dtype).side
+            foretold[name] = predicted(layout, links, wire)
+    return {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()}, foretold, links
