@@ -186,7 +186,7 @@ def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucke
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout = plan_layout(specs, num_ranks, bucket_numel=bucket_numel or run.bucket_numel,
                          policy=run.layerwise.layout, alignment=run.layerwise.alignment, links=links,
-                         reduction=reduction)
+                         reduction=reduction, in_rows=run.stage == 1)
     return layout, wires_of(layout, specs)
 
 

@@ -33,7 +33,8 @@ from ds_layerwise.plan.ways import (
 
 
 def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: int, policy: str = "balanced",
-                alignment: int = 64, links: Links | None = None, reduction: Reduction = "ordered") -> Layout:
+                alignment: int = 64, links: Links | None = None, reduction: Reduction = "ordered",
+                in_rows: bool = True) -> Layout:
     """Place parameters over ``world_size`` ranks.
 
     Args:
@@ -47,6 +48,8 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         alignment: slots and shards start at multiples of this.
         links: what ways are chosen for where the policy is ``balanced``; :data:`.plan.links.NVLINK_IB` if None.
         reduction: how sums are made; see :mod:`.plan.ways`.
+        in_rows: whether a bucket may be a row of equal matrices, whose gradients wait for each other: not at ZeRO
+            stage 2, where they would have memory of their own while they wait.
 
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
@@ -71,7 +74,8 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
                        for bucket in cut_stream(items, bucket_numel, holders)]
         else:
             owned[stream] = items
-    drafts += _balance(owned, world_size, bucket_numel, row_limit(bucket_numel, sum(spec.numel for spec in specs)),
+    limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if in_rows else 0
+    drafts += _balance(owned, world_size, bucket_numel, limit,
                        partial(_send, links=links or NVLINK_IB, reduction=reduction, alignment=alignment))
     return Layout(policy, world_size, alignment, _assemble(drafts))
 
@@ -191,7 +195,7 @@ _ROWS_MUST_GAIN = 2
 
 def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_numel: int, limit: int,
              send: Callable[[list[Draft]], tuple[list[Draft], int]]) -> list[Draft]:
-    """Buckets of whole parameters, with or without rows, whichever ``send`` makes faster."""
+    """Buckets of whole parameters, with or without rows, whichever ``send`` makes faster; ``limit`` 0 for none."""
     cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
     owners = choose_owners([bucket for buckets in cut.values() for bucket in buckets], world_size)
 
@@ -200,6 +204,8 @@ def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_nume
                             stream.wire) for stream, buckets in cut.items() for bucket in buckets]
 
     plain, plain_ns = send(drafts(cut, owners))
+    if not limit:
+        return plain
     rows = {stream: take_rows(items, owners, world_size // stream.ep_size, bucket_numel=bucket_numel, limit=limit)
             for stream, items in streams.items() if world_size > stream.ep_size}
     if not any(taken.buckets for taken in rows.values()):

@@ -93,7 +93,7 @@ def _sent(config: LayerWiseConfig, settings: Settings, where: Sequence[int], dev
     """What a plan has to know of how buckets are sent."""
     per_node = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
     return {"links": links_of_run(config.links, on_host=device.type == "cpu", ranks_per_node=per_node),
-            "reduction": "native" if is_native(config.reduction, device) else "ordered"}
+            "in_rows": settings.stage == 1, "reduction": "native" if is_native(config.reduction, device) else "ordered"}
 
 
 def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> dict[str, int]:

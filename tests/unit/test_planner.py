@@ -158,7 +158,7 @@ def test_the_last_bucket_is_not_left_with_the_ranks_that_others_passed_over():
     specs = [matrix(f"{kind}{i}", 64 * size, size) for i in range(24) for kind, size in (("a", 3), ("b", 2), ("c", 2))]
     layout = plan_layout(specs, 16, bucket_numel=8 * 64)
     for bucket in layout.buckets:
-        assert max(bucket.shard_numels) <= 3 * 64, bucket.index
+        assert max(held(bucket)) <= 3 * 64, bucket.index
 
 
 # --- equal shards ----------------------------------------------------------------------------------------------------
@@ -581,3 +581,9 @@ def test_experts_are_shared_among_the_ranks_that_hold_them_and_keep_the_backward
 def test_experts_need_a_multiple_of_their_ep_size():
     with pytest.raises(LayoutError, match="e has ep_size 2, which 3 ranks cannot share evenly"):
         plan_layout([ParamSpec("e", (8, 8), "float32", True, 1, 2)], 3, bucket_numel=1)
+
+
+def test_rows_can_be_left_out():
+    specs = [ParamSpec(f"w{i}", (64, 64), "bfloat16", True, 1000) for i in range(128)]
+    layouts = [plan_layout(specs, 8, bucket_numel=64 * 64, in_rows=in_rows) for in_rows in (True, False)]
+    assert [max(len(bucket.slots) for bucket in layout.buckets) for layout in layouts] == [8, 1]
