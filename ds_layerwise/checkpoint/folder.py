@@ -24,7 +24,7 @@ from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError
 
 #: DeepSpeed's file with the module; the second is that of ZeRO-3, whose parameters are elsewhere.
-MODEL_FILE, ZERO3_MODEL_FILE = "mp_rank_{part:02d}_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+MODEL_FILE, ZERO3_MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 #: Files are checked in parts of about this many bytes.
 _PART = 1 << 26
@@ -167,17 +167,17 @@ class ModelFile:
     world_size: int
 
     @classmethod
-    def read(cls, folder: Path, *, trust: bool, part: int = 0) -> ModelFile | None:
+    def read(cls, folder: Path, *, trust: bool, mp_rank: int = 0) -> ModelFile | None:
         """The one in ``folder``; None if there is none.
 
         Args:
             trust: whether code in it may run.
-            part: which part of a model that is cut.
+            mp_rank: which piece of a model that is cut.
 
         Raises:
             LayerWiseError: it is damaged, or holds objects of a kind that only code can restore.
         """
-        names = (MODEL_FILE.format(part=part), ZERO3_MODEL_FILE)
+        names = (MODEL_FILE.format(mp_rank=mp_rank), ZERO3_MODEL_FILE)
         paths = [path for name in names if (path := folder / name).exists()]
         if not paths:
             return None

@@ -13,21 +13,21 @@ from ds_layerwise.errors import LayerWiseError
 
 
 class PipelineCheckpoint:
-    """A checkpoint of any number of stages; see :class:`.record.Saved`.
+    """A checkpoint of any number of pipeline stages; see :class:`.record.Saved`.
 
     A parameter is in the files of one stage: of a tied one, of the first that holds it.
 
     Args:
         rank: whose file of each stage to look into first.
-        stage: whose parameter groups and loss scale count, where the checkpoint has that many.
+        pipeline_stage: whose parameter groups and loss scale count, where the checkpoint has that many.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0, stage: int = 0) -> None:
+    def __init__(self, folder: Path, *, rank: int = 0, pipeline_stage: int = 0) -> None:
         count = max(1, len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt"))))
-        self._stages = [RegularCheckpoint(folder, rank=rank, part=part) for part in range(count)]
+        self._stages = [RegularCheckpoint(folder, rank=rank, mp_rank=mp_rank) for mp_rank in range(count)]
         first = self._stages[0]
         for other in self._stages[1:]:
             if other.header.step != first.header.step:
@@ -35,7 +35,7 @@ class PipelineCheckpoint:
                                      "the files are not of one save")
         self._stage_of = {name: saved for saved in self._stages for name in saved.header.shapes}
         self.header = replace(
-            self._stages[stage if stage < count else 0].header,
+            self._stages[pipeline_stage if pipeline_stage < count else 0].header,
             shapes={name: saved.header.shapes[name] for name, saved in self._stage_of.items()},
             rules={name: saved.header.rules[name] for name, saved in self._stage_of.items()})
 

@@ -40,7 +40,7 @@ from ds_layerwise.plan.layout import Layout
 KEY = "layerwise"
 FORMAT = 2
 
-_ENDING = "_mp_rank_{part:02d}_optim_states.pt"
+_ENDING = "_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 #: The states that DeepSpeed's converter carries along.
 CONVERTED = ("exp_avg", "exp_avg_sq", "step")
@@ -54,12 +54,12 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if name in CONVERTED}
 
 
-def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
+def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1,
                   accumulated: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
 
     Args:
-        num_parts: how many parts the model is cut into, of which the record is one.
+        mp_size: how many parts the model is cut into, of which the record is one.
         accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
     """
     pieces = {piece.name: piece for piece in record.pieces}
@@ -96,7 +96,7 @@ def to_state_dict(record: ShardRecord, header: Header, num_parts: int = 1,
             "format": FORMAT,
             "rank": record.rank,
             "world_size": record.world_size,
-            "num_parts": num_parts,
+            "num_parts": mp_size,
             "layout": record.layout_json,
             "layout_digest": record.layout_digest,
             "variants": dict(record.expert_names),
@@ -173,15 +173,15 @@ class RegularCheckpoint:
     """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
 
     Files are opened when something in them is asked for. ``rank`` says whose file to look into first: where every
-    node has its own disk, and the layout is the same, it is the only one that this rank needs. ``part`` says which part
-    of a model that is cut over ranks; see :class:`ds_layerwise.zero.settings.Settings`.
+    node has its own disk, and the layout is the same, it is the only one that this rank needs. ``mp_rank`` says which
+    piece of a model that is cut over ranks; see :class:`ds_layerwise.zero.settings.Settings`.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0, part: int = 0) -> None:
-        self._folder, self._ending = folder, _ENDING.format(part=part)
+    def __init__(self, folder: Path, *, rank: int = 0, mp_rank: int = 0) -> None:
+        self._folder, self._ending = folder, _ENDING.format(mp_rank=mp_rank)
         self._prefix = _prefix(folder, self._ending)
         opened = rank if self.path(rank).exists() else 0
         state_dict = read(self.path(opened))
@@ -274,7 +274,7 @@ class RegularCheckpoint:
             return found
 
 
-def num_parts(folder: Path) -> int:
+def mp_size(folder: Path) -> int:
     """How many parts the model in ``folder`` is cut into; 1 also where that is not known, or put together."""
     if (folder / "zero").is_dir():
         return 1
@@ -287,8 +287,8 @@ def refuse_parts(folder: Path) -> None:
     Raises:
         LayerWiseError: ``folder`` holds one.
     """
-    if (parts := num_parts(folder)) > 1:
-        raise LayerWiseError(f"{folder} holds a model that is cut into {parts} parts; put them together with "
+    if (pieces := mp_size(folder)) > 1:
+        raise LayerWiseError(f"{folder} holds a model that is cut into {pieces} parts; put them together with "
                              "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
                              "universal_checkpoint_info")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, num_parts
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
@@ -189,8 +189,8 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
         raise LayerWiseError(f"{folder} is a universal checkpoint, which cannot be cut for a model on {here} "
                              "tensor-parallel ranks; resume from a regular one")
     # On a disk of this node alone there are only the parts of its own ranks.
-    if not is_universal and not engine.use_node_local_storage() and (parts := num_parts(folder)) != here:
-        raise LayerWiseError(f"{folder} holds a model in {parts} part{'s' * (parts > 1)}, and this run has it in "
+    if not is_universal and not engine.use_node_local_storage() and (pieces := mp_size(folder)) != here:
+        raise LayerWiseError(f"{folder} holds a model in {pieces} part{'s' * (pieces > 1)}, and this run has it in "
                              f"{here}; resume with as many{_TOGETHER if here == 1 else ''}")
 
 

@@ -328,7 +328,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         group=group,
         expert_groups=expert_groups,
         model_group=model_group,
-        part=0 if mpu is None else mpu.get_model_parallel_rank(),
+        mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
         tensor_group=None if pipeline.is_pipeline(engine.module) else tensor_group(
             mpu, autotp_group=_autotp_group(engine)),
         compute_dtype=compute_dtype,

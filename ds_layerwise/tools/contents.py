@@ -24,20 +24,20 @@ class Contents:
 
     Args:
         trust: whether the model's file may run code.
-        part: which part of a model that is cut; see :func:`.regular.num_parts`.
+        mp_rank: which piece of a model that is cut; see :func:`.regular.mp_size`.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, or in a newer format; names it.
     """
 
-    def __init__(self, folder: Path, *, trust: bool, part: int = 0) -> None:
+    def __init__(self, folder: Path, *, trust: bool, mp_rank: int = 0) -> None:
         self.folder = folder
-        self.model = ModelFile.read(folder, trust=trust, part=part)
+        self.model = ModelFile.read(folder, trust=trust, mp_rank=mp_rank)
         self.saved: RegularCheckpoint | UniversalCheckpoint
         if is_universal(folder):
             self.saved = UniversalCheckpoint(folder)
         else:
-            self.saved = RegularCheckpoint(folder, part=part)
+            self.saved = RegularCheckpoint(folder, mp_rank=mp_rank)
             for rank in range(self.saved.world_size):
                 self.saved.state_dict(rank)
         held = self.saved.header.shapes

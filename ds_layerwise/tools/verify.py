@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint.folder import Bars, damaged, find, manifest_of
 from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
 from ds_layerwise.checkpoint.names import first_expert
-from ds_layerwise.checkpoint.regular import CONVERTED, KEY, RegularCheckpoint, num_parts, travels_as
+from ds_layerwise.checkpoint.regular import CONVERTED, KEY, RegularCheckpoint, mp_size, travels_as
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.contents import WEIGHTS, Contents
@@ -60,7 +60,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
         # Mapping a damaged file may end the process.
         return report
     try:
-        report.contents = [Contents(folder, trust=trust, part=part) for part in range(num_parts(folder))]
+        report.contents = [Contents(folder, trust=trust, mp_rank=mp_rank) for mp_rank in range(mp_size(folder))]
     except LayerWiseError as e:
         if "--trust-client-state" in str(e):
             raise

@@ -127,7 +127,7 @@ class Checkpointing:
             CLIP_GRAD: clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self.owned.record(), self.header(), self.settings.num_parts, accumulated),
+            **regular.to_state_dict(self.owned.record(), self.header(), self.settings.tp_size, accumulated),
         }
 
     def _point_now(self) -> unfinished.Point:
@@ -139,8 +139,8 @@ class Checkpointing:
     def open_regular(self, folder: Path) -> RegularCheckpoint | PipelineCheckpoint:
         """The regular checkpoint in ``folder``, as far as this rank may need it."""
         if pipeline.is_pipeline(self.module):
-            return PipelineCheckpoint(folder, rank=self.owned.rank, stage=self.settings.part)
-        return RegularCheckpoint(folder, rank=self.owned.rank, part=self.settings.part)
+            return PipelineCheckpoint(folder, rank=self.owned.rank, pipeline_stage=self.settings.mp_rank)
+        return RegularCheckpoint(folder, rank=self.owned.rank, mp_rank=self.settings.mp_rank)
 
     def prepare_load(self, folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> Found:
         """Open the checkpoint in ``folder``, check every byte, and find what :meth:`finish_load` will take over.

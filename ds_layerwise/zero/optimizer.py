@@ -134,7 +134,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             grad_sync=self._grad_sync, offloading=self.offloading, interrupted=self.interrupted)
         self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,
                                      most=self.config.max_skipped_steps,
-                                     stage=self.settings.part if pipeline.is_pipeline(model) else 0)
+                                     pipeline_stage=self.settings.mp_rank if pipeline.is_pipeline(model) else 0)
         self.checkpointing = Checkpointing(
             engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
             optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
@@ -351,7 +351,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         dtypes = self.layout.dtypes
         stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
         return Forecast.of(
-            self.layout, self.specs, self.routes, stage=self.settings.stage, tp_size=self.settings.num_parts,
+            self.layout, self.specs, self.routes, stage=self.settings.stage, tp_size=self.settings.tp_size,
             reduction="native" if is_native(self.config.reduction, self._device) else "ordered",
             stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
             host_ratio=self.settings.host_ratio)

@@ -43,8 +43,8 @@ class Settings:
     """The same for experts, by the name that DeepSpeed gives it; the ranks in it hold the same experts."""
     model_group: comm.Group | None
     """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
-    part: int
-    """Which part this rank holds, as DeepSpeed numbers them in the names of its files."""
+    mp_rank: int
+    """Which piece of the model this rank holds, as DeepSpeed numbers them in the names of its files."""
     tensor_group: comm.Group | None
     """The ranks that hold the parts of the same parameters, in the order of the parts; None where none is cut."""
     compute_dtype: torch.dtype
@@ -74,7 +74,7 @@ class Settings:
     """Keys of the config that are accepted, but change nothing; the start-up table names them."""
 
     @property
-    def num_parts(self) -> int:
+    def tp_size(self) -> int:
         """How many parts tensor parallelism has cut the model into."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 

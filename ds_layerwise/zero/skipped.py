@@ -24,11 +24,11 @@ class SkippedSteps:
     Args:
         names: the parameters in the order of the model.
         most: this many in a row are an error; None for no end.
-        stage: of a pipeline, which part of the model this is.
+        pipeline_stage: which of the model's this is; 0 without a pipeline.
     """
 
-    def __init__(self, names: Sequence[str], owned: Owned, *, most: int | None, stage: int) -> None:
-        self._names, self._owned, self._most, self._stage = names, owned, most, stage
+    def __init__(self, names: Sequence[str], owned: Owned, *, most: int | None, pipeline_stage: int) -> None:
+        self._names, self._owned, self._most, self._pipeline_stage = names, owned, most, pipeline_stage
         self._in_a_row = 0
 
     def note(self, overflow: bool, scaler: Any, step: int) -> None:
@@ -60,7 +60,7 @@ class SkippedSteps:
     def _blame(self) -> str:
         """The first parameter, in the order of the model, whose averaged gradient is not finite, and who found it."""
         held = {piece.name for pieces in self._owned.pieces for piece in pieces}
-        mine = next(((self._stage, index, name) for index, name in enumerate(self._names)
+        mine = next(((self._pipeline_stage, index, name) for index, name in enumerate(self._names)
                      if name in held and not torch.isfinite(self._owned.reduced.piece(name)).all()), None)
         everyone = comm.gather_objects(mine, group=None)
         first = [(*place, rank) for rank, place in enumerate(everyone) if place is not None]
