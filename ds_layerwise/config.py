@@ -65,7 +65,7 @@ def belongs_in(key: str, *, shared: Collection[str] = ("lr", "momentum", "weight
 
 
 def _only_ours(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
-    """As :func:`only_known`, and a key of our other section is told where it belongs."""
+    """Refuse keys that are not known, see :func:`only_known`; a key of our other section is told where it belongs."""
     for key in section:
         home = "layerwise at the top level" if str(key).lower().replace("_", "") == "layerwise" else belongs_in(
             str(key), shared=())
@@ -244,7 +244,7 @@ class Override(Section):
     optional: bool = False
     """Whether it may match no parameter."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """What it sets of the recipe that the parameters have, by the names of ``optimizer.params``."""
+    """What the override sets of the recipe that parameters have, by the names of ``optimizer.params``."""
 
     @classmethod
     def from_entry(cls, where: str, entry: object) -> Override:
@@ -267,7 +267,7 @@ class Override(Section):
         return found.model_copy(update={"settings": settings})
 
     def changes(self) -> dict[str, Any]:
-        """What it sets, by key."""
+        """What the override sets, by key."""
         own = {key: getattr(self, key) for key in self.keys() if key not in ("name", "optional", "settings")}
         return {**{key: value for key, value in own.items() if value is not None}, **dict(self.settings)}
 

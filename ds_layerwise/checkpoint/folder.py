@@ -157,9 +157,9 @@ class ModelFile:
 
     path: Path
     module: Mapping[str, Tensor]
-    """Of the module's ``state_dict``, what is in this file, or in those of the experts, as a whole."""
+    """What is of the module's ``state_dict`` in this file, or in those of the experts, as a whole."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the trained parameters; of experts, those that the first rank held."""
+    """The shapes of the trained parameters; of experts, those that the first rank held."""
     frozen: Mapping[str, Tensor]
     """What DeepSpeed's scripts take for frozen and empty parameters."""
     aliases: Mapping[str, str]
@@ -201,7 +201,7 @@ class ModelFile:
         return cls(paths[0], module, shapes, frozen, aliases, int(content.get("dp_world_size") or 1))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """That of a trained parameter; None if the file knows none of that name."""
+        """The shape of a trained parameter; None if the file knows none of that name."""
         return self.shapes.get(name, self.shapes.get(first_expert(name) or name))
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:

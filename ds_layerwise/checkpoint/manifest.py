@@ -55,7 +55,7 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
-        """Of the files that are in ``folder`` now, or of those of them that ``names`` lists."""
+        """Make the manifest of the files that are in ``folder`` now, or of those of them that ``names`` lists."""
         return cls({name: tuple(_ranges(folder / name)) for name in (names_in(folder) if names is None else names)})
 
     @classmethod
@@ -127,7 +127,7 @@ class Manifest:
         return lines
 
     def only(self, names: Iterable[str]) -> Manifest:
-        """The same for some files. Names that it does not list are left out."""
+        """The manifest of some of its files. Names that it does not list are left out."""
         return Manifest({name: self.files[name] for name in names if name in self.files})
 
 
@@ -197,7 +197,7 @@ def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]
 
 
 def _crc32(file: BinaryIO, start: int, size: int) -> int:
-    """Of ``size`` bytes from ``start`` on; -1 where there are not so many."""
+    """The checksum of ``size`` bytes from ``start`` on; -1 where there are not so many."""
     file.seek(start)
     value, block = 0, memoryview(bytearray(min(size, _READ)))
     while size > 0:

@@ -68,7 +68,7 @@ def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
 
 
 def first_expert(name: str) -> str | None:
-    """The same parameter of the first expert in the list that ``name`` belongs to; None if it belongs to none."""
+    """The parameter like ``name`` of the first expert in the same list; None if ``name`` belongs to no expert."""
     match = _EXPERT.fullmatch(name)
     return None if match is None else f"{match[1]}0{match[3]}"
 

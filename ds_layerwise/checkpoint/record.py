@@ -53,13 +53,13 @@ class Header:
     step: int
     """Updates so far."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of every parameter of which the checkpoint holds at least the weights in float32."""
+    """The shape of every parameter of which the checkpoint holds at least the weights in float32."""
     rules: Mapping[str, RuleRecord]
     """By name of a parameter whose state the checkpoint holds."""
     param_groups: Sequence[Mapping[str, Any]] | None
     """What the groups say, without their parameters; None if this package did not write them."""
     dtypes: tuple[str, ...] | None
-    """Of the model's trainable parameters, by torch's names; None if unknown."""
+    """The dtypes of the model's trainable parameters, by torch's names; None if unknown."""
     configured: Sequence[Mapping[str, Any]] | None = None
     """What the config and the script had given the groups, before schedules moved it; None if unknown."""
     unreadable: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Saved(Protocol):
 
     @property
     def header(self) -> Header:
-        """What it says beside its tensors."""
+        """What the checkpoint says beside its tensors."""
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """What holds any of the elements ``[start, stop)`` of ``name``, in ascending order of elements.

@@ -44,8 +44,8 @@ class Name:
     the owner asks an optimizer, or a parameter, for it, and finds it here."""
 
     parameters: tuple[str, ...] | None = None
-    """What it is called with here, or by DeepSpeed where it is wrapped; ``self``, too. It may take more, by default.
-    None: it is not called, or does not say what it takes."""
+    """What the name is called with here, or by DeepSpeed where it is wrapped; ``self``, too. It may take more, by
+    default. None: it is not called, or does not say what it takes."""
 
     since: str | None = None
     until: str | None = None
@@ -68,7 +68,7 @@ class Name:
                     or self.until and _number(release) >= _number(self.until))
 
     def path_in(self, release: str) -> str:
-        """Its path in ``release``."""
+        """The path of the name in ``release``."""
         return next((path for path, before in self.was if _number(release) < _number(before)), self.path)
 
     def problem(self, release: str) -> str | None:

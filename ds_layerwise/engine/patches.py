@@ -40,7 +40,7 @@ class _Patch:
     owner: Any
     name: str
     original: Any
-    """What it had there itself; ``_NOTHING`` if that was inherited, or nowhere."""
+    """What the owner had under that name itself; ``_NOTHING`` if that was inherited, or nowhere."""
     ours: Any
     for_life: bool
     """Whether it stays as long as there is an engine that was not destroyed."""
@@ -84,7 +84,7 @@ class _Changes:
         # The thread that imports DeepSpeed to look names up may run code of somebody who registers, too.
         self.lock = threading.RLock()
         self.depth = 0
-        """Of changes within each other, all of one thread."""
+        """How many changes are within each other, all of one thread."""
         self.is_due = False
         """Whether there may be something to put back."""
 

@@ -192,7 +192,7 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
 
 
 def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
-    """The same once more in the universal format, each rank a part of the parameters, out of the files just written."""
+    """Save in the universal format, too: each rank a part of the parameters, out of the files just written."""
     folder, regular = save.save_dir / save.universal_tag, aside.staged(save.folder)
     with comm.Alike(None):
         if engine.global_rank == 0:

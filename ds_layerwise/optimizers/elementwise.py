@@ -80,7 +80,7 @@ class Sgd(Elementwise):
 
     @classmethod
     def of(cls, recipe: recipes.Sgd) -> Sgd:
-        """It has no settings."""
+        """The rule of a recipe that has no settings."""
         return cls()
 
     def init_state(self, param: Tensor) -> State:
@@ -105,7 +105,7 @@ class Lion(Elementwise):
 
     @classmethod
     def of(cls, recipe: recipes.Lion) -> Lion:
-        """It has no settings."""
+        """The rule of a recipe that has no settings."""
         return cls()
 
     def init_state(self, param: Tensor) -> State:

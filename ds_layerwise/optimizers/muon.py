@@ -94,7 +94,7 @@ class Muon:
             require(self.products_in, device, key="optimizer.params.ns_dtype", value=self.ns_dtype)
 
     def on_device(self, fast_dtypes: frozenset[torch.dtype]) -> Muon:
-        """The same where those dtypes are much faster than float32."""
+        """This rule where ``fast_dtypes`` are much faster than float32."""
         return replace(self, fast_dtypes=fast_dtypes)
 
     @property
@@ -103,7 +103,7 @@ class Muon:
         return compute_dtype(self.ns_dtype, self.ns_method, self.fast_dtypes)
 
     def of_shards(self, axis: Axis, peers: Peers) -> Muon:
-        """The same for matrices of which this rank has a part."""
+        """This rule for matrices of which this rank has a tensor shard."""
         return self if self.tp_mode == "blockwise" else replace(self, cut=(axis, peers))
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],

@@ -66,7 +66,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.built_with = tuple({key: group[key] for key in HYPER_KEYS} for group in self.param_groups)
         """What config and script have given each group, whatever schedules or a checkpoint make of it."""
         self.configured = [dict(group) for group in self.built_with]
-        """The same of the run that this one goes on from, as far as that has won."""
+        """The hyper-parameters of the run that this one goes on from, as far as they have won."""
         # Groups whose lr would be Muon's, too, though nobody said so.
         self._one_rate_for_both = {} if config.matrix.takes_rate_of_adamw else {
             i: item["lr"] for i, item in enumerate(item for item in items if isinstance(item, dict))

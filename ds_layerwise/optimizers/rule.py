@@ -48,14 +48,14 @@ class UpdateRule(Protocol):
         """
 
     def on_device(self, fast_dtypes: frozenset[torch.dtype]) -> UpdateRule:
-        """The same on a device that multiplies matrices in ``fast_dtypes`` much faster than in float32."""
+        """This rule on a device that multiplies matrices in ``fast_dtypes`` much faster than in float32."""
 
     @property
     def products_in(self) -> torch.dtype | None:
         """What matrices are multiplied in; None if none are."""
 
     def of_shards(self, axis: Any, peers: Any) -> UpdateRule:
-        """The same for matrices of which this rank has a part, cut along ``axis``; ``peers`` have the others."""
+        """This rule for matrices of which this rank has a tensor shard, along ``axis``; ``peers`` have the others."""
 
     def init_state(self, param: Tensor) -> State:
         """The state before the first update: names, shapes and dtypes as :meth:`.recipes.recipe.Recipe.states`."""

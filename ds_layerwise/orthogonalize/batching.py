@@ -23,7 +23,7 @@ class Some(NamedTuple):
     stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """They as they are: a matrix, or a view ``(stop - start, rows, cols)`` of a batch."""
+        """The matrices meant: one matrix as it is, or a view ``(stop - start, rows, cols)`` of a batch."""
         found = tensors[self.tensor]
         return found if found.dim() == 2 else found[self.start:self.stop]
 

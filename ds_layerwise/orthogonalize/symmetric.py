@@ -116,7 +116,7 @@ def _fill(out: Tensor, left: Tensor, right_rows: Tensor, base: Tensor | None, be
 
 def _product(left: Tensor, right: Tensor, base: Tensor | None, beta: float, alpha: float,
              out: Tensor | None = None) -> Tensor:
-    """Of matrices, or of batches of them; without ``base``, ``left @ right`` alone."""
+    """The product of matrices, or of batches of them; without ``base``, ``left @ right`` alone."""
     batched = left.dim() == 3
     if base is None:
         return torch.bmm(left, right, out=out) if batched else torch.mm(left, right, out=out)

@@ -27,7 +27,7 @@ class Peers(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are, this one included."""
+        """How many ranks hold a tensor shard, this one included."""
 
     @property
     def rank(self) -> int:

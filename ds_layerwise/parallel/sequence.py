@@ -49,7 +49,7 @@ class MeshGroups:
         return int(dist.get_world_size())
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank among them."""
+        """The number of this rank among those that share sequences and data."""
         return int(dist.get_rank())
 
     def get_data_parallel_group(self) -> comm.Group:

@@ -95,7 +95,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it that is on the device between two steps."""
+        """The bytes on the device between two steps."""
         return self.params + self.grads + self.masters + self.states
 
 
@@ -180,7 +180,7 @@ class RankTraffic:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes sent from copies, and received, together."""
         return self.sent + self.received
 
 

@@ -24,13 +24,13 @@ class Draft:
     wire: str
     """The dtype that its gradients travel in."""
     shards: Shards
-    """Of ``shard_numels``, before they are padded for a way."""
+    """The shards of ``shard_numels``, before they are padded for a way."""
     way: Way = "even"
     """Until it is chosen, which it must be where shards differ in length, ``even``."""
 
     @property
     def position(self) -> int:
-        """Of its last gradient in the backward pass."""
+        """The position of the bucket's last gradient in the backward pass."""
         return max(item.position for item in self.items)
 
 

@@ -37,5 +37,5 @@ def pieces_on_host(layout: Layout, rank: int, ratio: float, *, state_bytes: Stat
 
 
 def master_bytes(bucket: Bucket) -> int:
-    """Of one element of a bucket: 0 where the parameter is its own master."""
+    """The bytes of the master of one element of a bucket: 0 where the parameter is its own master."""
     return 0 if bucket.dtype == "float32" else 4

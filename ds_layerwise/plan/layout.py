@@ -341,7 +341,7 @@ class Layout:
         return tuple(piece for bucket in self.buckets for piece in bucket.pieces(rank))
 
     def to_json(self) -> str:
-        """All of it as one line. Shard lengths are run-length coded: ``[[how many ranks, numel], ...]``."""
+        """The layout as one line. Shard lengths are run-length coded: ``[[how many ranks, numel], ...]``."""
         return json.dumps({
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
             "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start,

@@ -31,11 +31,11 @@ class Links(Section):
     inside_gb_s: Positive
     """From one rank to others of its node, GB/s a direction."""
     between_gb_s: Positive
-    """Of one network interface (rail), GB/s a direction."""
+    """The bandwidth of one network interface (rail), GB/s a direction."""
     inside_us: NonNegative
-    """Of a message inside a node, microseconds."""
+    """The latency of a message inside a node, microseconds."""
     between_us: NonNegative
-    """Of a message between nodes, microseconds."""
+    """The latency of a message between nodes, microseconds."""
     ranks_per_node: Count
     rails: Count
     """Network interfaces of a node. Rings leave a node through all of them, all its ranks share them evenly."""
@@ -47,7 +47,7 @@ class Links(Section):
     """Whether what travels lies in host memory, where gloo sends it: all-gathers go inside nodes and between them one
     after the other, and shards of any length by all-to-all, however sums are made."""
     tflops: Positive = 200.0
-    """Of matrix products in Newton-Schulz, a rank, TFLOP/s as they are reached, not as they are advertised."""
+    """The rate of matrix products in Newton-Schulz, TFLOP/s a rank, as it is reached, not as it is advertised."""
 
 
 #: NVLink 4 through a switch, and a 400 Gbit/s interface a GPU. Products at 40 % of what an H100 does densely in bf16.
@@ -143,7 +143,7 @@ class Group:
 
     @cached_property
     def ring_gb_s(self) -> float:
-        """Of a ring through all ranks: the slower of its steps inside nodes, and between them on all rails."""
+        """The bandwidth of a ring through all ranks: of its slower steps, inside nodes or between them on all rails."""
         if self.nodes == 1:
             return self.links.inside_gb_s
         return self.node_gb_s if self.local == 1 else min(self.links.inside_gb_s, self.node_gb_s)

@@ -30,7 +30,7 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
 
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The same in columns under a head line; parameters that are cut evenly belong to "all" ranks."""
+    """Routes in columns under a head line; parameters that are cut evenly belong to "all" ranks."""
     cells = [("name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because")]
     cells += [(row["name"], "x".join(map(str, row["shape"])) or "()", row["optimizer"], f"{row['weight_decay']:g}",
                f"{row['lr_ratio']:g}", "all" if row["owner"] is None else str(row["owner"]), row["reason"])

@@ -36,7 +36,7 @@ class BucketSize:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one plan. Times are nanoseconds."""
+    """What one plan takes a step, in nanoseconds."""
 
     links: Links
     reduction: Reduction
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def total(self) -> int:
-        """All of it, if nothing hides behind the backward pass."""
+        """What a step takes altogether, if nothing hides behind the backward pass."""
         return self.wire.total + self.update
 
     @property

@@ -72,7 +72,7 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
 
 
 def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
-    """The same numbers for a program: bytes, elements and FLOPs, memory of every rank; seconds where predicted."""
+    """A plan's numbers for a program: bytes, elements and FLOPs, memory of every rank; seconds where predicted."""
     report, layout = forecast.report, forecast.layout
     return {
         "ranks": layout.world_size, "layout": layout.policy, "digest": layout.digest(), "stage": forecast.stage,
@@ -189,7 +189,7 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
 
 
 def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Recipe]:
-    """Those in use: first of whole parameters, then by name."""
+    """The recipes in use: first those of whole parameters, then by name."""
     found = dict.fromkeys(routes[spec.name].recipe for spec in specs)
     return sorted(found, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
 

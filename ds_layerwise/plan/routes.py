@@ -46,7 +46,7 @@ class Route:
     sent_away: bool = False
     """Whether the user sent something with two axes or more to the scalar optimizer, and not a rule."""
     tp_axis: Axis | None = None
-    """Of matrices of which they have other parts, the axis that is cut; ``matrix_shape`` is that of this part."""
+    """The axis along which tensor parallelism cuts the matrix; ``matrix_shape`` is that of this rank's tensor shard."""
     transposed: bool = False
     """Whether it is a linear layer that holds (inputs, outputs), whose heads are therefore blocks of columns."""
 

@@ -29,7 +29,7 @@ class Rows:
     rest: Sequence[Item]
     """In backward order."""
     owners: Mapping[int, int]
-    """Of the rest, by position."""
+    """The owners of the parameters that are in no row, by position."""
 
     def drafts(self, holders: int, wire: str) -> list[Draft]:
         """The buckets, laid out in ``holders`` equal shards."""

@@ -29,7 +29,7 @@ class RunConfig:
     stage: int
     bucket_numel: int
     param_dtype: str
-    """Of the model, as a Layout names it. In float32 mode the engine casts nothing; this says a float32 model."""
+    """The dtype of the model, as a Layout names it; float32 where the engine casts nothing, and the model is that."""
     accumulation_dtype: str | None
     wire_dtype: str | None
     host_ratio: float

@@ -30,7 +30,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, numels: tuple[int, ...], start: int) -> Shards:
-        """Of shards of ``numels`` elements, the first of which starts at ``start``."""
+        """Make shards of ``numels`` elements, the first of which starts at ``start``."""
         if numels.count(numels[0]) == len(numels):
             count, each = len(numels), numels[0]
             numel = count * each
@@ -40,7 +40,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of_filled(cls, filled: Sequence[int], lengths: Sequence[int], start: int) -> Shards:
-        """The same where all but ``filled`` are empty, and not all are equal; at least one is not empty."""
+        """Make shards of which all but ``filled`` are empty, and not all are equal; at least one is not empty."""
         return cls(filled, tuple(accumulate(lengths[:-1], initial=start)), lengths, sum(lengths), False, min(lengths))
 
 

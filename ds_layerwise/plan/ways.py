@@ -46,26 +46,26 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of a bucket, what its time depends on."""
+    """What the time of a bucket depends on."""
 
     numel: int
     shards: Shards
     holders: int
     ep_size: int
     wire_bytes: int
-    """Of one element of a gradient on its way."""
+    """The bytes of one element of a gradient on its way."""
     param_bytes: int
 
     @classmethod
     def of_draft(cls, draft: Draft) -> Load:
-        """Of a bucket that is being planned."""
+        """Make the load of a bucket that is being planned."""
         item = draft.items[0]
         return cls(draft.shards.numel, draft.shards, len(draft.shard_numels), item.ep_size, itemsize(draft.wire),
                    itemsize(item.dtype))
 
     @classmethod
     def of_bucket(cls, bucket: Bucket, wire: str) -> Load:
-        """Of one in a layout, whose gradients travel in the dtype ``wire``."""
+        """Make the load of a bucket in a layout, whose gradients travel in the dtype ``wire``."""
         return cls(bucket.numel, bucket.shards, bucket.holders, bucket.ep_size, itemsize(wire), itemsize(bucket.dtype))
 
     @property
@@ -113,7 +113,7 @@ def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reducti
 
 
 def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None) -> Levels:
-    """The same with equal shards or cuts, added up in rank order: first inside nodes, then between them.
+    """What a reduction of equal shards or cuts takes that adds up in rank order: inside nodes, then between them.
 
     Args:
         sum_bytes: of what a node has added up, on its way to the others; as the gradients travel if None.
@@ -227,11 +227,11 @@ class WireTime(NamedTuple):
     gather: int
     """All gathers, without the exchange."""
     last: int
-    """Of the reductions, the last, which nothing of the backward pass is left to hide."""
+    """The last of the reductions, which nothing of the backward pass is left to hide."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The time of all collectives of a step."""
         return self.reduce + self.sums + self.params + self.gather
 
     @property

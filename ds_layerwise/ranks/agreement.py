@@ -61,7 +61,7 @@ class Agreement:
         return [self._group] if self._model_group is None else [self._group, self._model_group]
 
     def _idle_everywhere(self, idle: Collection[str], device: torch.device) -> frozenset[str]:
-        """Those of ``idle`` that are idle wherever an update of the same parameter, or of a part of it, is made."""
+        """The parameters of ``idle`` that are idle wherever an update of them, or of a tensor shard of them, is made."""
         trained = torch.zeros(self._numel, dtype=torch.int32, device=device)
         for name, place in self._place.items():
             if name not in idle:

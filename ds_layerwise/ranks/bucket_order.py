@@ -34,7 +34,7 @@ class Gradients(Enum):
     NONE = auto()
     """No backward pass has left any."""
     SUMS = auto()
-    """They add up: at stage 1 each rank's own, at stage 2, after every backward pass, those of all ranks."""
+    """Gradients add up: at stage 1 each rank's own, at stage 2, after every backward pass, those of all ranks."""
     UNDER_WAY = auto()
     """Some buckets are being reduced, or have been in a backward pass that has not ended: neither sums nor averages."""
     AVERAGES = auto()

@@ -82,7 +82,7 @@ class Pending:
             self._go_on()
 
     def then(self, more: Callable[[], object]) -> Pending:
-        """The same, with ``more`` to do locally at the end."""
+        """This collective, with ``more`` to do locally at the end."""
         finish = self._finish
 
         def finish_and_more() -> Pending | None:

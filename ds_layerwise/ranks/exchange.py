@@ -37,7 +37,7 @@ class Round:
     by_owner: tuple[int, ...]
     """By rank of the group, how many elements of its shard are in this rank's cuts."""
     runs: tuple[tuple[int, int, int], ...]
-    """Those elements, by owner: the bucket, the first one in this rank's cut of it, and how many."""
+    """What this rank's cuts hold of each owner's shard: the bucket, the first element in the cut, and how many."""
     buckets: frozenset[int]
     """Every bucket of which anybody's shard takes part."""
 

@@ -90,7 +90,7 @@ def _of_all(value: Any, group: Any) -> list[Any]:
 
 
 def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:
-    """The same among ``ranks`` of ``hosts``, which the others know nothing of: through the first of them.
+    """Gather from ``ranks`` of ``hosts``, of which the others know nothing: through the first of them.
 
     A group of gloo for each would be named after how many groups each of its ranks is in already, which may differ.
     """

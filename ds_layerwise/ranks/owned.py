@@ -32,7 +32,7 @@ class UpdateSet:
 
     rule: UpdateRule
     route: Route
-    """Of the first; the others' differ in nothing that an update asks for."""
+    """The route of the first; the others' differ in nothing that an update asks for."""
     names: tuple[str, ...]
 
 
@@ -143,8 +143,10 @@ class Owned:
         return self._seen(name, value) if value.shape == self._routes[name].stored_shape else value
 
     def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
-        """Of this rank's averaged gradients, 0-d, float64 where the device has it: no finite float32 overflows it, and
-        how parameters are cut does not show in the float32 norm."""
+        """The sum of squares of this rank's averaged gradients, 0-d, float64 where the device has it.
+
+        No finite float32 overflows it, and how parameters are cut does not show in the float32 norm.
+        """
         views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
                  if piece.name not in leave_out]
         wide = widest_float()
@@ -206,7 +208,7 @@ class Owned:
         self._follow_values(index, {})
 
     def follow_value(self, name: str) -> None:
-        """The same for what this rank holds of one parameter."""
+        """Let the master of what this rank holds of one parameter follow its value."""
         self._follow(self._values.piece(name), self.masters.piece(name))
 
     def _follow_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
@@ -247,7 +249,7 @@ class Owned:
                             if spec.shape == shape or key == "step"))
 
     def record(self) -> ShardRecord:
-        """All of it by name in a checkpoint, as views into live memory."""
+        """Masters and states by name in a checkpoint, as views into live memory."""
         pieces = tuple(
             PieceRecord(self.saved_as[piece.name], piece.param_start, self.masters.piece(piece.name),
                         {key: value.view(-1) if value.shape == self._shaped(self.masters, piece.name).shape else value

@@ -208,7 +208,7 @@ class ParamSync:
 
 
 def _apart(memory: Tensor) -> Tensor:
-    """The same memory by another storage: who holds that one is one reference to the first, for all."""
+    """``memory`` by another storage: who holds that one is one reference to the first, for all."""
     return from_dlpack(memory)
 
 

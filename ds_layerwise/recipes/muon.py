@@ -44,12 +44,12 @@ class Muon(Recipe):
         return like(shape, "momentum_buffer")
 
     def work(self, shape: tuple[int, ...]) -> int:
-        """Of the iteration."""
+        """The FLOPs of the Newton-Schulz iteration."""
         *batch, rows, cols = shape
         return newton_schulz_flops(rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch))
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Of the iteration, on as many matrices as go through it together."""
+        """The bytes that Newton-Schulz works in, on as many matrices as go through it together."""
         return newton_schulz_workspace(shape)
 
     @property

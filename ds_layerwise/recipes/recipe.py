@@ -20,7 +20,7 @@ class StateSpec:
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    """As torch calls it."""
+    """The dtype of the state, by torch's name."""
     on_host: bool = False
     """Whether it lies in host memory for every optimizer, as torch's 0-d ``step`` does."""
 
@@ -49,7 +49,7 @@ class Recipe(Section):
     lr_ratio: ClassVar[Literal["matrix_lr_ratio", "scalar_lr_ratio"]] = "matrix_lr_ratio"
     """What of a parameter group its ``lr`` is multiplied with: the ratio of ``muon_lr``, or of ``adam_lr``."""
     hyper: ClassVar[tuple[str, ...]] = ()
-    """What it takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
+    """What a rule takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """By torch's names, what it keeps of a parameter of ``shape``."""

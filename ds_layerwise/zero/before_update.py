@@ -37,7 +37,7 @@ class Decision:
     overflow: bool = False
     """Whether the step is skipped."""
     norm: float | None = None
-    """Of the raw averages, without the loss scale; None if nobody asked for it."""
+    """The norm of the raw averages, without the loss scale; None if nobody asked for it."""
 
 
 class BeforeUpdate:
@@ -100,7 +100,7 @@ class BeforeUpdate:
         return Decision(1 / (loss_scale * (clip if clip > 1 else 1.0)), frozen, overflow, shown)
 
     def _squares(self) -> Tensor:
-        """Of this rank's averaged gradients, in the widest dtype: what the norm counts, and what must be finite.
+        """Sums of squares of this rank's averaged gradients: what the norm counts, and what must be finite.
 
         Where a model is cut, what several of its ranks hold alike counts once, but any of them may find it not finite.
         """

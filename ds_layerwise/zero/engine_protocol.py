@@ -68,7 +68,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def cur_scale(self) -> float:
-        """The same, under the name that the engine's monitor reads."""
+        """The loss scale, under the name that the engine's monitor reads."""
         return self.loss_scale
 
     def get_lr(self) -> float:

@@ -61,5 +61,5 @@ class Interrupted:
                             "others not; load a checkpoint with its optimizer states (engine.load_checkpoint)")
 
     def forget(self) -> None:
-        """All of it has come from a checkpoint."""
+        """Forget the interruption: a checkpoint has replaced all that it left."""
         self._what = ""

@@ -224,7 +224,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         return self.only_asked or not any(param.requires_grad for param in self._params.values())
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """The same at stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
+        """Finish the reduction at ZeRO stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
         self.reduce_gradients()
 
     def step(self) -> None:

@@ -42,13 +42,13 @@ class Products:
 
     @property
     def fast(self) -> tuple[str, ...] | None:
-        """Those that are fast on all ranks that ask; None if no rank does."""
+        """The dtypes that are fast on all ranks that ask; None if no rank asks."""
         asked = [set(names) for names in self.by_rank if names is not None]
         return tuple(sorted(set.intersection(*asked))) if asked else None
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The same for rules, see :meth:`.optimizers.rule.UpdateRule.on_device`."""
+        """What rules are told of fast dtypes, see :meth:`.optimizers.rule.UpdateRule.on_device`."""
         return _dtypes(self.fast or ())
 
     def told(self, recipe: Recipe) -> str | None:

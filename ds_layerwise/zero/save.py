@@ -24,7 +24,7 @@ class Save:
 
     @property
     def folder(self) -> Path:
-        """What it becomes; it is written beside it."""
+        """The folder that the save becomes, and beside which it is written."""
         return self.save_dir / self.tag
 
     @property

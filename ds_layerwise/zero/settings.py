@@ -40,7 +40,7 @@ class Settings:
     group: comm.Group
     """The process group over which gradients are averaged and ownership is dealt out."""
     expert_groups: Mapping[str, comm.Group]
-    """The same for experts, by the name that DeepSpeed gives it; the ranks in it hold the same experts."""
+    """The groups over which gradients of experts are averaged, by DeepSpeed's name for the experts."""
     model_group: comm.Group | None
     """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
     mp_rank: int

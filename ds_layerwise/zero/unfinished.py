@@ -46,7 +46,7 @@ class Point:
     """Where in a step an engine is."""
 
     micro_batches: int = 0
-    """Of the step at hand, how many count."""
+    """How many micro-batches of the step at hand count."""
     passes: int = 0
     """How many backward passes of it have ended."""
     dropped: str = ""
@@ -58,7 +58,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.updates = 0
-        """How many there were; a step that is skipped makes none."""
+        """How many updates there were; a step that is skipped makes none."""
         self.updating = False
         """Whether an update is under way, or has failed and left the engine between two steps."""
         self.restart()
