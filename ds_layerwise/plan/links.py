@@ -76,14 +76,17 @@ def links_of_run(links: str, *, on_host: bool, ranks_per_node: int) -> Links:
         ConfigError: as :func:`find_links`.
     """
     if links != "auto":
-        return find_links(links)
+        return find_links(links, where="layerwise.links")
     if on_host:
         return TCP.model_copy(update={"ranks_per_node": ranks_per_node})
     return NVLINK_IB.model_copy(update={"ranks_per_node": ranks_per_node, "rails": ranks_per_node})
 
 
-def find_links(links: str) -> Links:
+def find_links(links: str, *, where: str = "links") -> Links:
     """The links that ``links`` names, or that the JSON file of that path has.
+
+    Args:
+        where: who says so, for errors.
 
     Raises:
         ConfigError: it is neither; or the file is no JSON object, or a key is missing, not known or out of its bounds.
@@ -92,7 +95,7 @@ def find_links(links: str) -> Links:
         return LINKS[links]
     path = Path(links)
     if not path.is_file():
-        raise ConfigError(f"links must be one of {', '.join(LINKS)} or a file, got {links!r}")
+        raise ConfigError(f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:

@@ -61,7 +61,7 @@ class Agreement:
         return [self._group] if self._model_group is None else [self._group, self._model_group]
 
     def _idle_everywhere(self, idle: Collection[str], device: torch.device) -> frozenset[str]:
-        """The parameters of ``idle`` that are idle wherever an update of them, or of a tensor shard of them, is made."""
+        """The parameters of ``idle`` that are idle wherever they, or tensor shards of them, are updated."""
         trained = torch.zeros(self._numel, dtype=torch.int32, device=device)
         for name, place in self._place.items():
             if name not in idle:

@@ -298,10 +298,11 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
     digests = gather_objects(digest, group=group)
     if len(set(digests)) == 1:
         return
-    everyone = gather_objects(list(items), group=group)
     other = next(r for r, d in enumerate(digests) if d != digests[0])
+    # Two of the lists are enough to tell, and all of them may be large.
+    everyone = gather_objects(list(items) if rank_of(group) in (0, other) else None, group=group)
     raise LayoutError(f"{what} differs between ranks: {_first_difference(everyone[0], everyone[other], other)}; "
-                      f"digests by rank: {', '.join(digests)}")
+                      f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0")
 
 
 def _first_difference(first: Sequence[str], second: Sequence[str], other: int) -> str:

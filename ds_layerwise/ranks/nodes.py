@@ -16,7 +16,8 @@ def node_of_each_rank() -> list[int]:
 
     A node begins where the host's name changes, or where local ranks begin again: nodes may be namespaces of one host.
     """
-    places = comm.gather_objects((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "-1"))), group=None)
+    said = os.environ.get("LOCAL_RANK", "")
+    places = comm.gather_objects((socket.gethostname(), int(said) if said.isdecimal() else -1), group=None)
     nodes, node = [0], 0
     for (host, local), (next_host, next_local) in zip(places, places[1:]):
         node += next_host != host or (next_local <= local and next_local >= 0)

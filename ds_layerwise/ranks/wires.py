@@ -58,6 +58,18 @@ class Wire:
         object.__setattr__(self, "rank", comm.rank_of(self.group))
         object.__setattr__(self, "size", comm.size_of(self.group))
 
+    def connect(self, device: torch.device) -> None:
+        """Let each rank send something to every other. Every rank of the group must call this at the same point.
+
+        NCCL connects two ranks when one first sends to the other: that takes seconds, and memory, and may fail, and
+        would do so in the first backward pass, when memory is fullest.
+        """
+        for group in (self.group, *(level for level in (self.inside, self.across) if level is not None)):
+            some = torch.zeros(comm.size_of(group), device=device)
+            if len(some) > 1:
+                comm.all_to_all(torch.empty_like(some), some, group=group).wait()
+                comm.all_gather(torch.empty_like(some), some[:1], group=group).wait()
+
     def reduce(self, memory: Tensor, bucket: Bucket, out: Tensor, *, divide_by: float,
                wire_dtype: torch.dtype) -> Pending:
         """Average ``memory`` over the ranks: each gets its own shard, or its own cut where the bucket travels in cuts.

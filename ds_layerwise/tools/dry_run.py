@@ -93,7 +93,7 @@ def _sent(run: RunConfig, links: Links | None, reduction: Reduction | None,
           ranks_per_node: int | None) -> tuple[Links, Reduction]:
     """What plans have to know of how buckets are sent."""
     if links is None:
-        links = NVLINK_IB if run.layerwise.links == "auto" else find_links(run.layerwise.links)
+        links = NVLINK_IB if run.layerwise.links == "auto" else find_links(run.layerwise.links, where="layerwise.links")
     if ranks_per_node:
         links = links.model_copy(update={"ranks_per_node": ranks_per_node})
     if reduction is None:

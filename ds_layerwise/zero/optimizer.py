@@ -112,6 +112,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                            native=is_native(self.config.reduction, self._device))
         with comm.Alike(None), ambient.set_aside(self._device):
             self._make_syncs(wires)
+        for _, wire in sorted(wires.items()):
+            wire.connect(self._device)
         return groups
 
     def _make_syncs(self, wires: Wires) -> None:

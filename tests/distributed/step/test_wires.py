@@ -1,5 +1,6 @@
 """How buckets travel: every way, both ways to add up, one level and two, against sums made without ranks."""
 
+import functools
 from itertools import product
 
 import deepspeed.comm as dist
@@ -136,6 +137,20 @@ class TestBothDirections(DistributedTest):
         assert not any(received_too[:rank + 1]) and not any(sent_too[rank:])
         if way == 0:
             assert [a + b for a, b in zip(sent_to, sent_too, strict=True)] == [6] * size
+
+
+class TestConnect(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("per_node, groups", [(4, 1), (2, 3), (1, 1)])
+    def test_every_group_of_every_level_sends(self, per_node, groups, monkeypatch):
+        wire, sent = wires_of(per_node), []
+        for name in ("all_to_all", "all_gather"):
+            monkeypatch.setattr(comm, name, functools.partial(
+                lambda original, out, some, *, group: sent.append(group) or original(out, some, group=group),
+                getattr(comm, name)))
+        wire.connect(torch.device("cpu"))
+        assert sent == [group for group in (wire.group, wire.inside, wire.across)[:groups] for _ in range(2)]
 
 
 class TestGather(DistributedTest):
