@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
+from ds_layerwise.ranks.exchange import rounds_of
 from ds_layerwise.recipes.recipe import DTYPE_BYTES
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
@@ -89,19 +90,24 @@ class TestCommsLogger(DistributedTest):
             expected = {"all_reduce": {48: 2}}
             for bucket in layout.buckets:
                 add(expected, "all_to_all_single", bucket.numel * DTYPE_BYTES[forecast.wires[bucket.index]], passes)
-                shards = [DTYPE_BYTES[bucket.dtype] * numel for numel in bucket.shard_numels]
-                if bucket.is_even:
-                    add(expected, "all_gather_into_tensor", shards[rank], 2)
-                else:
-                    for size in filter(None, shards):
-                        add(expected, "broadcast", size, 2)
-            assert seen == expected
             # What stays here is in the size of an all-to-all, too.
-            sent = sum(size * count for size, count in seen["all_to_all_single"].items())
+            sent = sum(size * count for size, count in expected["all_to_all_single"].items())
             wire, = set(forecast.wires)
-            kept = sum(bucket.shard_numels[rank] for bucket in layout.buckets)
-            predicted = forecast.report.wire.reduce[rank]
-            assert sent == passes * DTYPE_BYTES[wire] * (predicted + kept)
+            kept = sum(bucket.cut_numel if bucket.way == "cuts" else bucket.shard_numels[rank]
+                       for bucket in layout.buckets)
+            assert sent == passes * DTYPE_BYTES[wire] * (forecast.report.wire.reduce[rank] + kept)
+            for each in rounds_of(layout.buckets, rank):
+                add(expected, "all_to_all_single", 4 * sum(each.by_owner), 2)
+            for each in rounds_of(reversed(layout.buckets), rank):
+                add(expected, "all_to_all_single", DTYPE_BYTES[each.dtype] * sum(each.by_holder), 2)
+            for bucket in layout.buckets:
+                own = DTYPE_BYTES[bucket.dtype] * (
+                    bucket.cut_numel if bucket.way == "cuts" else bucket.shard_numels[rank])
+                if bucket.way == "ragged":
+                    add(expected, "all_to_all_single", own * optimizer.world_size, 2)
+                else:
+                    add(expected, "all_gather_into_tensor", own, 2)
+            assert seen == expected
             engine.destroy()
 
     @pytest.mark.world_size(2)
