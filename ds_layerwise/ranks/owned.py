@@ -87,8 +87,10 @@ class Owned:
         self.masters = ShardBuffer(layout, rank, shards, apart)
         self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
         """Whether masters had to follow values since somebody has set this to False."""
-        self._seen_once: dict[str, tuple[Tensor, Tensor, State]] = {}
         self._updates = [self._update_sets(pieces) for pieces in self.pieces]
+        # Made before anybody counts who looks into the memory of the parameters, see ParamSync.
+        self._seen_once = {piece.name: self._make_views(piece.name, {}) for pieces in self.pieces for piece in pieces
+                           if piece.name not in on_host}
 
     def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:
         """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the host."""
@@ -180,11 +182,7 @@ class Owned:
 
     def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor, State]:
         """Master, gradient and state of ``name`` as its rule sees them; what is always the same is made once."""
-        if not any((name, key) in brought for key in (MASTER, *self.states[name])):
-            if name not in self._seen_once:
-                self._seen_once[name] = self._make_views(name, {})
-            return self._seen_once[name]
-        return self._make_views(name, brought)
+        return self._seen_once.get(name) or self._make_views(name, brought)
 
     def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor, State]:
         grad = self._shaped(self.reduced, name)
