@@ -53,9 +53,9 @@ def test_it_is_the_plan_of_the_model_itself(cls, hf_config, from_folder, argumen
     model, parsed = cls(hf_config), RunConfig.from_ds_config(CONFIG)
     routes = route_parameters(model, [{"params": list(model.parameters())}])
     specs = specs_of(((name, tuple(p.shape), "bfloat16") for name, p in model.named_parameters()), routes)
-    expected = forecast(specs, routes, parsed, 2)
+    expected = forecast(specs, routes, parsed, 2, reduction="native")
     code, out, err = run(*command, "--json")
-    predicted = predict(expected, specs, parsed)
+    predicted = predict(expected, specs, parsed, reduction="native")
     assert (code, err) == (0, "") and json.loads(out) == [as_json(expected, predicted)]
     assert run(*command)[1] == plan_table(routes, specs, [expected], parsed.optimizer, predictions=[predicted]) + "\n"
 

@@ -128,10 +128,10 @@ def test_a_bucket_goes_straight_to_its_owners_or_in_cuts():
 def test_one_exchange_takes_what_the_busiest_owner_of_all_cuts_takes():
     group = Group(4, SMALL)
     moved = exchange([load(0, 700, 0, 100), load(300, 0, 0, 100)], group)
-    # 700 of 1200 elements; three quarters of them are in others' cuts
-    assert moved.sums == group.all_to_all(700 * 4 * 0.75, 300 * 4 * 0.75)
-    assert moved.params == group.all_to_all(700 * 2 * 0.75, 300 * 2 * 0.75)
-    assert exchange([load(0, 700, 0, 100)], group, sum_bytes=2).sums == group.all_to_all(1050, 300)
+    # Of 700 elements of rank 1, and of 300 of rank 0, 200 and 100 are in their own cuts, all 200 of rank 3 are.
+    assert moved.sums == group.all_to_all(500 * 4, (500 + 200) / 4 * 4)
+    assert moved.params == group.all_to_all(500 * 2, (500 + 200) / 4 * 2)
+    assert exchange([load(0, 700, 0, 100)], group, sum_bytes=2).sums == group.all_to_all(1000, 250)
     assert exchange([], group) == (0, 0)
 
 
