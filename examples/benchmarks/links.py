@@ -122,7 +122,7 @@ def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, li
     def beside(sum_bytes: int) -> int:
         def levels(bucket: Bucket) -> Levels:
             if bucket.way == "ragged":
-                took = reduce_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group)
+                took = reduce_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group, "ordered")
                 return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
             return ordered_levels(bucket.numel, wire_bytes, group, sum_bytes)
 
