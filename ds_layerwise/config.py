@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.recipes.any_torch import Path
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY, names
+from ds_layerwise.recipes.registry import REGISTRY, entry_of, names, recipes_of_settings
 from ds_layerwise.recipes.settings import (
     Betas,
     Count,
@@ -152,8 +153,8 @@ class OptimizerConfig(Hyper):
         if "max_grad_norm" in params:
             raise ConfigError("optimizer.params.max_grad_norm is not supported; set gradient_clipping at the top level")
         general = str(section.get("type")).lower() == "layerwise"
-        matrix = REGISTRY[_named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"].recipe
-        scalar = REGISTRY[_scalar_name(params)].recipe
+        named = _named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"
+        matrix, scalar = (entry_of(named, whole=True).recipe, entry_of(_scalar_name(params), whole=False).recipe)
         model = params_model(matrix, scalar, general)
         _only_ours("optimizer.params", params, {*model.keys(), *_ALWAYS_TRUE, "adam_w_mode"})
         for key in _ALWAYS_TRUE:
@@ -182,8 +183,14 @@ _ALWAYS_TRUE = {
 
 
 def _named(params: Mapping[str, Any], key: str, default: str, *, whole: bool) -> str:
-    name: str = check(Literal[names(whole=whole)], f"optimizer.params.{key}", params.get(key, default))
+    name: str = check(_any_of(*names(whole=whole)), f"optimizer.params.{key}", params.get(key, default))
     return name
+
+
+@lru_cache(maxsize=None)
+def _any_of(*named: str) -> Any:
+    """One of ``named``, or the path of a class."""
+    return Literal[named] | Path
 
 
 def _scalar_name(params: Mapping[str, Any]) -> str:
@@ -197,16 +204,16 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     fields: dict[str, Any] = {name: (field.annotation, field) for kind in (scalar, matrix)
                               for name, field in kind.model_fields.items()}
     fields["per_head_muon"] = (bool, OptimizerConfig.model_fields["per_head_muon"])
-    fields["scalar_optimizer"] = (Literal[names(whole=False)], "adamw")
+    fields["scalar_optimizer"] = (_any_of(*names(whole=False)), "adamw")
     if general:
-        fields["matrix_optimizer"] = (Literal[names(whole=True)], "muon")
+        fields["matrix_optimizer"] = (_any_of(*names(whole=True)), "muon")
     model: type[Section] = create_model("optimizer.params", __base__=Hyper, **fields)
     return model
 
 
 @lru_cache(maxsize=None)
 def _all_params() -> tuple[str, ...]:
-    recipes = [entry.recipe for entry in REGISTRY.values()]
+    recipes = recipes_of_settings()
     return (*params_model(Muon, AdamW, True).keys(), *(key for key in merged_keys(recipes) if key not in Muon.keys()))
 
 
@@ -252,13 +259,13 @@ class Override(Section):
         if not isinstance(entry, Mapping):
             raise ConfigError(f"{where} must be an object like {{\"name\": \"*.bias\", ...}}, got {entry!r}")
         own = [key for key in cls.keys() if key != "settings"]
-        of_recipes = merged_keys([each.recipe for each in REGISTRY.values()])
+        of_recipes = merged_keys(recipes_of_settings())
         only_known(where, entry, {*own, *of_recipes})
         values = {"name": None, **{key: value for key, value in entry.items() if key in own}}
         settings = tuple((key, check_setting(of_recipes[key], f"{where}.{key}", key, value))
                          for key, value in entry.items() if key not in own)
         if "optimizer" in entry:
-            check(Literal[("matrix", "scalar", *REGISTRY)], f"{where}.optimizer", entry["optimizer"])
+            check(_any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", entry["optimizer"])
         found = build(cls, where, values)
         if not entry.keys() - {"name", "optional"}:
             raise ConfigError(f"{where} ({entry['name']!r}) overrides nothing; add one of "
@@ -354,7 +361,7 @@ def json_schema() -> dict[str, Any]:
 @lru_cache(maxsize=None)
 def schema_model() -> type[BaseModel]:
     """What :func:`json_schema` describes: a config as a file has it, before a Trainer has filled in its "auto"."""
-    recipes = [entry.recipe for entry in REGISTRY.values()]
+    recipes = recipes_of_settings()
     of_recipes: dict[str, Any] = {key: (recipe.model_fields[key].annotation, recipe.model_fields[key])
                                   for key, recipe in merged_keys(recipes).items()}
     # What is 0 would take all other rates with it.
@@ -370,7 +377,7 @@ def schema_model() -> type[BaseModel]:
     own = {key: field for key, field in Override.model_fields.items() if key not in ("name", "settings")}
     kinds = {key: _without_none(field.rebuild_annotation())
              for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()}
-    kinds["optimizer"] = Literal[("matrix", "scalar", *REGISTRY)]
+    kinds["optimizer"] = _any_of("matrix", "scalar", *REGISTRY)
     of_entry: dict[str, Any] = {"name": (str, Override.model_fields["name"]), **{
         key: (its, Field(None, json_schema_extra=_without_default)) for key, its in kinds.items()}}
     entry = create_model("layerwise.overrides", __base__=Section, **of_entry)

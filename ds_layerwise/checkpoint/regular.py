@@ -110,12 +110,13 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1,
 
 def describe(header: Header) -> dict[str, Any]:
     """``header`` as builtins; :func:`header_of` reads it back."""
+    keys = _keys_of(header.rules.values())
     return {
         "step": header.step,
         "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
-        "rules": {rule.family: {"state_keys": rule.state_keys, "gradient_average": rule.gradient_average}
-                  for rule in header.rules.values()},
-        "rule_of": {name: rule.family for name, rule in header.rules.items()},
+        "rules": {key: {"family": rule.family, "state_keys": rule.state_keys, "gradient_average": rule.gradient_average}
+                  for rule, key in keys.items()},
+        "rule_of": {name: keys[rule] for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
         "configured": [dict(group) for group in header.configured or ()],
         "unreadable": header.unreadable,
@@ -125,18 +126,26 @@ def describe(header: Header) -> dict[str, Any]:
     }
 
 
+def _keys_of(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
+    """What each of ``rules`` goes by in a file: its family, where that keeps the same of all parameters."""
+    first: dict[str, RuleRecord] = {}
+    return {rule: rule.family if first.setdefault(rule.family, rule) == rule else
+            f"{rule.family} with {', '.join(rule.state_keys)}" for rule in rules}
+
+
 def header_of(state_dict: Mapping[str, Any]) -> Header:
     """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it."""
     ours = state_dict[KEY]
-    rules = {family: RuleRecord(family, tuple(rule["state_keys"]), rule["gradient_average"])
-             for family, rule in ours["rules"].items()}
+    # Version 0.1 of this package wrote no family beside the key, which it was.
+    rules = {key: RuleRecord(rule.get("family", key), tuple(rule["state_keys"]), rule["gradient_average"])
+             for key, rule in ours["rules"].items()}
     groups, unreadable = _groups(ours["param_groups"])
     scaler = state_dict.get(LOSS_SCALER)
     return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
                   # Version 0.1 of this package, which writes the same format, did not write the first two of these.
                   configured=ours.get("configured"), fast_dtypes=ours.get("fast_dtypes"),
                   unreadable=(*ours.get("unreadable", ()), *unreadable),
-                  rules={name: rules[family] for name, family in ours["rule_of"].items()},
+                  rules={name: rules[key] for name, key in ours["rule_of"].items()},
                   loss_scaler=None if isinstance(scaler, Unreadable) else scaler,
                   overflow=bool(state_dict.get("overflow", False)), repeats=str(ours.get("repeats", "")))
 

@@ -12,7 +12,7 @@ from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.orthogonalize.tensor_shards import Peers
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.recipes.registry import entry_of
 
 
 @lru_cache(maxsize=None)
@@ -22,7 +22,7 @@ def rule_of(recipe: Recipe) -> UpdateRule:
     Raises:
         ConfigError: a setting can only be judged with torch at hand, and cannot be.
     """
-    module, _, name = REGISTRY[recipe.rule].rule.partition(":")
+    module, _, name = entry_of(recipe.rule, whole=recipe.whole).rule.partition(":")
     rule: UpdateRule = getattr(import_module(module), name).of(recipe)
     return rule
 

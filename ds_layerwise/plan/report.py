@@ -143,7 +143,7 @@ def _count(number: int) -> str:
 
 
 def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
-    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console = Console(file=io.StringIO(), width=width, no_color=True, markup=False, emoji=False)
     for part in parts:
         console.print(part)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.recipes.registry import entry_of
 from ds_layerwise.recipes.settings import build
 
 #: How the axis of a matrix that is cut is called: rows or columns, whatever axes are in front of them.
@@ -140,7 +140,7 @@ def recipe_named(name: str, recipes: Recipes) -> Recipe:
     if name in ("matrix", "scalar"):
         found: Recipe = getattr(recipes, name)
         return found
-    return next((recipe for recipe in recipes if recipe.rule == name), REGISTRY[name].recipe())
+    return next((recipe for recipe in recipes if recipe.rule == name), entry_of(name, whole=True).recipe())
 
 
 def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:

@@ -234,11 +234,13 @@ class Owned:
     def rule_records(self, elsewhere: Mapping[str, Recipe] | None = None) -> dict[str, RuleRecord]:
         """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
         ``elsewhere``, which are not in this layout."""
-        here = {saved: self._routes[slot.name].recipe
-                for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
-        recipes = {**(elsewhere or {}), **here}
-        records = {recipe: _rule_record(recipe) for recipe in set(recipes.values())}
-        return {name: records[recipe] for name, recipe in recipes.items()}
+        # What a class that nobody here wrote keeps may depend on the shape; of others, no name does.
+        here = {saved: (route.recipe, route.matrix_shape or (1, 1))
+                for bucket in self.layout.buckets for slot in bucket.slots for route in [self._routes[slot.name]]
+                for saved in self._names[slot.name]}
+        kinds = {**{name: (recipe, (1, 1)) for name, recipe in (elsewhere or {}).items()}, **here}
+        records = {kind: _rule_record(*kind) for kind in set(kinds.values())}
+        return {name: records[kind] for name, kind in kinds.items()}
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""
@@ -271,8 +273,8 @@ class Owned:
             master.copy_(values)
 
 
-def _rule_record(recipe: Recipe) -> RuleRecord:
-    return RuleRecord(recipe.family, tuple(sorted(recipe.states((1, 1)))), recipe.gradient_average)
+def _rule_record(recipe: Recipe, shape: tuple[int, ...]) -> RuleRecord:
+    return RuleRecord(recipe.family, tuple(sorted(recipe.states(shape))), recipe.gradient_average)
 
 
 def _float32(shard: Tensor) -> Tensor:

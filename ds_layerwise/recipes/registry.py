@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_layerwise.recipes import elementwise, muon
+from ds_layerwise.recipes import any_torch, elementwise, muon
 from ds_layerwise.recipes.recipe import Recipe
 
 
@@ -23,6 +23,22 @@ REGISTRY: dict[str, Entry] = {
     "lion": Entry(elementwise.Lion, "ds_layerwise.optimizers.elementwise:Lion"),
     "sgd": Entry(elementwise.Sgd, "ds_layerwise.optimizers.elementwise:Sgd"),
 }
+
+
+def entry_of(name: str, *, whole: bool) -> Entry:
+    """The optimizer that a config calls ``name``: one of the registry, or a class by its path.
+
+    Args:
+        whole: whether a class by its path is to have whole parameters.
+    """
+    if any_torch.is_path(name):
+        return Entry(any_torch.recipe_of(name, whole=whole), "ds_layerwise.optimizers.any_torch:AnyTorch")
+    return REGISTRY[name]
+
+
+def recipes_of_settings() -> tuple[type[Recipe], ...]:
+    """Recipes that together have every setting there is."""
+    return (*(entry.recipe for entry in REGISTRY.values()), any_torch.WholeTorch, any_torch.ElementTorch)
 
 
 def names(*, whole: bool) -> tuple[str, ...]:

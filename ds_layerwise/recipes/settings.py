@@ -154,7 +154,8 @@ def _expected(schema: Mapping[str, Any], value: object, error_type: str) -> str:
         return str(said)
     if "anyOf" in schema:
         kinds = [branch for branch in schema["anyOf"] if branch.get("type") != "null"]
-        return _expected(kinds[0], value, error_type)
+        return " or ".join([_expected(kinds[0], value, error_type),
+                            *(str(kind["expects"]) for kind in kinds[1:] if "expects" in kind)])
     if "enum" in schema or "const" in schema:
         choices = schema.get("enum", [schema.get("const")])
         return f"one of {', '.join(map(repr, choices))}"

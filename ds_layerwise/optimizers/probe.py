@@ -1,0 +1,372 @@
+"""What a class of ``torch.optim.Optimizer`` keeps of a parameter: found by a few steps of it.
+
+Note: how a state is found, without the memory of one
+    A class makes its state when it first steps. So it steps on tensors of the device "meta", which have shapes and no
+    memory. Where that fails, because a class looks into what it has computed, it steps on two small shapes whose sides
+    are all different, and every side of a state must be one of theirs, all of them together, or always the same. What a
+    state of the real shape is, then follows; that it is true shows at the real steps, which raise otherwise.
+
+Note: numbers
+    Beside tensors, classes keep numbers of Python, in a state or in the parameter group. One that counts steps is
+    ``step`` to this package; another that changes is a state of its own, without axes, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.any_torch import AnyTorch
+from ds_layerwise.recipes.recipe import DTYPE_BYTES, StateSpec
+
+#: The state that counts steps, whatever else there is.
+COUNT = "step"
+
+#: Steps of a probe. What a class keeps must be there, and its numbers must have shown how they change, by then.
+_STEPS = 3
+
+#: Up to so many elements, a probe takes the real shape, with memory.
+_SMALL = 4096
+
+#: Sides of which no one is another's, nor a product of others.
+_SHAPES = (2, 7, 11), (3, 13, 5)
+
+#: What code that nobody here wrote raises when it does not like what it gets.
+_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor, or a number that changes, in what a class keeps."""
+
+    key: str
+    """What this package calls it; :data:`COUNT` for one that counts steps."""
+    kind: type
+    """Tensor, or the type of the number."""
+    spec: StateSpec
+    ahead: int | None = None
+    """Of one that counts steps, by how much it is ahead of them; None for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a class keeps of a parameter of one shape."""
+
+    states: tuple[Any, ...]
+    """After each of the first steps, and all later ones as after the last: its state, with a :class:`Leaf` in each
+    place that has a tensor, or a number that changes."""
+    groups: Mapping[str, Leaf]
+    """By key, the numbers of a parameter group that count steps."""
+    flops: int
+
+    def after(self, step: int) -> Any:
+        """The state after ``step`` steps, one or more."""
+        return self.states[min(step, len(self.states)) - 1]
+
+    def specs(self) -> dict[str, StateSpec]:
+        """By this package's names, every state."""
+        leaves = [leaf for state in self.states for _, leaf in walk(state) if isinstance(leaf, Leaf)]
+        return {**{leaf.key: leaf.spec for leaf in leaves if leaf.ahead is None}, COUNT: StateSpec((), on_host=True)}
+
+
+def class_of(recipe: AnyTorch) -> type[Optimizer]:
+    """The class of ``recipe``.
+
+    Raises:
+        ConfigError: there is none at its path, or it is no ``torch.optim.Optimizer``.
+    """
+    module, _, name = recipe.rule.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"{recipe.rule} cannot be imported ({e}); write the path of a class as "
+                          "package.module:Class, and install its package on every node") from e
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise ConfigError(f"{recipe.rule} is no class of torch.optim.Optimizer, got {found!r}")
+    return found
+
+
+def make(recipe: AnyTorch, *params: Tensor) -> Optimizer:
+    """A new optimizer of ``recipe`` for ``params``.
+
+    Raises:
+        ConfigError: the class does not take the arguments, or it has no ``lr``.
+    """
+    of_groups = sorted({"lr", "weight_decay", "params"} & recipe.arguments.keys())
+    if of_groups:
+        raise ConfigError(f"{recipe.rule} is given {', '.join(of_groups)}, which parameter groups have; set "
+                          "optimizer.params.lr (muon_lr for matrices) and optimizer.params.weight_decay")
+    kind = class_of(recipe)
+    try:
+        optimizer = kind(list(params), lr=1e-3, **recipe.arguments)  # type: ignore[call-arg]
+    except _ERRORS as e:
+        raise ConfigError(f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}: {_said(e)}") from e
+    if "lr" not in optimizer.param_groups[0]:
+        raise ConfigError(f"{recipe.rule} keeps no lr in its parameter groups, so that no schedule could move it")
+    return optimizer
+
+
+def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
+    """Take one step of a probe.
+
+    Raises:
+        ConfigError: the class cannot.
+    """
+    try:
+        optimizer.step()
+    except _ERRORS as e:
+        raise ConfigError(f"{recipe.rule} cannot step on a parameter of {shape}: {_said(e)}") from e
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """What lies in dicts, lists and tuples in one another, each with the way to it."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from walk(each, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from walk(each, (*path, index))
+    else:
+        yield path, value
+
+
+def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """The same dicts, lists and tuples around what ``change`` makes of what lies in them."""
+    if isinstance(value, Mapping):
+        return {key: rebuilt(each, change, (*path, key)) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(rebuilt(each, change, (*path, index)) for index, each in enumerate(value))
+    return change(path, value)
+
+
+@lru_cache(maxsize=None)
+def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
+    """What the class of ``recipe`` keeps of a parameter of ``shape``.
+
+    Raises:
+        ConfigError: it cannot step on it, or keeps what cannot be told from shapes, or is neither tensor nor number.
+    """
+    if math.prod(shape) <= _SMALL:
+        return _observed(recipe, shape, "cpu")
+    try:
+        return _observed(recipe, shape, "meta")
+    except ConfigError:
+        samples = [sample[-len(shape):] for sample in _SHAPES]
+        one, other = (_observed(recipe, sample, "cpu") for sample in samples)
+        return _of_shape(recipe, one, other, samples, shape)
+
+
+def states_of(recipe: AnyTorch, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    """By name, the states of a parameter of ``shape``. Raises as :func:`kept_of`."""
+    return kept_of(recipe, shape).specs()
+
+
+def flops_of(recipe: AnyTorch, shape: tuple[int, ...]) -> int:
+    """The FLOPs of the matrix products of a step. Raises as :func:`kept_of`."""
+    return kept_of(recipe, shape).flops
+
+
+def refusal_of(recipe: AnyTorch, shape: tuple[int, ...]) -> str | None:
+    """Why the class cannot step on a matrix of ``shape``; None if it can."""
+    try:
+        kept_of(recipe, shape)
+    except ConfigError as e:
+        return f"cannot be trained by {recipe.rule}: {e}"
+    return None
+
+
+def check(recipe: AnyTorch) -> None:
+    """Refuse a class that does not do with parts of a model what it does with all of it.
+
+    Raises:
+        ConfigError: it cannot be made; or what it does to one parameter depends on others, which are on other ranks;
+            or it is to be cut by element, and what it does to one depends on others.
+    """
+    shapes: list[tuple[int, ...]] = [(6, 10), (10, 4)] if recipe.whole else [(60,), (24,)]
+    if not _is_repeatable(recipe, shapes[0]):
+        return  # What it draws at random differs from run to run anyway.
+    alone = [_trained(recipe, [shape], [seed])[0] for seed, shape in enumerate(shapes)]
+    together = _trained(recipe, shapes, range(len(shapes)))
+    if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(alone, together, strict=True)):
+        raise ConfigError(f"{recipe.rule} does to one parameter what depends on the others, and ranks own some each; "
+                          "it cannot run on parts of a model")
+    if not recipe.whole:
+        values, grads = _draw((60,), 0), [_draw((60,), 100 + step) for step in range(_STEPS)]
+        halves = torch.cat([_stepped(recipe, values[part], [grad[part] for grad in grads])
+                            for part in (slice(0, 24), slice(24, 60))])
+        if not torch.allclose(halves, _stepped(recipe, values, grads), rtol=1e-4, atol=1e-6):
+            raise ConfigError(f"{recipe.rule} does to one element what depends on the others of its parameter, and "
+                              "parameters of the scalar optimizer are cut by element; use it as matrix_optimizer")
+
+
+def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
+    states: list[Any] = []
+    groups: list[dict[Path, Any]] = []
+    with _aside(), FlopCounterMode(display=False) as counter:
+        param = _draw(shape, 0).to(device)
+        optimizer = make(recipe, param)
+        group, = optimizer.param_groups
+        for step in range(_STEPS):
+            param.grad = _draw(shape, 1 + step).to(device)
+            step_of(recipe, optimizer, shape)
+            states.append(rebuilt(dict(optimizer.state.get(param, {})), lambda _, value: _described(value)))
+            groups.append({(key,): value for key, value in group.items() if key not in ("lr", "weight_decay", "params")
+                           and isinstance(value, (int, float))})
+    seen = [dict(walk(state)) for state in states]
+    return Kept(tuple(rebuilt(state, lambda path, value: _leaf(recipe, seen, path, value)) for state in states),
+                _counts_of_group(recipe, groups), counter.get_total_flops() // _STEPS)
+
+
+def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str, Leaf]:
+    counts = {}
+    for path, value in seen[-1].items():
+        leaf, (key,) = _leaf(recipe, seen, path, value), path
+        if isinstance(leaf, Leaf) and leaf.ahead is None:
+            raise ConfigError(f"{recipe.rule} computes {key} for all parameters of a group together, and ranks own "
+                              "some each; it cannot run on parts of a model")
+        if isinstance(leaf, Leaf):
+            counts[str(key)] = leaf
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What a probe has seen of a tensor: its value where it has no axes and memory."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    on_host: bool
+    value: float | None
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    known = value.dim() == 0 and value.device.type == "cpu"
+    return _Tensor(tuple(value.shape), str(value.dtype).removeprefix("torch."), known, float(value) if known else None)
+
+
+def _leaf(recipe: AnyTorch, seen: list[dict[Path, Any]], path: Path, value: Any) -> Any:
+    """What stands at ``path`` in a description: a :class:`Leaf`, or the value itself where it never changes."""
+    if value is None or isinstance(value, (str, torch.dtype, torch.device)):
+        return value
+    key = ".".join(map(str, path))
+    if not isinstance(value, (_Tensor, bool, int, float)):
+        raise ConfigError(f"{recipe.rule} keeps {key} of a parameter, which is neither tensor nor number, got "
+                          f"{type(value).__name__}; it could not be saved")
+    found = [each.value if isinstance(each, _Tensor) else each for each in (each.get(path) for each in seen)]
+    ahead = _ahead(found)
+    if ahead is None and key in (COUNT, "fp32"):
+        key = f"own.{key}"
+    if isinstance(value, _Tensor):
+        if value.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"{recipe.rule} keeps {key} in {value.dtype}, which cannot be saved; known: "
+                              f"{', '.join(DTYPE_BYTES)}")
+        return Leaf(key, Tensor, StateSpec(value.shape, value.dtype, value.on_host), ahead)
+    if ahead is None and all(each == found[0] for each in found):
+        return value
+    return Leaf(key, type(value), StateSpec((), "float64", on_host=True), ahead)
+
+
+def _ahead(found: list[Any]) -> int | None:
+    """By how much what a probe has ``found`` after its steps is ahead of counting them; None if it does not count."""
+    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) and math.isfinite(each) for each in found):
+        return None
+    ahead = found[0] - 1
+    return int(ahead) if ahead == int(ahead) and found == [step + ahead for step in range(1, _STEPS + 1)] else None
+
+
+def _of_shape(recipe: AnyTorch, one: Kept, other: Kept, samples: list[tuple[int, ...]], shape: tuple[int, ...]) -> Kept:
+    """What is kept of ``shape``, from what is kept of two ``samples``."""
+    others = [dict(walk(state)) for state in other.states]
+
+    def side(key: str, first: int, second: int) -> int:
+        for axis in range(len(shape)):
+            if (samples[0][axis], samples[1][axis]) == (first, second):
+                return shape[axis]
+        if (math.prod(samples[0]), math.prod(samples[1])) == (first, second):
+            return math.prod(shape)
+        if first != second:
+            raise ConfigError(f"{recipe.rule} keeps {key} of which a side is {first} for {samples[0]} and {second} for "
+                              f"{samples[1]}: what it is for {shape} cannot be told")
+        return first
+
+    def grown(index: int) -> Callable[[Path, Any], Any]:
+        def change(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, Leaf) or not leaf.spec.shape:
+                return leaf
+            twin = others[index].get(path)
+            if not isinstance(twin, Leaf) or len(twin.spec.shape) != len(leaf.spec.shape):
+                raise ConfigError(f"{recipe.rule} keeps {leaf.key} of {samples[0]} and not of {samples[1]}: what it "
+                                  f"keeps of {shape} cannot be told")
+            sides = tuple(side(leaf.key, *each) for each in zip(leaf.spec.shape, twin.spec.shape, strict=True))
+            return Leaf(leaf.key, leaf.kind, StateSpec(sides, leaf.spec.dtype, leaf.spec.on_host), leaf.ahead)
+        return change
+
+    return Kept(tuple(rebuilt(state, grown(index)) for index, state in enumerate(one.states)), one.groups, 0)
+
+
+def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], seeds: Any) -> list[Tensor]:
+    """Parameters of ``shapes`` after some steps together."""
+    with _aside():
+        params = [_draw(shape, seed) for shape, seed in zip(shapes, seeds, strict=True)]
+        optimizer = make(recipe, *params)
+        for step in range(_STEPS):
+            for param, seed in zip(params, seeds, strict=True):
+                param.grad = _draw(tuple(param.shape), 100 * (1 + seed) + step)
+            step_of(recipe, optimizer, tuple(params[0].shape))
+    return params
+
+
+def _stepped(recipe: AnyTorch, values: Tensor, grads: list[Tensor]) -> Tensor:
+    with _aside():
+        param = values.clone()
+        optimizer = make(recipe, param)
+        for grad in grads:
+            param.grad = grad.clone()
+            step_of(recipe, optimizer, tuple(param.shape))
+    return param
+
+
+def _is_repeatable(recipe: AnyTorch, shape: tuple[int, ...]) -> bool:
+    """Whether the class draws nothing at random."""
+    values, grads = _draw(shape, 0), [_draw(shape, 1 + step) for step in range(_STEPS)]
+    with torch.random.fork_rng(devices=[]):
+        runs = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            runs.append(_stepped(recipe, values, grads))
+    return torch.equal(*runs)
+
+
+def _draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Leave the random numbers of the run as they are."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

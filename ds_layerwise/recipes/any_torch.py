@@ -1,0 +1,136 @@
+"""Optimizers that nobody here wrote: any class of ``torch.optim.Optimizer``, by its path.
+
+What such a class keeps, and from when on, only a step of it can tell. :mod:`ds_layerwise.optimizers.probe` takes some
+on tensors without memory, and is found by its name, like rules, because it takes torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib import import_module
+from types import new_class
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from ds_layerwise.recipes.recipe import Recipe, StateSpec
+
+#: What names a class: its module, a colon, its name.
+PATH = r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, Mapping):
+        return tuple((key, _frozen(each)) for key, each in sorted(value.items()))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(_frozen(each) for each in value)
+    return value
+
+
+def _arguments(value: object) -> object:
+    pairs = value if isinstance(value, tuple) and all(isinstance(each, tuple) for each in value) else None
+    if not isinstance(value, Mapping) and pairs is None:
+        raise ValueError("no keyword arguments")
+    return _frozen(value)
+
+
+#: Keyword arguments, as pairs in the order of their names, with tuples for lists.
+Arguments = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_arguments), WithJsonSchema({"type": "object"})]
+
+
+class AnyTorch(Recipe):
+    """One class of ``torch.optim.Optimizer``, with its own arguments.
+
+    Its ``lr`` and, where it has one, its ``weight_decay`` are those of the parameter group, so that schedules move
+    them; where it has none, weight decay is decoupled, beside it. A subclass stands for one path.
+    """
+
+    hyper: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the class is called with, beside ``lr`` and ``weight_decay``."""
+        raise NotImplementedError
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """What a probe of the class has kept."""
+        found: dict[str, StateSpec] = _probe().states_of(self, shape)
+        return found
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """The FLOPs of the matrix products of a step, as counted in a probe; decompositions count for none."""
+        flops: int = _probe().flops_of(self, shape)
+        return flops
+
+    def workspace(self, shape: tuple[int, ...]) -> int:
+        """A copy of the gradient, which a class may write to, and two more tensors like it: what AdamW takes."""
+        return 3 * super().workspace(shape)
+
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Any = None, transposed: bool = False) -> str | None:
+        """What the class says to such a matrix; and parts of matrices are refused."""
+        if cut_axis is not None:
+            return (f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; send it to "
+                    "another optimizer with layerwise.overrides")
+        said: str | None = _probe().refusal_of(self, shape)
+        return said
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """The class says which rates are right; one for all is, as far as anybody here knows."""
+        return True
+
+    def summary(self, hyper: Callable[[str], str]) -> str:
+        """Its arguments."""
+        return ", ".join(f"{key} {value}" for key, value in self.arguments.items())
+
+
+class WholeTorch(AnyTorch):
+    """Such a class on whole matrices."""
+
+    whole: ClassVar[bool] = True
+    matrix_params: Arguments = ()
+    """Keyword arguments of ``matrix_optimizer``, where that is a class."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``matrix_params``."""
+        return dict(self.matrix_params)
+
+
+class ElementTorch(AnyTorch):
+    """Such a class that updates every element as if it were alone: parameters may be cut anywhere."""
+
+    whole: ClassVar[bool] = False
+    lr_ratio = "scalar_lr_ratio"
+    scalar_params: Arguments = ()
+    """Keyword arguments of ``scalar_optimizer``, where that is a class."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of ``scalar_params``."""
+        return dict(self.scalar_params)
+
+
+#: What a config may say for the name of an optimizer, beside those of the registry.
+Path = Annotated[str, Field(pattern=PATH, json_schema_extra={"expects": "the path of a class, package.module:Class"})]
+
+
+def is_path(name: object) -> bool:
+    """Whether ``name`` is the path of a class."""
+    return isinstance(name, str) and re.match(PATH, name) is not None
+
+
+@lru_cache(maxsize=None)
+def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
+    """The recipe of the class at ``path``. Its states are of use to that class alone."""
+    base = WholeTorch if whole else ElementTorch
+    found: type[AnyTorch] = new_class(path, (base,), exec_body=lambda body: body.update(
+        rule=path, family=path, __module__=__name__, __doc__=base.__doc__,
+        __annotations__={"rule": ClassVar[str], "family": ClassVar[str]}))
+    return found
+
+
+def _probe() -> Any:
+    return import_module("ds_layerwise.optimizers.probe")

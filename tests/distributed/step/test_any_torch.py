@@ -1,0 +1,194 @@
+"""Optimizers that nobody here wrote, by the path of their class: against one of the class in one process."""
+
+import pytest
+import torch
+from pytorch_optimizer import CAME, MARS, SOAP, Shampoo
+from torch.optim import Adafactor, AdamW, Muon, NAdam, Optimizer, RMSprop
+
+from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.plan.report import as_json
+from tests.support import internals
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.reference import trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine
+
+pytestmark = rooms("any_torch", "probe", "registry", "owned", "config")
+
+STEPS = 6
+
+#: Classes, with arguments of their own. Muon takes no stacks of matrices.
+CLASSES = {
+    Muon: {"ns_steps": 4}, Adafactor: {"beta2_decay": -0.7}, AdamW: {"betas": [0.8, 0.9]}, NAdam: {}, RMSprop: {},
+    SOAP: {"precondition_frequency": 2}, Shampoo: {"preconditioning_compute_steps": 2}, CAME: {}, MARS: {},
+}
+
+
+class Drops(Optimizer):
+    """Keeps a list of tensors, one that comes later, a number that is no count, and a count that is ahead; and has no
+    weight decay."""
+
+    def __init__(self, params, lr=1e-3, drop=0.5):
+        super().__init__(params, {"lr": lr, "drop": drop})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(rows=[torch.zeros(param.shape[0]), torch.ones(param.shape[0])], size=1.0, turn=10,
+                                 later=None, kind="dropping")
+                state["turn"] += 1
+                state["size"] = state["size"] * group["drop"] + float(param.grad.abs().mean())
+                state["rows"][0] = state["rows"][0] + param.grad.flatten(1).mean(1)
+                state["rows"][1].mul_(group["drop"])
+                if state["turn"] == 12:
+                    state["later"] = torch.full_like(param, 0.25)
+                step = (state["rows"][0] + state["rows"][1]).view(-1, *[1] * (param.dim() - 1)) * state["size"]
+                param.sub_(group["lr"] * step / state["turn"])
+                if state["later"] is not None:
+                    state["later"].lerp_(param.grad, 0.5)
+                    param.sub_(group["lr"] * state["later"])
+                # Nobody else sees what a class writes to the gradient.
+                param.grad.zero_()
+
+
+class Couples(torch.optim.SGD):
+    """Scales all gradients by their common norm."""
+
+    def step(self, closure=None):
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.div_(norm)
+        super().step()
+
+
+def path_of(kind):
+    return f"{kind.__module__}:{kind.__name__}"
+
+
+def config(kind, arguments, *, params=None, overrides=(), **changes):
+    entries = [{"name": "experts", "optimizer": "scalar"}] if kind is Muon else []
+    return ds_config(optimizer={"type": "LayerWise", "params": {
+        "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "matrix_optimizer": path_of(kind),
+        "matrix_params": arguments, **(params or {})}}, layerwise={"overrides": [*entries, *overrides]}, **changes)
+
+
+def by_itself(kind, arguments, value, shape, name, ranks, lr=0.02):
+    """What the class makes of one parameter in one process."""
+    param = value.detach().clone().view(shape)
+    optimizer = kind([param], lr=lr, **arguments)
+    decays = "weight_decay" in optimizer.param_groups[0]
+    if decays:
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+    for step in range(STEPS):
+        grads = [whole_number_gradients(name, value.shape, step, 0, rank) for rank in range(ranks)]
+        param.grad = (sum(grads) / ranks).view(shape)
+        if not decays:
+            param.mul_(1 - lr * 0.1)
+        optimizer.step()
+    return param.view(value.shape)
+
+
+def seen_as(name, shape):
+    """The shape in which a matrix optimizer sees a parameter."""
+    batch, rows, cols = MATRICES[name]
+    return (batch, rows, cols) if batch > 1 else (rows, cols)
+
+
+class TestAgainstTheClass(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("kind", [*CLASSES, Drops], ids=lambda kind: kind.__name__)
+    def test_matrices_train_as_in_one_process(self, kind, tmp_path):
+        arguments = CLASSES.get(kind, {})
+        before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
+        engine = start(Net(), config(kind, arguments))
+        train_engine(engine, STEPS // 2)
+        planned = as_json(engine.optimizer.forecast())["memory_bytes"][engine.global_rank]["states"]
+        found = sum(value.nbytes for state in internals.states(engine).values() for value in state.values()
+                    if value.dim())
+        # What has no axes lies on the host, or is a count.
+        assert found <= planned <= found + 4 * len(internals.states(engine))
+        engine.save_checkpoint(tmp_path)
+        resumed = start(Net(), config(kind, arguments, stage=2, bucket_numel=10**6))
+        resumed.load_checkpoint(tmp_path)
+        assert_equal_states(whole_states(resumed), whole_states(engine))
+        for each in (engine, resumed):
+            train_engine(each, STEPS - STEPS // 2, first=STEPS // 2)
+        for each in (engine, resumed):
+            values = masters(each)
+            for name in MATRICES.keys() & values.keys():
+                if kind is Muon and name == "experts":
+                    continue
+                expected = by_itself(kind, arguments, before[name], seen_as(name, before[name].shape), name,
+                                     engine.world_size)
+                torch.testing.assert_close(values[name], expected, rtol=1e-5, atol=1e-6,
+                                           msg=lambda text, name=name: f"{name}: {text}")
+
+    def test_what_is_cut_by_element_too_and_overrides(self, tmp_path):
+        scalars = {"scalar_optimizer": path_of(NAdam), "scalar_params": {"betas": [0.8, 0.9]}, "adam_lr": 0.01}
+        overrides = [{"name": "tall.weight", "optimizer": path_of(RMSprop), "matrix_params": {"alpha": 0.5},
+                      "lr_scale": 0.5}]
+        given = config(Adafactor, {}, params=scalars, overrides=overrides)
+        before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
+        engine = start(Net(), given)
+        train_engine(engine, STEPS)
+        engine.save_checkpoint(tmp_path)
+        for name, value in masters(engine).items():
+            shape = seen_as(name, value.shape) if name in MATRICES else tuple(value.shape)
+            kind, arguments, lr = (NAdam, {"betas": (0.8, 0.9)}, 0.01) if name not in MATRICES else (
+                (RMSprop, {"alpha": 0.5}, 0.01) if name == "tall.weight" else (Adafactor, {}, 0.02))
+            expected = by_itself(kind, arguments, before[name], shape, name, 2, lr)
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6,
+                                       msg=lambda text, name=name: f"{name}: {text}")
+
+    @pytest.mark.parametrize("changes", [
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": 600,
+                               "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.003,
+                                                      "warmup_num_steps": 4, "warmup_type": "linear"}}}],
+        ids=["host", "scheduler"])
+    def test_the_host_and_schedules(self, changes):
+        engine = start(Net(), config(SOAP, CLASSES[SOAP], **changes))
+        plain = start(Net(), config(SOAP, CLASSES[SOAP]))
+        for step in range(STEPS):
+            if "scheduler" in changes:
+                for group, other in zip(plain.optimizer.param_groups, engine.optimizer.param_groups, strict=True):
+                    group["lr"] = other["lr"]
+            train_engine(engine, 1, first=step)
+            train_engine(plain, 1, first=step)
+        assert_equal_states(whole_states(engine), whole_states(plain))
+
+    def test_a_universal_checkpoint_at_another_number_of_ranks(self, class_tmpdir, tmp_path):
+        engine = start(Net(), {**config(SOAP, CLASSES[SOAP]), "layerwise": {"save_universal": True}})
+        train_engine(engine, STEPS // 2)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        other = start(Net(), {**config(SOAP, CLASSES[SOAP]), "layerwise": {"layout": "lpt"}})
+        other.load_checkpoint(tmp_path, tag="saved_universal")
+        assert_equal_states(whole_states(other), whole_states(engine))
+
+
+class TestRefusals(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("params, message", [
+        ({"matrix_optimizer": "no_such_package:Soap"}, "no_such_package:Soap cannot be imported .*install its package"),
+        ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
+        ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
+        ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
+        ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
+        ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
+        ({"matrix_optimizer": path_of(Couples)}, "Couples does to one parameter what depends on the others"),
+        ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy computes d.* for all parameters of a group"),
+        ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
+        ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
+        ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),
+    ])
+    def test_what_cannot_be_right_is_refused(self, params, message):
+        given = config(Adafactor, {}, params=params)
+        with pytest.raises((ConfigError, RoutingError), match=message):
+            start(Net(), given)
