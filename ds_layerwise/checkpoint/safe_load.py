@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -19,6 +20,9 @@ from ds_layerwise.errors import LayerWiseError
 
 #: What reading a dict leads to that is not what it should be.
 _MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError)
+
+#: Records of DeepSpeed that have no code to run.
+_KNOWN: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 @contextmanager
@@ -49,16 +53,24 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
     """
     if not path.exists():
         raise LayerWiseError(f"{path} is missing; the checkpoint is not whole")
-    known: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
     try:
         try:
-            return _load(path, known)
+            return _load(path, _KNOWN)
         except UnpicklingError:
             if not with_objects or not is_zipfile(path):
                 raise
-        with torch.serialization.safe_globals(known):
+        with torch.serialization.safe_globals(_KNOWN):
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        return _load(path, [*known, *stand_ins(unknown)])
+        return _load(path, [*_KNOWN, *stand_ins(unknown)])
+    except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
+        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+
+
+def load_bytes_safely(content: bytes, path: Path) -> Any:
+    """What ``torch.save`` wrote into ``content``, a part of the file ``path``; as :func:`load_safely`."""
+    try:
+        with torch.serialization.safe_globals(_KNOWN):
+            return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
         raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
 

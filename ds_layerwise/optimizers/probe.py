@@ -44,7 +44,8 @@ _SMALL = 4096
 _SHAPES = (2, 7, 11), (3, 13, 5)
 
 #: What code that nobody here wrote raises when it does not like what it gets.
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+           ValueError)
 
 Path = tuple[str | int, ...]
 

@@ -203,6 +203,16 @@ def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> 
     return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 
+def send(value: Tensor, *, to: int) -> None:
+    """Send ``value`` to rank ``to`` of the world, which calls :func:`receive`, and wait."""
+    dist.send(value, to)
+
+
+def receive(out: Tensor, *, out_of: int) -> None:
+    """Fill ``out`` with what rank ``out_of`` of the world sends, and wait."""
+    dist.recv(out, out_of)
+
+
 def ranks_of(group: Group) -> list[int]:
     """The ranks in the whole world of those in ``group``, in its order."""
     return [global_rank(group, rank) for rank in range(size_of(group))]

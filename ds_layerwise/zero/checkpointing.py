@@ -17,6 +17,7 @@ from torch import nn
 
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.names import Renamed
+from ds_layerwise.checkpoint.one_file import OneFile
 from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
@@ -32,7 +33,7 @@ from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.zero import resumed_groups, unfinished
+from ds_layerwise.zero import one_file, resumed_groups, unfinished
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.load import Found, Load, check_names, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
@@ -155,11 +156,16 @@ class Checkpointing:
         Raises:
             LayerWiseError: on every rank, if any rank finds something missing or wrong.
         """
+        return self._find(lambda: UniversalCheckpoint(folder) if universal else self.open_regular(folder), folder,
+                          universal=universal, states=states, masters=masters, strict=strict)
+
+    def _find(self, open_it: Callable[[], RegularCheckpoint | PipelineCheckpoint | UniversalCheckpoint | OneFile],
+              folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> Found:
         self.offloading.reload()
         config, planned = self.config, self.planned
         of_all_stages = pipeline.names_of_all_stages(self.module, self.settings.model_group)
         with comm.Alike(None):
-            opened = UniversalCheckpoint(folder) if universal else self.open_regular(folder)
+            opened = open_it()
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
             check_shapes(planned.saved_shapes, saved.header.shapes)
@@ -172,7 +178,7 @@ class Checkpointing:
             if universal and strict:
                 check_names(saved, folder, planned.saved_shapes.keys(), of_all_stages=of_all_stages)
             others = find_others(saved, folder, self.module, trained={spec.name for spec in planned.specs},
-                                 rename=config.rename, strict=strict) if universal else {}
+                                 rename=config.rename, strict=strict) if isinstance(opened, UniversalCheckpoint) else {}
             accumulated = unfinished.from_records(
                 opened, engine=self.engine(), owned=self.owned, settings=self.settings, rank=self.owned.rank,
                 world_size=planned.layout.world_size, rename=config.rename, names=planned.saved_shapes,
@@ -180,7 +186,7 @@ class Checkpointing:
             found = Found(folder, saved.header, plan, states, masters, universal, others, accumulated)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
-        if not isinstance(opened, UniversalCheckpoint):
+        if isinstance(opened, (RegularCheckpoint, PipelineCheckpoint)):
             which += opened.identity()
         with comm.Alike(None):
             comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.settings.group)
@@ -194,6 +200,33 @@ class Checkpointing:
             yield
         finally:
             self.load = None
+
+    def save_file(self, path: Path) -> None:
+        """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
+        with comm.Alike(None):
+            self._check_one_file()
+            self.offloading.check_not_offloaded()
+            self.interrupted.check()
+        with self.saving():
+            for index in range(len(self.planned.layout.buckets)):
+                self.owned.follow_values(index)
+            one_file.save(path, self.owned.record().pieces, self.header(), (LOSS_SCALER, self.scaling.scaler),
+                          self.owned.device)
+
+    def load_file(self, path: Path, *, states: bool) -> None:
+        """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
+        with comm.Alike(None):
+            self._check_one_file()
+        found = self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True, strict=True)
+        with self.loading(Load(found, wants_scheduler=False)):
+            self.finish_load()
+        self.weights_from_masters()
+
+    def _check_one_file(self) -> None:
+        if self.settings.tensor_group is not None or pipeline.is_pipeline(self.module):
+            raise LayerWiseError("a file of whole parameters needs them on the ranks that train them, and tensor or "
+                                 "pipeline parallelism has cut this model; save a checkpoint with "
+                                 "engine.save_checkpoint()")
 
     @torch.no_grad()
     def finish_load(self) -> None:

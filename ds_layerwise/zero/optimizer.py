@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Container, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +20,14 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan import cost, hosting
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import Bucket
-from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks import comm, own_groups
-from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, dtype_name
+from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import Wires, make_wires
-from ds_layerwise.zero import ambient, autocast, takeover
+from ds_layerwise.zero import ambient, autocast, start_up, takeover
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import EngineOptimizer, norm_tensor, survivable, timed
@@ -331,6 +332,24 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """
         return self.checkpointing.state_dict(clip_grad=self.clip_grad)
 
+    def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
+        """Write masters and states of all parameters, whole, to one file of safetensors; see :mod:`.one_file`.
+
+        Every rank must call it, between two steps; rank 0 writes. The model's frozen parameters, the scheduler and the
+        engine's counts are not in it.
+        """
+        self.checkpoint_event_prologue()
+        self.checkpointing.save_file(Path(path))
+
+    def load_state_dict_from_file(self, path: str | os.PathLike[str], *, states: bool = True) -> None:
+        """Take over what :meth:`save_state_dict_to_file` wrote, in a run of any size; ``states=False``: weights alone.
+
+        Raises:
+            LayerWiseError: on every rank, if the file is not there on one, is damaged, or does not fit.
+        """
+        self.checkpoint_event_prologue()
+        self.checkpointing.load_file(Path(path), states=states)
+
     @property
     def fresh_states(self) -> dict[str, str]:
         """After a load, by parameter, why its optimizer state is not the checkpoint's."""
@@ -350,20 +369,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def forecast(self) -> Forecast:
         """What this layout costs each rank."""
-        dtypes = self.layout.dtypes
-        stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
-        return Forecast.of(
-            self.layout, self.specs, self.routes, stage=self.settings.stage, tp_size=self.settings.tp_size,
-            reduction=self._planned.reduction,
-            stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
-            host_ratio=self.settings.host_ratio)
+        return start_up.forecast(self._planned, self.settings, self._grads)
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
-        told = {recipe: self._products.told(recipe) for recipe in {route.recipe for route in self.routes.values()}}
-        return start_up_table(self.routes, self.specs, self.forecast(), self.optimizer.config,
-                              groups=self.param_groups, without_effect=self.settings.without_effect,
-                              products={recipe: text for recipe, text in told.items() if text is not None})
+        return start_up.table(self._planned, self.settings, self.forecast(), self.optimizer, self._products)
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""

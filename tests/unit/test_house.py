@@ -41,14 +41,14 @@ INSIDE = {
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
-                   "folder tags", "untrained"),
+                   "folder one_file tags", "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise muon probe", "any_torch", "registry"),
     "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
-             "state_access takeover", "engine_protocol planned products unfinished", "before_update load",
+    "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings skipped "
+             "state_access takeover", "engine_protocol planned products unfinished", "before_update load start_up",
              "checkpointing", "optimizer"),
     "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
 }

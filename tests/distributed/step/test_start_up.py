@@ -10,7 +10,7 @@ from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
 
-pytestmark = rooms("buffers", "forecast")
+pytestmark = rooms("buffers", "forecast", "start_up")
 
 
 class Stack(nn.Module):

@@ -1,0 +1,109 @@
+"""From the ranks that own them, masters and states of all parameters on rank 0, and into one file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.checkpoint.one_file import name_in_file, write
+from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.ranks import comm
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has of one tensor of the file."""
+
+    rank: int
+    start: int
+    numel: int
+    shape: tuple[int, ...] | None
+    """The shape of the whole, which this is; None for a part of what has one element for each of the parameter."""
+    dtype: str
+
+
+def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tuple[str, Any],
+         device: torch.device) -> None:
+    """Write all of ``pieces`` of all ranks into one file. Every rank must call it; rank 0 writes.
+
+    Memory: one tensor on the device and one on the host; beside the file, while it is written, as much disk again.
+
+    Raises:
+        LayerWiseError: on every rank, if rank 0 cannot write.
+    """
+    mine = {name_in_file(piece.name, key): (piece, key) for piece in pieces for key in (None, *piece.state)}
+    everyone = comm.gather_objects({name: _part(*of) for name, of in mine.items()}, group=None)
+    parts: dict[str, dict[int, _Part]] = {}
+    for of_rank in everyone:
+        for name, part in of_rank.items():
+            # Ranks that hold the same hold it alike.
+            parts.setdefault(name, {}).setdefault(part.start, part)
+    shapes = {name_in_file(name, key): shape for name, shape in header.shapes.items()
+              for key in (None, *header.rules[name].state_keys)}
+    rank, error = comm.rank_of(None), None
+    scratch = path.with_name(f"{path.name}.parts")
+    whole: dict[str, Tensor] = {}
+    try:
+        for index, (name, of) in enumerate(sorted(parts.items())):
+            place = None
+            if rank == 0 and error is None:
+                try:
+                    place = _place(scratch, index, of, shapes[name])
+                    whole[name] = place
+                except (OSError, RuntimeError) as e:
+                    # The others go on sending.
+                    error = LayerWiseError(f"{scratch} cannot be written: {e}")
+            for part in of.values():
+                value = _bring(part, mine.get(name), rank, device)
+                if place is not None and value is not None:
+                    place.view(-1)[part.start:part.start + part.numel].copy_(value)
+        with comm.Alike(None):
+            if error is not None:
+                raise error
+            if rank == 0:
+                write(path, whole, header, scaler)
+    finally:
+        whole.clear()
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _part(piece: PieceRecord, key: str | None) -> _Part:
+    value, dtype = (piece.master, piece.master.dtype) if key is None else (piece.state[key], piece.state[key].dtype)
+    own = key is not None and not piece.is_elementwise(key)
+    return _Part(comm.rank_of(None), 0 if own else piece.param_start, value.numel(),
+                 tuple(value.shape) if own else None, str(dtype).removeprefix("torch."))
+
+
+def _place(scratch: Path, index: int, of: Mapping[int, _Part], shape: tuple[int, ...]) -> Tensor:
+    """Memory for a whole tensor, which is a file of its own so that not all of them have to fit."""
+    first = next(iter(of.values()))
+    own = shape if first.shape is None else first.shape
+    scratch.mkdir(parents=True, exist_ok=True)
+    numel = torch.Size(own).numel()
+    if not numel:
+        return torch.empty(own, dtype=getattr(torch, first.dtype), device="cpu")
+    return torch.from_file(str(scratch / str(index)), shared=True, size=numel,
+                           dtype=getattr(torch, first.dtype)).view(own)
+
+
+def _bring(part: _Part, mine: tuple[PieceRecord, str | None] | None, rank: int, device: torch.device) -> Tensor | None:
+    """What ``part`` is of, 1-D, on rank 0; None on all others."""
+    if rank == part.rank and mine is not None:
+        piece, key = mine
+        value = (piece.master if key is None else piece.state[key]).reshape(-1)
+        if rank:
+            comm.send(value.to(device).contiguous(), to=0)
+        return value if rank == 0 else None
+    if rank:
+        return None
+    received = torch.empty(part.numel, dtype=getattr(torch, part.dtype), device=device)
+    comm.receive(received, out_of=part.rank)
+    return received

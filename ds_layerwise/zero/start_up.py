@@ -1,0 +1,34 @@
+"""What an engine says of itself when it starts."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.plan.forecast import Forecast
+from ds_layerwise.plan.report import start_up_table
+from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
+from ds_layerwise.zero.planned import Planned
+from ds_layerwise.zero.products import Products
+from ds_layerwise.zero.settings import Settings
+
+
+def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None) -> Forecast:
+    """What the layout costs each rank.
+
+    Args:
+        grads: the gradient buffer; None where averaged gradients alone are kept.
+    """
+    stored_as = {dtype: torch.float32 if grads is None else grads.dtype(dtype) for dtype in planned.layout.dtypes}
+    return Forecast.of(planned.layout, planned.specs, planned.routes, stage=settings.stage, tp_size=settings.tp_size,
+                       stored_as={key: dtype_name(each) for key, each in stored_as.items()},
+                       reduction=planned.reduction, host_ratio=settings.host_ratio)
+
+
+def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: LayerWiseOptimizer,
+          products: Products) -> str:
+    """Who trains what and why, and what it ``costs`` each rank."""
+    told = {recipe: products.told(recipe) for recipe in {route.recipe for route in planned.routes.values()}}
+    return start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.param_groups,
+                          without_effect=settings.without_effect,
+                          products={recipe: text for recipe, text in told.items() if text is not None})

@@ -1,0 +1,132 @@
+"""Masters and states of whole parameters in one file, outside of the engine's checkpoints."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
+from tests.support.harness import DistributedTest, made_once
+from tests.support.reference import trainable
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine, weights
+
+pytestmark = rooms("one_file", "checkpointing", "safe_load")
+
+ADAFACTOR = {"type": "LayerWise", "params": {"lr": 0.003, "matrix_optimizer": "torch.optim:Adafactor"}}
+CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": {"bf16": {"enabled": True}}, "any": {"optimizer": ADAFACTOR},
+           "host": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}}
+
+
+class TestOneFile(DistributedTest):
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        """Files that are called as the number of ranks that wrote them and the config."""
+        return made_once(class_tmpdir / "saved", [1, 3], self.save)
+
+    def save(self, folder):
+        for name, changes in CONFIGS.items():
+            engine = start(Net(), ds_config(**changes))
+            train_engine(engine, 3)
+            path = folder / f"{engine.world_size}_{name}"
+            engine.optimizer.save_state_dict_to_file(path)
+            expected = whole_states(engine)
+            train_engine(engine, 2, first=3)
+            later = whole_states(engine)
+            if engine.global_rank == 0:
+                assert [each.name for each in folder.glob(f"{path.name}*")] == [path.name]
+                torch.save((expected, later), f"{path}.expected")
+
+    @pytest.mark.world_size([1, 2, 3])
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_a_run_of_any_size_goes_on_from_it(self, saved, name):
+        for saved_by in (1, 3):
+            path = saved / f"{saved_by}_{name}"
+            engine = start(Net(), ds_config(bucket_numel=10**6, **CONFIGS[name]))
+            train_engine(engine, 1, first=40)
+            engine.optimizer.load_state_dict_from_file(path)
+            at_save, later = torch.load(f"{path}.expected")
+            assert_equal_states(whole_states(engine), at_save)
+            assert engine.optimizer.step_count == 3
+            for param_name, value in masters(engine).items():
+                param = trainable(engine.module)[param_name]
+                assert torch.equal(param.detach(), value.to(param.dtype)), param_name
+            train_engine(engine, 2, first=3)
+            if saved_by == engine.world_size:
+                assert_equal_states(whole_states(engine), later)
+
+    @pytest.mark.world_size(2)
+    def test_what_is_in_it(self, saved):
+        engine = start(Net(), ds_config())
+        expected, _ = torch.load(saved / "3_fp32.expected")
+        content = load_file(saved / "3_fp32")
+        shapes = {name: p.shape for name, p in trainable(engine.module).items()}
+        found = {}
+        for key, value in content.items():
+            kind, _, name = key.partition(".")
+            if kind == "master":
+                found[name, "fp32"] = value.view(-1)
+                assert value.shape == shapes[name]
+            elif kind == "state":
+                name, _, key = name.rpartition(".")
+                found[name, key] = value.view(-1) if value.dim() else value
+                assert key == "step" or value.shape == shapes[name]
+        assert_equal_states(found, expected)
+
+    @pytest.mark.world_size(2)
+    def test_weights_alone(self, saved):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1, first=40)
+        before = whole_states(engine)
+        engine.optimizer.load_state_dict_from_file(saved / "3_fp32", states=False)
+        expected, _ = torch.load(saved / "3_fp32.expected")
+        for (name, key), value in whole_states(engine).items():
+            assert torch.equal(value, (expected if key == "fp32" else before)[name, key]), (name, key)
+        assert engine.optimizer.step_count == 1
+
+    @pytest.mark.world_size(2)
+    def test_what_is_wrong_with_it_changes_nothing(self, saved, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1, first=40)
+        before, of_model = whole_states(engine), weights(engine).clone()
+
+        def edited(change):
+            content = load_file(saved / "3_fp32")
+            change(content)
+            save_file(content, tmp_path / "edited")
+
+        def cut():
+            (tmp_path / "edited").write_bytes((saved / "3_fp32").read_bytes()[:-100])
+
+        def other():
+            content = load_file(saved / "3_fp32")
+            content["ds_layerwise"] = content["ds_layerwise"][:-50].clone()
+            save_file(content, tmp_path / "edited")
+
+        for make, message in [
+            (lambda: None, "edited is no file; every rank reads it"), (cut, "edited is no whole file of safetensors"),
+            (lambda: edited(lambda content: content.pop("ds_layerwise")), "was not written by save_state_dict_to_file"),
+            (lambda: edited(lambda content: content.pop("state.tall.weight.momentum_buffer")),
+             "edited lacks state.tall.weight.momentum_buffer, and is not whole"),
+            (other, "edited cannot be read"),
+            (lambda: edited(lambda content: content.update({"master.tall.weight": torch.zeros(3)})),
+             "files hold 3 of the 480 elements of the weights of tall.weight"),
+        ]:
+            on_rank_0(make)
+            with pytest.raises(LayerWiseError, match=message):
+                engine.optimizer.load_state_dict_from_file(tmp_path / "edited")
+            assert_equal_states(whole_states(engine), before)
+        assert torch.equal(weights(engine), of_model)
+
+    @pytest.mark.world_size(2)
+    def test_what_cannot_be_written_is_said_on_all_ranks_and_the_file_before_stays(self, saved, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        on_rank_0(lambda: (tmp_path / "there").write_bytes((saved / "1_fp32").read_bytes()))
+        on_rank_0(lambda: (tmp_path / "there.parts").write_text("in the way"))
+        with pytest.raises(LayerWiseError, match="there.parts cannot be written"):
+            engine.optimizer.save_state_dict_to_file(tmp_path / "there")
+        with safe_open(tmp_path / "there", framework="pt") as content:
+            assert content.keys()
+        train_engine(engine, 1, first=1)
