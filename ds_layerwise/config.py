@@ -170,7 +170,8 @@ class OptimizerConfig(Hyper):
 
         return cls(**_with_rates({**of(Hyper), **{key: value for key, value in of(cls).items()
                                                   if key == "per_head_muon"},
-                                  "matrix": matrix(**of(matrix)), "scalar": scalar(**of(scalar))}))
+                                  "matrix": build(matrix, "optimizer.params", of(matrix)),
+                                  "scalar": build(scalar, "optimizer.params", of(scalar))}))
 
 
 #: Switches of stock DeepSpeed's auxiliary Adam that describe what this backend does anyway.
