@@ -17,7 +17,7 @@ from ds_layerwise.recipes.any_torch import Path
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY, entry_of, names, recipes_of_settings
+from ds_layerwise.recipes.registry import NOT_HERE, REGISTRY, entry_of, names, recipes_of_settings
 from ds_layerwise.recipes.settings import (
     Betas,
     Count,
@@ -150,8 +150,9 @@ class OptimizerConfig(Hyper):
         _only_ours("optimizer", section, ("type", "params", "legacy_fusion"))
         if section.get("legacy_fusion"):
             raise ConfigError("optimizer.legacy_fusion is not supported by this backend; remove it")
-        if "max_grad_norm" in params:
-            raise ConfigError("optimizer.params.max_grad_norm is not supported; set gradient_clipping at the top level")
+        for key, why in NOT_HERE.items():
+            if key in params:
+                raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
         named = _named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"
         matrix, scalar = (entry_of(named, whole=True).recipe, entry_of(_scalar_name(params), whole=False).recipe)
@@ -171,7 +172,8 @@ class OptimizerConfig(Hyper):
 
         return cls(**_with_rates({**of(Hyper), **{key: value for key, value in of(cls).items()
                                                   if key == "per_head_muon"},
-                                  "matrix": matrix(**of(matrix)), "scalar": scalar(**of(scalar))}))
+                                  "matrix": build(matrix, "optimizer.params", of(matrix)),
+                                  "scalar": build(scalar, "optimizer.params", of(scalar))}))
 
 
 #: Switches of stock DeepSpeed's auxiliary Adam that describe what this backend does anyway.
@@ -180,7 +182,6 @@ _ALWAYS_TRUE = {
     "foreach": "all updates run on lists of tensors",
     "fp32_optimizer_states": "masters and states are float32",
 }
-
 
 def _named(params: Mapping[str, Any], key: str, default: str, *, whole: bool) -> str:
     name: str = check(_any_of(*names(whole=whole)), f"optimizer.params.{key}", params.get(key, default))

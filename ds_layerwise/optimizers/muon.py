@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL_CPU, batches, stack, unstack
@@ -44,8 +45,8 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
 class Muon:
     """MomentUm Orthogonalized by Newton-schulz, for whole matrices.
 
-    State: ``momentum_buffer``, like the parameter, an exponential moving average of the gradient. Weight decay is
-    decoupled. The leading axis of a ``(batch, rows, cols)`` parameter counts matrices.
+    State: ``momentum_buffer``, like the parameter, an exponential moving average of the gradient. The leading axis of a
+    ``(batch, rows, cols)`` parameter counts matrices.
     Reference: https://kellerjordan.github.io/posts/muon/
     """
 
@@ -58,6 +59,7 @@ class Muon:
     tp_mode: TpMode = "duplicated"
     """What happens to parts of matrices, which ``blockwise`` takes for matrices; see
     :mod:`.orthogonalize.tensor_shards`."""
+    decay: WeightDecay = WeightDecay()
     fast_dtypes: frozenset[torch.dtype] = frozenset()
     """What ``ns_dtype`` "auto" may take; see :func:`.orthogonalize.newton_schulz.compute_dtype`."""
     cut: tuple[Axis, Peers] | None = None
@@ -78,7 +80,7 @@ class Muon:
             ns_dtype = "fp32"
         return cls(ns_coefficients=rows, ns_method=recipe.ns_method, ns_dtype=ns_dtype, nesterov=recipe.nesterov,
                    scale_mode=recipe.scale_mode, extra_scale_factor=recipe.extra_scale_factor,
-                   tp_mode=recipe.muon_tp_mode)
+                   tp_mode=recipe.muon_tp_mode, decay=WeightDecay.of(recipe))
 
     def init_state(self, param: Tensor) -> State:
         """A momentum of zeros."""
@@ -110,20 +112,20 @@ class Muon:
                 hyper: Hyper) -> None:
         """Update momenta, then the parameters, batch by batch of equal shape."""
         momenta = [state["momentum_buffer"] for state in states]
-        torch._foreach_lerp_(momenta, list(grads), 1 - hyper.momentum)
-        if hyper.weight_decay:
-            torch._foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
         max_numel = MAX_BATCH_NUMEL_CPU if params[0].device.type == "cpu" else MAX_BATCH_NUMEL
         shapes = [tuple(p.shape) if self.cut is None else whole_shape(tuple(p.shape), self.cut[0], self.cut[1].size)
                   for p in params]
         for group in batches(shapes, max_numel):
-            direction = stack([some.of(momenta) for some in group])
+            batch, averages = ([some.of(tensors) for some in group] for tensors in (params, momenta))
+            gradients = self.decay.gradients(batch, [some.of(grads) for some in group], hyper)
+            torch._foreach_lerp_(averages, gradients, 1 - hyper.momentum)
+            direction = stack(averages)
             if self.nesterov:
-                direction = torch.lerp(stack([some.of(grads) for some in group]), direction, hyper.momentum)
-            orthogonal = self._orthogonal(direction)
-            batch = [some.of(params) for some in group]
+                direction = torch.lerp(stack(gradients), direction, hyper.momentum)
+            updates = unstack(self._orthogonal(direction), batch)
             scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[group[0].tensor][-2:])
-            torch._foreach_add_(batch, unstack(orthogonal, batch), alpha=-hyper.lr * scale)
+            self.decay.shrink_(batch, updates, hyper)
+            torch._foreach_add_(batch, updates, alpha=-hyper.lr * scale)
 
     def _orthogonal(self, direction: Tensor) -> Tensor:
         if self.cut is None:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.recipes.any_torch import is_path
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import entry_of
+from ds_layerwise.recipes.registry import REGISTRY, entry_of
 from ds_layerwise.recipes.settings import build
 
 #: How the axis of a matrix that is cut is called: rows or columns, whatever axes are in front of them.
@@ -62,10 +63,15 @@ class Route:
         return f"the {kind} optimizer, {self.recipe.rule}{f' with {settings}' * bool(settings)}, {own}"
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that."""
-        own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "betas", "eps")}
+        """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that.
+
+        Numbers are Python's own, whatever a schedule has put into the group.
+        """
+        own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "eps")}
+        betas = group["betas"] if self.betas is None else self.betas
         return {"lr": float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale,
-                **{key: group[key] if value is None else value for key, value in own.items()}}
+                **{key: float(group[key] if value is None else value) for key, value in own.items()},
+                "betas": tuple(float(beta) for beta in betas)}
 
     @property
     def by_columns(self) -> bool:
@@ -134,13 +140,28 @@ def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, An
     return merged
 
 
-def recipe_named(name: str, recipes: Recipes) -> Recipe:
+def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Recipe:
     """What an override calls ``name``: one of a run's two by its place, or else one of the registry, which is the run's
-    where that has it."""
+    where that has it. How weights decay holds for all optimizers, as far as the config of the run says it.
+
+    Args:
+        changes: what overrides set for the parameter, see :func:`with_changes`.
+
+    Raises:
+        ConfigError: this optimizer cannot decay so.
+    """
     if name in ("matrix", "scalar"):
         found: Recipe = getattr(recipes, name)
         return found
-    return next((recipe for recipe in recipes if recipe.rule == name), entry_of(name, whole=True).recipe())
+    for recipe in recipes:
+        if recipe.rule == name:
+            return recipe
+    if is_path(name):
+        # Its weights decay as it says.
+        return entry_of(name, whole=True).recipe()
+    said = {key: getattr(recipe, key) for recipe in recipes for key in Recipe.keys() if key in recipe.model_fields_set}
+    said.update({key: changes[key] for key in Recipe.keys() if key in changes})
+    return build(REGISTRY[name].recipe, f"an override to {name}", said)
 
 
 def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
@@ -152,7 +173,8 @@ def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
     own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
     settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
     recipe = route.recipe
-    takes = (*recipe.keys(), *recipe.hyper, "weight_decay", "lr_scale")
+    takes = (*(key for key in recipe.keys() if key not in Recipe.keys()), *recipe.hyper, "weight_decay",
+             *Recipe.keys(), "lr_scale")
     for key in (*settings, *own):
         if key not in takes:
             raise RoutingError(f"layerwise.overrides sets {key} for {route.name}, which goes to {recipe.rule} "

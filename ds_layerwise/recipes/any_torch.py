@@ -13,7 +13,8 @@ from importlib import import_module
 from types import new_class
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from ds_layerwise.recipes.recipe import Recipe, StateSpec
 
@@ -32,7 +33,7 @@ def _frozen(value: object) -> object:
 def _arguments(value: object) -> object:
     pairs = value if isinstance(value, tuple) and all(isinstance(each, tuple) for each in value) else None
     if not isinstance(value, Mapping) and pairs is None:
-        raise ValueError("no keyword arguments")
+        raise PydanticCustomError("dict_type", "no keyword arguments")
     return _frozen(value)
 
 
@@ -48,6 +49,15 @@ class AnyTorch(Recipe):
     """
 
     hyper: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="after")
+    def _decays_by_itself(self) -> AnyTorch:
+        for key in Recipe.keys():
+            if getattr(self, key) != Recipe.model_fields[key].default:
+                raise ValueError(f"{key} is {getattr(self, key)!r}, and {self.rule} decays weights in its own way; "
+                                 "give it arguments in matrix_params or scalar_params, and the key to the parameters "
+                                 "of other optimizers, in layerwise.overrides")
+        return self
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -49,8 +49,9 @@ class Muon(Recipe):
         return newton_schulz_flops(rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch))
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """The bytes that Newton-Schulz works in, on as many matrices as go through it together."""
-        return newton_schulz_workspace(shape)
+        """The bytes that Newton-Schulz works in, on as many matrices as go through it together, and with l2 the
+        gradients that weight decay makes of theirs."""
+        return newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2"))
 
     @property
     def sees_tensor_shards(self) -> bool:
