@@ -127,6 +127,8 @@ def _translated(where: str, values: Any, error: ValidationError, schema: Mapping
         return (order.get(one["loc"][0], len(order)) if one["loc"] and order else 0, -len(one["loc"]))
 
     first = min(found, key=rank)
+    if first["type"] == "value_error":
+        return ConfigError(f"{where}: {first['ctx']['error']}")
     # pydantic names the branch of a union among the keys of the path.
     path = [part for i, part in enumerate(first["loc"]) if isinstance(part, int) or (i == 0 and order)]
     if first["type"] == "missing":
