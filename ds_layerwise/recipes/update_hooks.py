@@ -82,8 +82,8 @@ class UpdateHooks(Recipe):
             return 0
         *batch, rows, cols = shape
         m, n = sorted((rows, cols))
-        sign = newton_schulz_flops(rows, cols, steps=CLIP_STEPS, method="standard")
-        return math.prod(batch) * (2 * sign + 4 * m * m * n)
+        signs = [newton_schulz_flops(m, side, steps=CLIP_STEPS, method="standard") for side in (n, m)]
+        return math.prod(batch) * (sum(signs) + 4 * m * m * n)
 
     def hook_workspace(self, shape: tuple[int, ...]) -> int:
         """Bytes that ``spectral_clip`` takes at most, after the update is done; the others take next to none."""
@@ -91,7 +91,9 @@ class UpdateHooks(Recipe):
             return 0
         *batch, rows, cols = shape
         together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
-        return newton_schulz_workspace(shape) + 8 * together * rows * cols
+        m = min(rows, cols)
+        return max(newton_schulz_workspace(shape),
+                   newton_schulz_workspace((together, m, m)) + 12 * together * rows * cols)
 
     def hook_summary(self) -> str:
         """What is set, for the start-up table; begins with a comma unless it is empty."""

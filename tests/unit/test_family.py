@@ -124,7 +124,8 @@ WRITTEN = [("normuon", {"moment2_per": "longer_side"}), ("normuon", {"moment2_pe
                                                                                       "match_rms_adamw"}),
            ("muon", {"relative_update": True}), ("normuon", {"relative_update": True, "radial_brake": (0.5, 0.25)}),
            ("muon", {"radial_brake": (0.25, 1.0)}), ("polargrad", {"radial_brake": (0.0, 0.5)}),
-           ("scion", {"radial_brake": (1.0, 0.0), "constrained": False})]
+           ("scion", {"radial_brake": (1.0, 0.0), "constrained": False}),
+           ("muon", {"spectral_clip": 5.0})]
 #: Of each shape two, and a stack.
 MIXED = [(12, 40), (40, 12), (16, 16), (3, 12, 40), (12, 40), (2, 40, 12)]
 
@@ -132,11 +133,10 @@ MIXED = [(12, 40), (40, 12), (16, 16), (3, 12, 40), (12, 40), (2, 40, 12)]
 @pytest.mark.parametrize("name, settings", WRITTEN, ids=str)
 def test_as_written_out(name, settings):
     values, _ = trained(name, MIXED, **settings)
-    assert_moves_alike(values, expected(name, MIXED, **settings), MIXED)
+    assert_moves_alike(values, expected(name, MIXED, **settings), MIXED, 1e-4 if "spectral_clip" in settings else 1e-5)
 
 
-@pytest.mark.parametrize("name, settings", [*((name, {}) for name in NEW), *WRITTEN,
-                                            ("muon", {"spectral_clip": 2.0})], ids=str)
+@pytest.mark.parametrize("name, settings", [*((name, {}) for name in NEW), *WRITTEN], ids=str)
 def test_together_gives_the_bits_of_each_alone(name, settings):
     values, states = trained(name, MIXED, **settings)
     rule = rule_of(recipe(name, **settings))
@@ -223,20 +223,30 @@ def test_singular_values_are_cut_off(shape):
     found = capped(stacked, 8.0)
     wanted = left * values.clamp_max(8.0).unsqueeze(-2) @ right
     assert values.max() > 11 and values.min() < 4
-    assert relative_error(found, wanted) < 3e-3
-    assert torch.linalg.matrix_norm(found, 2).max() < 8.0 * 1.01
-    far = capped(stacked, 100.0)
-    assert relative_error(far, stacked) < 1e-3
+    assert relative_error(found, wanted) < 3e-5
+    assert torch.linalg.matrix_norm(found, 2).max() < 8.0 * 1.0001
+    assert relative_error(capped(stacked, 100.0), stacked) < 3e-5
+    # A value beside the bound may end on its other side, but not far from it.
+    beside = float(values[0, 5]) * 1.001
+    assert relative_error(capped(stacked, beside), left * values.clamp_max(beside).unsqueeze(-2) @ right) < 1e-4
+
+
+def test_the_smallest_singular_values_stay_where_they_are():
+    # Of a square matrix of noise some are hundreds of times below the largest.
+    matrix = noise((256, 256), 0)
+    left, values, right = torch.linalg.svd(matrix)
+    assert values[0] / values[-1] > 500
+    for most in (4 * float(values[0]), 0.5 * float(values[0])):
+        assert relative_error(capped(matrix[None], most)[0], left * values.clamp_max(most) @ right) < 3e-5
 
 
 def test_the_clip_comes_last_and_holds():
     values, _ = trained("muon", [(12, 40), (3, 12, 40)], radial_brake=(1.0, 1.0), spectral_clip=2.0)
     for value in values:
-        assert torch.linalg.matrix_norm(value, 2).max() < 2.02
-    # What is below stays, but for a few digits.
+        assert torch.linalg.matrix_norm(value, 2).max() < 2.001
     plain, _ = trained("muon", [(12, 40)])
     clipped, _ = trained("muon", [(12, 40)], spectral_clip=100.0)
-    assert relative_error(clipped[0], plain[0]) < 1e-3
+    assert relative_error(clipped[0], plain[0]) < 3e-5
 
 
 def test_hyperball_holds_the_norm():
@@ -389,8 +399,8 @@ def test_work_is_muons_but_for_the_clip():
         assert {recipe(name).work(shape) for name in NEW} == {muon}
         rows, cols = sorted(shape[-2:])
         count = shape[0] if len(shape) == 3 else 1
-        once = 4 * rows * rows * cols + 2 * rows**3
-        assert recipe("muon", spectral_clip=1.0).work(shape) - muon == count * (16 * once + 4 * rows * rows * cols)
+        signs = 8 * (4 * rows * rows * cols + 2 * rows**3) + 8 * 6 * rows**3
+        assert recipe("muon", spectral_clip=1.0).work(shape) - muon == count * (signs + 4 * rows * rows * cols)
 
 
 def test_the_scale_of_scion_is_the_roots():
