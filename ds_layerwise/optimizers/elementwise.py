@@ -12,19 +12,45 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.recipes import elementwise as recipes
+from ds_layerwise.recipes.recipe import Recipe
 
-T = TypeVar("T")
+T = TypeVar("T", bound="Elementwise")
 
 
+@dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What all of these are alike in."""
+    """What all of these are alike in; each says how it moves parameters, apart from weight decay."""
 
-    __slots__ = ()
+    recipe: Recipe
+
+    @classmethod
+    def of(cls: type[T], recipe: Recipe) -> T:
+        """The rule that runs ``recipe``."""
+        return cls(recipe)
+
+    def init_state(self, param: Tensor) -> State:
+        """Zeros."""
+        return zeros(self.recipe.states(tuple(param.shape)), param)
+
+    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
+                hyper: Hyper) -> None:
+        """One step of all parameters together."""
+        decay = WeightDecay.of(self.recipe)
+        given = decay.gradients(params, grads, hyper)
+        decay.update_(params, hyper, lambda targets, lr: self.move_(targets, given, states, hyper, lr))
+
+    def move_(self, targets: list[Tensor], grads: list[Tensor], states: Sequence[State], hyper: Hyper,
+              lr: float) -> None:
+        """Update ``states`` with ``grads``, and subtract the direction times ``lr`` from ``targets``, in place.
+
+        The direction depends on ``grads`` and ``states`` alone, not on what is in ``targets``.
+        """
+        raise NotImplementedError
 
     def check(self, device: torch.device) -> None:
         """Every device can do it."""
@@ -44,81 +70,55 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Adam(Elementwise):
-    """Adam with decoupled weight decay (``AdamW``), or with L2 regularisation.
+    """Adam, with weight decay as the recipe has it: ``AdamW``, or with L2 regularisation ``Adam``.
 
     State: ``exp_avg``, ``exp_avg_sq``, like the parameter, and ``step``, 0-d float32 on the CPU.
     Reference: :class:`torch.optim.AdamW`, :class:`torch.optim.Adam`
     """
 
-    decoupled: bool = True
+    recipe: Recipe = recipes.AdamW()
 
-    @classmethod
-    def of(cls, recipe: recipes.Adam) -> Adam:
-        """With decoupled weight decay for the recipe of AdamW."""
-        return cls(decoupled=isinstance(recipe, recipes.AdamW))
-
-    def init_state(self, param: Tensor) -> State:
-        """Zeros."""
-        return zeros(recipes.Adam().states(tuple(param.shape)), param)
-
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
-        """One step of all parameters together."""
-        step = adamw if self.decoupled else adam
-        step(list(params), list(grads), [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
+    def move_(self, targets: list[Tensor], grads: list[Tensor], states: Sequence[State], hyper: Hyper,
+              lr: float) -> None:
+        """Torch's step without its weight decay."""
+        adam(targets, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
              [s["step"] for s in states], foreach=True, amsgrad=False, beta1=hyper.betas[0], beta2=hyper.betas[1],
-             lr=hyper.lr, weight_decay=hyper.weight_decay, eps=hyper.eps, maximize=False)
+             lr=lr, weight_decay=0.0, eps=hyper.eps, maximize=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Sgd(Elementwise):
-    """SGD with momentum and L2 regularisation.
+    """SGD with momentum and, unless the recipe says otherwise, L2 regularisation.
 
-    State: ``momentum_buffer``, like the parameter.
+    State: ``momentum_buffer``, like the parameter; zeros, which the first step turns into the gradient, as torch's
+    missing buffer does.
     Reference: :class:`torch.optim.SGD`
     """
 
-    @classmethod
-    def of(cls, recipe: recipes.Sgd) -> Sgd:
-        """The rule of a recipe that has no settings."""
-        return cls()
+    recipe: Recipe = recipes.Sgd()
 
-    def init_state(self, param: Tensor) -> State:
-        """Zeros, which the first step turns into the gradient, as torch's missing buffer does."""
-        return zeros(recipes.Sgd().states(tuple(param.shape)), param)
-
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
-        """One step of all parameters together."""
-        sgd(list(params), list(grads), [s["momentum_buffer"] for s in states], foreach=True,
-            weight_decay=hyper.weight_decay, momentum=hyper.momentum, lr=hyper.lr, dampening=0.0, nesterov=False,
-            maximize=False)
+    def move_(self, targets: list[Tensor], grads: list[Tensor], states: Sequence[State], hyper: Hyper,
+              lr: float) -> None:
+        """Torch's step without its weight decay."""
+        sgd(targets, grads, [s["momentum_buffer"] for s in states], foreach=True, weight_decay=0.0,
+            momentum=hyper.momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Lion(Elementwise):
-    """Sign of a moving average, with decoupled weight decay.
+    """Sign of a moving average.
 
     State: ``exp_avg``, like the parameter. ``betas``: of the direction, and of the average that is kept.
     Reference: arXiv 2302.06675
     """
 
-    @classmethod
-    def of(cls, recipe: recipes.Lion) -> Lion:
-        """The rule of a recipe that has no settings."""
-        return cls()
+    recipe: Recipe = recipes.Lion()
 
-    def init_state(self, param: Tensor) -> State:
-        """Zeros."""
-        return zeros(recipes.Lion().states(tuple(param.shape)), param)
-
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
-        """One step of all parameters together."""
-        averages, gradients = [s["exp_avg"] for s in states], list(grads)
-        direction = torch._foreach_lerp(averages, gradients, 1 - hyper.betas[0])
+    def move_(self, targets: list[Tensor], grads: list[Tensor], states: Sequence[State], hyper: Hyper,
+              lr: float) -> None:
+        """Take the sign with the first of the betas, then let the average follow with the second."""
+        averages = [s["exp_avg"] for s in states]
+        direction = torch._foreach_lerp(averages, grads, 1 - hyper.betas[0])
         torch._foreach_sign_(direction)
-        if hyper.weight_decay:
-            torch._foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
-        torch._foreach_add_(list(params), direction, alpha=-hyper.lr)
-        torch._foreach_lerp_(averages, gradients, 1 - hyper.betas[1])
+        torch._foreach_add_(targets, direction, alpha=-lr)
+        torch._foreach_lerp_(averages, grads, 1 - hyper.betas[1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.optimizers.update_hooks import step_
@@ -67,7 +68,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonalized:
-    """Momentum, nesterov, Newton-Schulz in batches of equal shape, decoupled weight decay, hooks.
+    """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
 
     A subclass says what becomes of an orthogonal matrix (:meth:`adapted_`) and how it is scaled (:meth:`scale`).
     State: ``momentum_buffer``, like the parameter, an exponential moving average of the gradient, and what the
@@ -138,9 +139,6 @@ class Orthogonalized:
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
         """Update momenta, then the parameters, batch by batch of equal shape."""
-        torch._foreach_lerp_([state["momentum_buffer"] for state in states], list(grads), 1 - hyper.momentum)
-        if hyper.weight_decay:
-            torch._foreach_mul_(list(params), 1 - hyper.lr * hyper.weight_decay)
         max_numel = MAX_BATCH_NUMEL_CPU if params[0].device.type == "cpu" else MAX_BATCH_NUMEL
         groups = batches([(*p.shape[:-2], *self._whole(p.shape)) for p in params], max_numel)
         for group in groups:
@@ -153,12 +151,16 @@ class Orthogonalized:
                       states: Sequence[State], hyper: Hyper) -> None:
         mine, gradients = ([some.of(tensors) for some in group] for tensors in (params, grads))
         views = [{key: some.within(value) for key, value in states[some.tensor].items()} for some in group]
-        direction = stack([view["momentum_buffer"] for view in views])
+        decay, momenta = WeightDecay.of(self.recipe), [view["momentum_buffer"] for view in views]
+        given = decay.gradients(mine, gradients, hyper)
+        torch._foreach_lerp_(momenta, given, 1 - hyper.momentum)
+        direction = stack(momenta)
         if self.recipe.nesterov:
-            direction = torch.lerp(stack(gradients), direction, hyper.momentum)
+            direction = torch.lerp(stack(given), direction, hyper.momentum)
         rows, cols = self._whole(direction.shape)
         batch = Batch(params=mine, grads=gradients, states=views, direction=direction, shape=(rows, cols))
         update = self.adapted_(self._orthogonal(self.prepared(direction)), batch)
+        decay.shrink_(mine, unstack(update, mine), hyper)
         step_(self.recipe, mine, update, lr=hyper.lr, scale=self.scale(rows, cols), norms=self.norms)
 
     def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:

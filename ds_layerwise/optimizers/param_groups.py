@@ -129,16 +129,25 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
     Raises:
         ConfigError: names both values and the way out.
     """
-    for_the_run = config.for_the_run()
-    value = normalised(value)
-    held = (for_the_run[key], ) if key in for_the_run else _OF_OTHER_OPTIMIZERS[key]
-    if value is None or value in held:
+    value, for_the_run = normalised(value), config.for_the_run()
+    if key not in for_the_run:
+        held = _OF_OTHER_OPTIMIZERS[key]
+        if value is None or value in held:
+            return
+        if key == "optimizer":
+            raise ConfigError(f"{where}.optimizer is {value!r}, and groups have no such key; set use_muon to true or "
+                              "false")
+        raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot "
+                          "change; this optimizer has no such switch; remove it")
+    # A group may have parameters of both optimizers.
+    of_each = {recipe.rule: getattr(recipe, key) for recipe in config.recipes if key in recipe.keys()}
+    of_all = list(of_each.values()) or [for_the_run[key]]
+    if value is None or all(value == each for each in of_all):
         return
-    if key == "optimizer":
-        raise ConfigError(f"{where}.optimizer is {value!r}, and groups have no such key; set use_muon to true or false")
-    way_out = f"set optimizer.params.{key}" if key in for_the_run else "this optimizer has no such switch; remove it"
-    raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot change; "
-                      f"{way_out}")
+    told = (" and ".join(f"{each!r} for {rule}" for rule, each in of_each.items()) if any(
+        each != of_all[0] for each in of_all) else repr(of_all[0]))
+    raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {told}, which a group cannot change; "
+                      f"set optimizer.params.{key}")
 
 
 def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:

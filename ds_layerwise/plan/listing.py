@@ -26,16 +26,17 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
         rows.append({
             "name": spec.name, "shape": list(spec.shape), "optimizer": route.recipe.rule, "reason": route.reason,
             "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
-            "weight_decay": decay, "lr_ratio": group[route.recipe.lr_ratio] * route.lr_scale,
-            "owner": owner.get(spec.name)})
+            "weight_decay": decay, "weight_decay_summary": route.recipe.decay_summary(),
+            "lr_ratio": group[route.recipe.lr_ratio] * route.lr_scale, "owner": owner.get(spec.name)})
     return rows
 
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Routes in columns under a head line; parameters that are cut evenly belong to "all" ranks."""
     cells = [("name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because")]
-    cells += [(row["name"], "x".join(map(str, row["shape"])) or "()", row["optimizer"], f"{row['weight_decay']:g}",
-               f"{row['lr_ratio']:g}", "all" if row["owner"] is None else str(row["owner"]), row["reason"])
+    cells += [(row["name"], "x".join(map(str, row["shape"])) or "()", row["optimizer"],
+               f"{row['weight_decay']:g} {row['weight_decay_summary']}".strip(), f"{row['lr_ratio']:g}",
+               "all" if row["owner"] is None else str(row["owner"]), row["reason"])
               for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -162,7 +162,7 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
     for param in params:
         mine = merged[param.name]
         wanted = mine.get("optimizer")
-        recipe = recipe_named(wanted or param.optimizer, recipes)
+        recipe = recipe_named(wanted or param.optimizer, recipes, mine)
         reason = "layerwise.overrides" if wanted else "model file"
         shape = forced_matrix_shape(param.name, param.shape, reason) if recipe.whole else None
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,

@@ -181,6 +181,7 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
         return _span(values)
 
     lines = [f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
+             f"{f', weight decay {recipe.decay_summary()}' if recipe.decay_summary() else ''}"
              f"{f', matrix products in {products[recipe]}' if recipe in products else ''}"
              for recipe in _recipes(routes, specs)]
     told = [f"without effect here: {', '.join(without_effect)}"] if without_effect else []

@@ -136,13 +136,25 @@ def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, An
     return merged
 
 
-def recipe_named(name: str, recipes: Recipes) -> Recipe:
+def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Recipe:
     """What an override calls ``name``: one of a run's two by its place, or else one of the registry, which is the run's
-    where that has it."""
+    where that has it. How weights decay holds for all optimizers, as far as the config of the run says it.
+
+    Args:
+        changes: what overrides set for the parameter, see :func:`with_changes`.
+
+    Raises:
+        ConfigError: this optimizer cannot decay so.
+    """
     if name in ("matrix", "scalar"):
         found: Recipe = getattr(recipes, name)
         return found
-    return next((recipe for recipe in recipes if recipe.rule == name), REGISTRY[name].recipe())
+    for recipe in recipes:
+        if recipe.rule == name:
+            return recipe
+    said = {key: getattr(recipe, key) for recipe in recipes for key in Recipe.keys() if key in recipe.model_fields_set}
+    said.update({key: changes[key] for key in Recipe.keys() if key in changes})
+    return build(REGISTRY[name].recipe, f"an override to {name}", said)
 
 
 def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> Route:
@@ -157,7 +169,8 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
     settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
     recipe = route.recipe
-    takes = (*recipe.keys(), *recipe.hyper, "weight_decay", "lr_scale")
+    takes = (*(key for key in recipe.keys() if key not in Recipe.keys()), *recipe.hyper, "weight_decay",
+             *Recipe.keys(), "lr_scale")
     for key in (*settings, *own):
         if key not in takes:
             raise RoutingError(f"layerwise.overrides sets {key} for {route.name}, which goes to {recipe.rule} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
+from ds_layerwise.recipes.recipe import Recipe, StateSpec, WeightDecayMethod, like
 
 
 class Elementwise(Recipe):
@@ -22,6 +22,8 @@ class Adam(Elementwise):
     gradient_average: ClassVar[str | None] = "exp_avg"
     hyper: ClassVar[tuple[str, ...]] = ("betas", "eps")
 
+    weight_decay_method: WeightDecayMethod = "l2"
+
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Two moments, and how many steps there were."""
         return {**like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
@@ -31,6 +33,8 @@ class AdamW(Adam):
     """Adam with decoupled weight decay, as :class:`torch.optim.AdamW`."""
 
     rule: ClassVar[str] = "adamw"
+
+    weight_decay_method: WeightDecayMethod = "decoupled"
 
 
 class Lion(Elementwise):
@@ -52,6 +56,8 @@ class Sgd(Elementwise):
     rule: ClassVar[str] = "sgd"
     family: ClassVar[str] = "sgd"
     hyper: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    weight_decay_method: WeightDecayMethod = "l2"
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One momentum."""

@@ -49,14 +49,17 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
     return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
 
 
-def newton_schulz_workspace(shape: tuple[int, ...]) -> int:
+def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
     """Bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes at most, as many as go together.
 
     The direction and what goes into the iteration, and beside them either the two matrices of that shape that it goes
     between and two of its small squares, or one matrix and the four squares that ``gram`` goes between; all in float32,
     of which half precision takes about two thirds. Without what tensor-parallel ranks gather.
+
+    Args:
+        beside: how many more matrices of that shape are held while those that go together do.
     """
     *batch, rows, cols = shape
     together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
     m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
-    return 4 * together * max(4 * m * n + 2 * m * m, 3 * m * n + 4 * m * m)
+    return 4 * together * (max(4 * m * n + 2 * m * m, 3 * m * n + 4 * m * m) + beside * rows * cols)

@@ -47,8 +47,10 @@ class Orthogonalized(UpdateHooks):
                                    batch=math.prod(batch)) + self.hook_flops(shape)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """The bytes that Newton-Schulz works in, on as many matrices as go through it together, or a hook after it."""
-        return max(newton_schulz_workspace(shape), self.hook_workspace(shape))
+        """The bytes that Newton-Schulz works in, on as many matrices as go through it together, and with l2 the
+        gradients that weight decay makes of theirs; or those of a hook after it."""
+        return max(newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2")),
+                   self.hook_workspace(shape))
 
     @property
     def sees_tensor_shards(self) -> bool:

@@ -7,11 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from pydantic import model_validator
+
 from ds_layerwise.recipes.settings import Section
 
 #: Bytes of one element, by torch's names of dtypes.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
                "uint8": 1, "bool": 1}
+
+#: How weights decay; :mod:`ds_layerwise.optimizers.decay` has the formulas.
+WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,20 @@ class Recipe(Section):
     hyper: ClassVar[tuple[str, ...]] = ()
     """What a rule takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
 
+    weight_decay_method: WeightDecayMethod = "decoupled"
+    """What ``weight_decay`` is multiplied with, and where it enters; see :mod:`ds_layerwise.optimizers.decay`."""
+    cautious_weight_decay: bool = False
+    """Whether only those elements decay that the update draws towards zero, too."""
+
+    @model_validator(mode="after")
+    def _can_decay_so(self) -> Recipe:
+        if self.cautious_weight_decay and self.weight_decay_method == "l2":
+            raise ValueError(f"cautious_weight_decay is true, and weight_decay_method of {self.rule} is 'l2', which "
+                             "adds weight decay to the gradient before there is an update to compare signs with; set "
+                             "weight_decay_method to 'decoupled', 'independent' or 'palm', or cautious_weight_decay to "
+                             "false")
+        return self
+
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """By torch's names, what it keeps of a parameter of ``shape``."""
         raise NotImplementedError
@@ -61,7 +80,8 @@ class Recipe(Section):
 
     def workspace(self, shape: tuple[int, ...]) -> int:
         """Bytes that an update of a parameter of ``shape`` takes at most, beside the parameter, gradient and states."""
-        return 4 * math.prod(shape)
+        # With l2 a copy of the gradient, cautious two of the update.
+        return 4 * math.prod(shape) * (1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay)
 
     def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
                 transposed: bool = False) -> str | None:
@@ -95,6 +115,11 @@ class Recipe(Section):
     def summary(self, hyper: Callable[[str], str]) -> str:
         """One line for the start-up table, without its name; ``hyper`` gives the text of a group's hyper-parameter."""
         return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)
+
+    def decay_summary(self) -> str:
+        """How weights decay, as far as that is not what this optimizer does by default; else empty."""
+        default, said = type(self).model_fields["weight_decay_method"].default, self.weight_decay_method
+        return ", ".join([said] * (said != default) + ["cautious"] * self.cautious_weight_decay)
 
     def settings(self) -> dict[str, Any]:
         """By the names that a config uses, every setting."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import model_validator
+
 from ds_layerwise.recipes.orthogonalized import Orthogonalized
 from ds_layerwise.recipes.settings import Positive
 
@@ -21,6 +23,14 @@ class Scion(Orthogonalized):
     constrained: bool = True
     """Stay in the ball: weights decay by the learning rate, whatever ``weight_decay`` says. False: the ball bounds the
     update alone, and weights decay as for every other optimizer."""
+
+    @model_validator(mode="after")
+    def _stays_in_the_ball(self) -> Scion:
+        if self.constrained and (self.weight_decay_method != "decoupled" or self.cautious_weight_decay):
+            key = "cautious_weight_decay" if self.weight_decay_method == "decoupled" else "weight_decay_method"
+            raise ValueError(f"{key} of scion is {getattr(self, key)!r}, and constrained is true, with which every "
+                             "weight decays by the learning rate; leave it out, or set constrained to false")
+        return self
 
     @property
     def own_weight_decay(self) -> float | None:

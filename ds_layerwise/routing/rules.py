@@ -131,8 +131,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
             raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
                                "shards; build it with sparse=False")
         mine = merged[name]
-        wanted = _wanted(param, mine.get("optimizer"), group_of[name], param_groups[group_of[name]].get("use_muon"),
-                         recipes)
+        wanted = _wanted(param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes)
         route = _decide(name, param, homes[name], wanted, recipes)
         if tp_size > 1 and is_cut(param):
             route = _with_cut(route, param, tp_size)
@@ -147,11 +146,11 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     return routes
 
 
-def _wanted(param: Tensor, override: str | None, group: int, of_group: bool | None,
+def _wanted(param: Tensor, changes: Mapping[str, Any], group: int, of_group: bool | None,
             recipes: Recipes) -> tuple[Recipe, str] | None:
     """The recipe that the user has named for ``param``, if any, and by what."""
-    if override is not None:
-        return recipe_named(override, recipes), "layerwise.overrides"
+    if "optimizer" in changes:
+        return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
     if hasattr(param, "use_muon"):
         return recipes.matrix if param.use_muon else recipes.scalar, f"param.use_muon = {param.use_muon}"
     if of_group is not None:

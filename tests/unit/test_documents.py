@@ -286,8 +286,9 @@ def test_defaults_of_the_layout_are_as_the_pages_say():
 
 
 @pytest.mark.parametrize("key, page, quoted", [
-    ("scale_mode", "optimizers.md", 0), ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizers.md", 2),
-    ("ns_dtype", "optimizers.md", 2), ("ns_coefficients", "optimizers.md", 2)])
+    ("scale_mode", "optimizers.md", 0), ("weight_decay_method", "optimizers.md", 0),
+    ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizers.md", 2), ("ns_dtype", "optimizers.md", 2),
+    ("ns_coefficients", "optimizers.md", 2)])
 def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
     if quoted:
         row, = [row for _, *rows in tables_of(DOCS / page) for row in rows if names_in(row[0]) == [key]]

@@ -271,6 +271,9 @@ def test_hyperball_holds_the_norm():
     ("scion", {"scale_mode": "spectral"}, "scale_mode is not an option"),
     ("normuon", {"moment2_beta": 1}, r"moment2_beta must be in \[0, 1\), got 1"),
     ("normuon", {"moment2_per": "rows"}, "moment2_per must be one of 'row', 'column', 'longer_side', got 'rows'"),
+    ("namo", {"weight_decay_method": "l2"}, "weight_decay_method of namo is 'l2'.* set it to 'decoupled'"),
+    ("scion", {"weight_decay_method": "independent"}, "weight_decay_method of scion is 'independent', and constrained"),
+    ("scion", {"cautious_weight_decay": True}, "cautious_weight_decay of scion is True, and constrained is true"),
     ("normuon", {"moment2_eps": 0}, r"moment2_eps must be in \(0, inf\), got 0"),
 ])
 def test_settings_that_cannot_be(name, params, message):

@@ -16,6 +16,7 @@ from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes import elementwise as scalar_recipes
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.elementwise import AdamW
 from tests.support.live_memory import LiveMemory
@@ -116,7 +117,7 @@ def test_muon_together_gives_the_bits_of_each_alone(ns_dtype):
 
 @pytest.mark.parametrize("ours, theirs", [
     (Adam(), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
-    (Adam(decoupled=False), lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
+    (Adam(scalar_recipes.Adam()), lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
     (Sgd(), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2, momentum=0.9)),
 ], ids=["adamw", "adam", "sgd"])
 def test_elementwise_rules_are_torchs(ours, theirs):
@@ -144,7 +145,7 @@ def test_lion_written_out():
     torch.testing.assert_close(state["exp_avg"], average)
 
 
-@pytest.mark.parametrize("rule", [Adam(), Adam(decoupled=False), Lion(), Sgd()], ids=lambda r: str(r))
+@pytest.mark.parametrize("rule", [Adam(), Adam(scalar_recipes.Adam()), Lion(), Sgd()], ids=lambda r: str(r))
 def test_an_elementwise_rule_does_not_see_where_a_parameter_is_cut(rule):
     cuts = [0, 1, 8, 21, 64, 100, 163, 200]
     g = torch.Generator().manual_seed(0)

@@ -228,7 +228,7 @@ def test_a_model_without_matrices_is_planned_where_an_override_chose_for_all(fil
 
 def test_every_parameter_is_listed(files):
     overrides = [{"name": "up.1", "optimizer": "scalar", "lr_scale": 0.5}, {"name": "down.*", "weight_decay": 0.3},
-                 {"name": "down.1", "num_heads": 4}]
+                 {"name": "down.1", "num_heads": 4, "weight_decay_method": "palm", "cautious_weight_decay": True}]
     params = {"lr": 1e-3, "muon_lr": 2e-2, "adam_lr": 2e-3, "weight_decay": 0.1}
     given = config(layerwise={"overrides": overrides}, optimizer={"type": "LayerWiseMuon", "params": params})
     code, out, err = run(*files(given, "1", "--list"))
@@ -238,7 +238,7 @@ def test_every_parameter_is_listed(files):
         ("up.0", "16x64", "muon", "0.1", "20", "0", "model file"),
         ("down.0", "64x16", "muon", "0.3", "20", "0", "model file"),
         ("up.1", "16x64", "adamw", "0.1", "1", "all", "layerwise.overrides"),
-        ("down.1", "64x16", "muon", "0.3", "20", "0", "model file, 4 heads")]
+        ("down.1", "64x16", "muon", "0.3 palm, cautious", "20", "0", "model file, 4 heads")]
     head, columns, *lines = out.splitlines()
     assert head == "1 ranks" and re.split(" {2,}", columns) == [
         "name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because"]
