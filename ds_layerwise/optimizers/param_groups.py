@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
+from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, way_to_one_rate
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
@@ -86,8 +86,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 lr = self._one_rate_for_both[route.group]
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
                                   f"matrices ({route.name}), and Muon's rate is far from AdamW's: give the group "
-                                  f"muon_lr, such as {DEFAULT_MUON_LR}, or set optimizer.params.scale_mode to "
-                                  "'match_rms_adamw', with which lr is right for both")
+                                  f"muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(self.config.matrix)}")
         check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
     def restore_groups(self) -> None:

@@ -24,8 +24,11 @@ class Some(NamedTuple):
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """The matrices meant: one matrix as it is, or a view ``(stop - start, rows, cols)`` of a batch."""
-        found = tensors[self.tensor]
-        return found if found.dim() == 2 else found[self.start:self.stop]
+        return self.within(tensors[self.tensor])
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """The matrices meant, of the tensor that has them, or of a state of it."""
+        return tensor if tensor.dim() == 2 else tensor[self.start:self.stop]
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:
@@ -65,3 +68,8 @@ def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         return list(stacked.unbind())
     parts = torch.split(stacked, [len(each) if each.dim() == 3 else 1 for each in like])
     return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Every matrix of matrices and batches, in their order, as a view."""
+    return [matrix for each in tensors for matrix in (each.unbind() if each.dim() == 3 else (each,))]

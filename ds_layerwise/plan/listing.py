@@ -20,12 +20,13 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
     rows = []
     for spec in specs:
         route = routes[spec.name]
-        group = groups[route.group]
+        group, decay = groups[route.group], route.recipe.own_weight_decay
+        if decay is None:
+            decay = group["weight_decay"] if route.weight_decay is None else route.weight_decay
         rows.append({
             "name": spec.name, "shape": list(spec.shape), "optimizer": route.recipe.rule, "reason": route.reason,
             "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
-            "weight_decay": group["weight_decay"] if route.weight_decay is None else route.weight_decay,
-            "weight_decay_summary": route.recipe.decay_summary(),
+            "weight_decay": decay, "weight_decay_summary": route.recipe.decay_summary(),
             "lr_ratio": group[route.recipe.lr_ratio] * route.lr_scale, "owner": owner.get(spec.name)})
     return rows
 

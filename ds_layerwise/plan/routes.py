@@ -69,6 +69,8 @@ class Route:
         """
         own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "eps")}
         betas = group["betas"] if self.betas is None else self.betas
+        if self.recipe.own_weight_decay is not None:
+            own["weight_decay"] = self.recipe.own_weight_decay
         return {"lr": float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale,
                 **{key: float(group[key] if value is None else value) for key, value in own.items()},
                 "betas": tuple(float(beta) for beta in betas)}
@@ -164,11 +166,14 @@ def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Rec
     return build(REGISTRY[name].recipe, f"an override to {name}", said)
 
 
-def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
+def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> Route:
     """``route`` with what overrides change of its recipe and its hyper-parameters.
 
+    Args:
+        recipes: the run's, whose rates the parameter has but for ``lr_scale``.
+
     Raises:
-        RoutingError: one is no setting of its recipe.
+        RoutingError: one is no setting of its recipe, or the recipe takes no such rate.
     """
     own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
     settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
@@ -182,11 +187,19 @@ def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
                                "an optimizer")
     if settings:
         recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
-    if recipe.takes_rate_of_adamw != route.recipe.takes_rate_of_adamw and "lr_scale" not in changes:
-        raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a "
+    of_run = recipes.matrix if recipe.whole else recipe
+    if recipe.takes_rate_of_adamw != of_run.takes_rate_of_adamw and "lr_scale" not in changes and (
+            settings or "optimizer" in changes):
+        said = [key for key in changes if key == "optimizer" or key in settings]
+        raise RoutingError(f"layerwise.overrides sets {', '.join(said)} for {route.name}, which takes a "
                            "learning rate of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', "
                            "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it "
                            "has")
+    decay = recipe.own_weight_decay
+    if decay is not None and own.get("weight_decay", decay) != decay:
+        raise RoutingError(f"layerwise.overrides sets weight_decay to {own['weight_decay']:g} for {route.name}, but "
+                           f"{'constrained' if decay else 'hyperball'} of {recipe.rule} is set, with which it is "
+                           f"{decay:g}; leave weight_decay out, or that")
     return replace(route, recipe=recipe, **own)
 
 

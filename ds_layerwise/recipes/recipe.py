@@ -107,6 +107,11 @@ class Recipe(Section):
         """Whether a learning rate that is right for AdamW is right for it."""
         return not self.whole
 
+    @property
+    def own_weight_decay(self) -> float | None:
+        """What its weights decay by, whatever a parameter group says; None: what that says."""
+        return None
+
     def summary(self, hyper: Callable[[str], str]) -> str:
         """One line for the start-up table, without its name; ``hyper`` gives the text of a group's hyper-parameter."""
         return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_layerwise.recipes import adafactor, any_torch, elementwise, muon
+from ds_layerwise.recipes import adafactor, adamuon, any_torch, elementwise, muon, namo, normuon, polargrad, scion
 from ds_layerwise.recipes.recipe import Recipe
 
 
@@ -18,6 +18,11 @@ class Entry(NamedTuple):
 
 REGISTRY: dict[str, Entry] = {
     "muon": Entry(muon.Muon, "ds_layerwise.optimizers.muon:Muon"),
+    "normuon": Entry(normuon.NorMuon, "ds_layerwise.optimizers.normuon:NorMuon"),
+    "adamuon": Entry(adamuon.AdaMuon, "ds_layerwise.optimizers.adamuon:AdaMuon"),
+    "namo": Entry(namo.Namo, "ds_layerwise.optimizers.namo:Namo"),
+    "scion": Entry(scion.Scion, "ds_layerwise.optimizers.scion:Scion"),
+    "polargrad": Entry(polargrad.PolarGrad, "ds_layerwise.optimizers.polargrad:PolarGrad"),
     "adafactor": Entry(adafactor.Adafactor, "ds_layerwise.optimizers.adafactor:Adafactor"),
     "adamw": Entry(elementwise.AdamW, "ds_layerwise.optimizers.elementwise:Adam"),
     "adam": Entry(elementwise.Adam, "ds_layerwise.optimizers.elementwise:Adam"),

@@ -21,8 +21,10 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.orthogonalized import Orthogonalized
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.recipes.update_hooks import UpdateHooks
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.documents import (
@@ -279,6 +281,23 @@ def test_defaults_of_the_optimizer_are_as_the_pages_say():
     assert OptimizerConfig.from_section({"params": {"adam_lr": 0.5}}).lr == 0.5
     assert OptimizerConfig.from_section({"params": {"lr": 0.5, "muon_lr": 1}}).adam_lr == 0.5
     assert OptimizerConfig.from_section({}).adam_lr == 3e-4
+
+
+def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
+    table, = [rows for header, *rows in tables_of(DOCS / "optimizers.md")
+              if header[:2] == ["`matrix_optimizer`", "key"]]
+    said = {(json.loads(name), key): json.loads(row[2]) for row in table for name in row[0].split(", ")
+            for key in names_in(row[1])}
+    family = {name: entry.recipe for name, entry in REGISTRY.items() if issubclass(entry.recipe, Orthogonalized)}
+    assert said == {(name, key): field.default for name, recipe in family.items() if name != "muon"
+                    for key, field in recipe.model_fields.items()
+                    if key not in Muon.model_fields or field.default != Muon.model_fields[key].default}
+    names, = [{json.loads(row[0]) for row in rows} for header, *rows in tables_of(DOCS / "optimizers.md")
+              if header[:2] == ["`matrix_optimizer`", "what it is for"]]
+    assert names == set(family)
+    hooks, = [{key for row in rows for key in names_in(row[0])} for header, *rows in tables_of(DOCS / "optimizers.md")
+              if header == ["key", "value", "what it does"]]
+    assert hooks == UpdateHooks.model_fields.keys() - Recipe.model_fields.keys()
 
 
 def test_defaults_of_the_layout_are_as_the_pages_say():

@@ -9,7 +9,8 @@ import torch
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
-from ds_layerwise.optimizers.muon import Muon, scale_factor
+from ds_layerwise.optimizers.muon import Muon
+from ds_layerwise.optimizers.orthogonalized import scale_factor
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
@@ -28,7 +29,7 @@ SIMPLE5 = coefficients("simple", 5)
 
 
 def muon(**kwargs):
-    return Muon(**{"ns_coefficients": SIMPLE5, "ns_method": "standard", "ns_dtype": "fp32", **kwargs})
+    return Muon.of(recipes.Muon(**{"ns_method": "standard", "ns_dtype": "fp32", **kwargs}))
 
 
 def run(rule, shapes, steps=3, hyper=HYPER, seed=0):
@@ -88,7 +89,7 @@ def test_scale_modes(mode, expected):
 def test_the_rms_of_an_update_does_not_depend_on_the_shape(mode, rms):
     hyper = Hyper(lr=1.0, weight_decay=0.0, momentum=0.9, betas=(0, 0), eps=0)
     for shape in ((64, 64), (32, 128), (128, 32)):
-        rule = muon(scale_mode=mode, ns_coefficients=coefficients("polar_express", 8))
+        rule = muon(scale_mode=mode, ns_coefficients="polar_express", ns_steps=8)
         param, grad = torch.zeros(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
         rule.update_([param], [grad], [rule.init_state(param)], hyper)
         assert param.square().mean().sqrt() == pytest.approx(rms, rel=0.03)
@@ -149,7 +150,8 @@ def test_the_registry_builds_what_the_config_says():
         "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral",
         "nesterov": False}})
     rule = rule_of(config.matrix)
-    assert rule == Muon(ns_coefficients=coefficients("cans", 6), ns_dtype="fp32", scale_mode="spectral", nesterov=False)
+    assert rule == Muon(recipe=recipes.Muon(ns_coefficients="cans", ns_steps=6, scale_mode="spectral", nesterov=False),
+                        ns_coefficients=coefficients("cans", 6), ns_dtype="fp32")
     assert rule_of(config.scalar) == Lion()
     with pytest.raises(ConfigError, match="ns_coefficients 'canz' is not known; did you mean 'cans'"):
         rule_of(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}).matrix)

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
-from ds_layerwise.optimizers.muon import Muon, scale_factor
+from ds_layerwise.optimizers.muon import Muon
+from ds_layerwise.optimizers.orthogonalized import scale_factor
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
 from ds_layerwise.plan.routes import whole_shape
+from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.newton_schulz import gram_segments
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
@@ -114,7 +116,7 @@ def train_cut(tp_mode, size, axis, shapes, **kwargs):
         def part(value):
             return value.chunk(size, axis)[peers.rank].clone()
 
-        rule = Muon(ns_coefficients=SIMPLE5, ns_dtype="fp32", tp_mode=tp_mode, **kwargs).of_shards(axis, peers)
+        rule = Muon.of(recipes.Muon(ns_dtype="fp32", muon_tp_mode=tp_mode, **kwargs)).of_shards(axis, peers)
         params = [part(noise(*shape, seed=100 + i)) for i, shape in enumerate(shapes)]
         states = [rule.init_state(p) for p in params]
         for step in range(3):
@@ -135,7 +137,7 @@ MIXED = [(12, 40), (40, 12), (12, 40), (2, 12, 40), (12, 12)]
     {"scale_mode": "original"}, {"scale_mode": "unit_rms_norm", "ns_method": "standard"},
     {"scale_mode": "spectral", "nesterov": False}], ids=str)
 def test_an_update_of_parts_is_the_part_of_the_update(kwargs, axis, tp_mode):
-    rule = Muon(ns_coefficients=SIMPLE5, ns_dtype="fp32", **kwargs)
+    rule = Muon.of(recipes.Muon(ns_dtype="fp32", **kwargs))
     wanted = train(rule, [noise(*shape, seed=100 + i) for i, shape in enumerate(MIXED)])
     done, calls = train_cut(tp_mode, 2, axis, MIXED, **kwargs)
     for value, whole in zip(done, wanted, strict=True):
@@ -168,6 +170,6 @@ def test_blockwise_takes_a_part_for_a_matrix(axis):
 def test_the_scale_is_that_of_the_whole_matrix():
     # A part of (20, 12) would be scaled by the square root of 20 / 12.
     done, _ = train_cut("distributed", 2, -2, [(40, 12)], nesterov=False)
-    start, rule = noise(40, 12, seed=100), Muon(ns_coefficients=SIMPLE5, ns_dtype="fp32", nesterov=False)
+    start, rule = noise(40, 12, seed=100), Muon.of(recipes.Muon(ns_dtype="fp32", nesterov=False))
     assert scale_factor("original", 40, 12) != scale_factor("original", 20, 12)
     torch.testing.assert_close(done[0], train(rule, [start])[0], rtol=1e-5, atol=1e-6)

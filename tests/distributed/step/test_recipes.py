@@ -127,7 +127,7 @@ class TestOverrides(DistributedTest):
         ({"name": "embed.weight", "ns_steps": 3},
          r"sets ns_steps for embed.weight, which goes to adamw \(embedding\) and takes betas, eps, weight_decay"),
         ({"name": "square.weight", "betas": [0.5, 0.5]},
-         r"sets betas for square.weight, which goes to muon \(matrix\) and takes nesterov.*; narrow the pattern"),
+         r"sets betas for square.weight, which goes to muon \(matrix\) and takes .*nesterov.*; narrow the pattern"),
         ({"name": "square.weight", "scale_mode": "match_rms_adamw"},
          r"sets scale_mode for square.weight, which takes a learning rate of another size.* give the entry lr_scale"),
         ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3}, r"sets eps for head.weight, which goes to lion"),

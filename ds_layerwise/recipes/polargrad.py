@@ -1,0 +1,22 @@
+"""PolarGrad: Muon scaled by the nuclear norm of the momentum."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ds_layerwise.recipes.orthogonalized import Orthogonalized
+from ds_layerwise.recipes.settings import Positive
+
+
+class PolarGrad(Orthogonalized):
+    """Steepest descent in the spectral norm; see :class:`ds_layerwise.optimizers.polargrad.PolarGrad`."""
+
+    rule: ClassVar[str] = "polargrad"
+    family: ClassVar[str] = "muon"
+    only_sizes: ClassVar[bool] = True
+
+    extra_scale_factor: Positive = 1.0
+
+    def scale_summary(self) -> str:
+        """The scale."""
+        return f", nuclear norm{f' x {self.extra_scale_factor:g}' if self.extra_scale_factor != 1 else ''}"
