@@ -11,8 +11,8 @@ from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.parts import Parts
 from tests.support.reference import whole_number_gradients
 
-#: By parameter, its shape, and what an override says of its parts: unequal ones; columns with heads; interleaved ones of
-#: each kind; experts, one after the other, and in turns.
+#: By parameter, its shape, and what an override says of its parts: unequal ones; columns with heads; interleaved ones,
+#: some of them with heads; experts, one after the other, and in turns.
 FUSED = {
     "qkv": ((16, 6), {"split": {"q": 8, "k": 4, "v": 4}}),
     "columns": ((6, 24), {"split": {"q": {"size": 8, "heads": 2}, "k": 8, "v": 8}, "split_axis": "in"}),
