@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from tests.support.reference import whole_number_gradients
 
 #: By parameter, its shape, and what an override says of its parts: unequal ones; columns with heads; interleaved ones,
 #: some of them with heads; experts, one after the other, and in turns.
-FUSED = {
+FUSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "qkv": ((16, 6), {"split": {"q": 8, "k": 4, "v": 4}}),
     "columns": ((6, 24), {"split": {"q": {"size": 8, "heads": 2}, "k": 8, "v": 8}, "split_axis": "in"}),
     "groups": ((24, 6), {"split": {"q": {"size": 4, "heads": 2}, "k": 2, "v": 2}, "split_groups": 3}),

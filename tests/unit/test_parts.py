@@ -12,8 +12,9 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.muon import Muon as Rule
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.parts import first_state, seen_parts
-from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.forecast import specs_of, workspace_bytes
 from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.parts import Part, Parts, whole_states
@@ -123,6 +124,17 @@ def test_cost_is_that_of_the_parts():
     route = Route(name="w", recipe=recipe, reason="", group=0, matrix_shape=(24, 6), parts=parts)
     spec, = specs_of([("w", (24, 6), "float32")], {"w": route})
     assert spec.work == recipe.work((16, 6)) + recipe.work((4, 2, 6)) and spec.state_bytes == 4 * 24 * 6
+
+
+def test_a_step_works_in_the_copies_of_one_parameter():
+    recipe, parts = Muon(), Parts(-2, (("q", Part(size=200)), ("k", Part(size=100))), 2)
+    routes = {name: Route(name=name, recipe=recipe, reason="", group=0, matrix_shape=(600, 600), parts=parts)
+              for name in ("a", "b")}
+    specs = specs_of([(name, (600, 600), "float32") for name in routes], routes)
+    layout = plan_layout(specs, 1, bucket_numel=10**6)
+    assert len(layout.buckets) == 1
+    # Both parts of both matrices lie in two places.
+    assert workspace_bytes(layout, routes) == (recipe.workspace((1, 400, 600)) + 12 * 600 * 600,)
 
 
 @pytest.mark.parametrize("parts, shape", [

@@ -93,6 +93,11 @@ class TestParts(DistributedTest):
         assert "matrix, parts q, k, v " in fused.optimizer.describe()
         reports = [engine.optimizer.forecast().report for engine in (fused, apart)]
         assert sum(reports[0].work) == sum(reports[1].work) > 0
+        # What is copied for its update is copied one parameter after another.
+        sets = [update.names for of_bucket in internals.update_sets(fused) for update in of_bucket]
+        copied = {name for name in FUSED if fused.optimizer.routes[name].copied}
+        assert {"groups", "latent"} <= copied and "qkv" not in copied
+        assert all(len(names) == 1 for names in sets if not copied.isdisjoint(names))
         planned = fused.optimizer.forecast().memory[fused.global_rank]
         assert planned.states == sum(value.nbytes for state in internals.states(fused).values()
                                      for key, value in state.items() if key != "step")
