@@ -50,6 +50,7 @@ from ds_layerwise.plan.routes import (
 )
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
+from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut
 
 #: What the common model families call an output head, or the module that ends in one.
@@ -60,6 +61,9 @@ HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|q
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
                        r"modules_to_save\.[^.]+)(?=\.|$)")
+
+#: What overrides say of the matrices in a parameter.
+_CUTS = ("num_heads", "split")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -92,8 +96,9 @@ class _Home:
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
-                     overrides: Sequence[Override] = (), per_head: bool = False, recipes: Recipes = Recipes(),
-                     tp_size: int = 1, elsewhere: Elsewhere | None = None,
+                     overrides: Sequence[Override] = (), per_head: bool = False, auto_split: bool = True,
+                     recipes: Recipes = Recipes(), tp_size: int = 1, tp_rank: int = 0,
+                     elsewhere: Elsewhere | None = None,
                      experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
@@ -101,8 +106,10 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     ``elsewhere``, ``model`` is a part, and the caller calls :func:`.plan.routes.require_a_matrix` with all routes.
 
     Args:
+        auto_split: whether to look for fused matrices that are known; see :mod:`.routing.parts`.
         recipes: what the run does with matrices, and with the rest.
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
+        tp_rank: which of them this is.
         experts: see :func:`.plan.routes.overrides_by_name`.
 
     Raises:
@@ -118,9 +125,10 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                 raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
                                    "model does not have; pass parameters of the model given to initialize()")
             group_of[names[param]] = index
-    homes = _homes(model, elsewhere)
+    homes, tensor = _homes(model, elsewhere), TensorRank(tp_size, tp_rank)
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
+    holders = {name: homes[name].modules[0][1] for name in trained}
     merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else (), experts=experts)
     routes: dict[str, Route] = {}
     for name, param in trained.items():
@@ -132,15 +140,16 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                                "shards; build it with sparse=False")
         mine = merged[name]
         wanted = _wanted(param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes)
-        route = _decide(name, param, homes[name], wanted, recipes)
-        if tp_size > 1 and is_cut(param):
-            route = _with_cut(route, param, tp_size)
+        route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
-                        transposed=is_transposed(homes[name].modules[0][1], param))
-        routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
+                        transposed=is_transposed(holders[name], param))
+        route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
+        routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
+    config, named = getattr(model, "config", None), {n for n in trained if not merged[n].keys().isdisjoint(_CUTS)}
+    if auto_split:
+        routes = split_known(config, routes, trained, holders, tensor, named=named, per_head=per_head)
     if per_head:
-        routes = split_heads(getattr(model, "config", None), routes, trained, tp_size,
-                             named={name for name in trained if "num_heads" in merged[name]})
+        routes = split_heads(config, routes, trained, tp_size, named=named)
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes
@@ -172,6 +181,8 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
 
 
 def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
+    if tp_size == 1 or not is_cut(param):
+        return route
     if route.matrix_shape is None:
         return replace(route, is_cut=True)
     axis = axis_of(route.name, param, route.matrix_shape, tp_size)

@@ -34,13 +34,13 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "adafactor any_torch elementwise update_hooks", "orthogonalized",
-                "adamuon muon namo normuon polargrad scion", "registry"),
+    "recipes": ("settings newton_schulz", "recipe", "adafactor any_torch elementwise parts update_hooks",
+                "orthogonalized", "adamuon muon namo normuon polargrad scion", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
              "report"),
-    "routing": ("tensor_marks", "heads", "rules"),
-    "orthogonalize": ("batching symmetric", "newton_schulz", "spectral tensor_shards"),
+    "routing": ("tensor_marks", "heads", "parts", "rules"),
+    "orthogonalize": ("batching parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder one_file tags", "untrained"),
     "optimizers": ("devices param_groups rule update_hooks", "decay", "adafactor elementwise orthogonalized probe",
