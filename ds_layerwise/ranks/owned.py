@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.plan.layout import Layout, Piece
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
@@ -165,6 +166,9 @@ class Owned:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
+
+        Raises:
+            StepError: a rule cannot update a parameter, which it names; others are updated.
         """
         gradients = self.reduced.views(index)
         if factor != 1 and gradients:
@@ -173,10 +177,13 @@ class Owned:
         self._follow_values(index, brought)
         for update in self._updates[index]:
             hyper = update.route.hyper(param_groups[update.route.group])
-            seen = [self._views_of(name, brought) for name in update.names if name not in leave_out]
-            if seen:
-                params, grads, states = zip(*seen, strict=True)
-                update.rule.update_(params, grads, states, Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
+            names = [name for name in update.names if name not in leave_out]
+            if names:
+                params, grads, states = zip(*(self._views_of(name, brought) for name in names), strict=True)
+                try:
+                    update.rule.update_(params, grads, states, Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
+                except UpdateError as error:
+                    raise StepError(f"{names[error.index]}: {error}") from error
         self._write_values(index, brought)
         self.host.send_back(index)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_layerwise.recipes import elementwise, muon
+from ds_layerwise.recipes import elementwise, muon, shampoo, soap
 from ds_layerwise.recipes.recipe import Recipe
 
 
@@ -18,6 +18,9 @@ class Entry(NamedTuple):
 
 REGISTRY: dict[str, Entry] = {
     "muon": Entry(muon.Muon, "ds_layerwise.optimizers.muon:Muon"),
+    "soap": Entry(soap.Soap, "ds_layerwise.optimizers.soap:Soap"),
+    "kl_soap": Entry(soap.KlSoap, "ds_layerwise.optimizers.soap:Soap"),
+    "shampoo": Entry(shampoo.Shampoo, "ds_layerwise.optimizers.shampoo:Shampoo"),
     "adamw": Entry(elementwise.AdamW, "ds_layerwise.optimizers.elementwise:Adam"),
     "adam": Entry(elementwise.Adam, "ds_layerwise.optimizers.elementwise:Adam"),
     "lion": Entry(elementwise.Lion, "ds_layerwise.optimizers.elementwise:Lion"),

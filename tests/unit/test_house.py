@@ -34,7 +34,7 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
+    "recipes": ("settings newton_schulz", "recipe", "elementwise kronecker muon", "shampoo soap", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
              "report"),
@@ -42,7 +42,7 @@ INSIDE = {
     "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
-    "optimizers": ("devices param_groups rule", "elementwise muon", "registry"),
+    "optimizers": ("devices param_groups rule", "elementwise kronecker muon", "shampoo soap", "registry"),
     "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
