@@ -87,6 +87,7 @@ class Kronecker:
                     if hyper.weight_decay:
                         matrices.mul_(1 - hyper.lr * hyper.weight_decay)
                     matrices.add_(update, alpha=-hyper.lr)
+                    del update
             except LinAlgError as error:
                 raise UpdateError(index, f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its "
                                   f"step {step} ({str(error).partition(chr(10))[0]}); gradients beyond 1e18 have no "

@@ -65,9 +65,9 @@ class Shampoo(Kronecker):
         largest = values[..., :1]
         powers: Tensor = torch.where(
             largest > 0, values.clamp_min(0).add_(largest, alpha=self.recipe.matrix_eps).pow_(exponent), 1.0)
-        root: Tensor = (vectors * powers.unsqueeze(-2)) @ vectors.mT
-        return root
+        return (vectors * powers.unsqueeze(-2)) @ vectors.mT
 
 
 def _norm(matrices: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+    return norm

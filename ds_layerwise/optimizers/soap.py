@@ -128,8 +128,12 @@ class Soap(Kronecker):
                 _sort_(image, order, -1)
                 vectors = torch.linalg.qr(image).Q
                 for _ in range(self.recipe.power_iter_steps - 1):
-                    vectors = torch.linalg.qr(factor @ vectors).Q
+                    torch.matmul(factor, vectors, out=image)
+                    del vectors
+                    vectors = torch.linalg.qr(image).Q
+                del image
         basis.copy_(vectors)
+        del vectors
         if self.recipe.kl:
             state[f"eigvals_{key}"].copy_((basis * (factor @ basis)).sum(-2) if values is None else values)
 

@@ -168,7 +168,7 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
                       by_user=wanted is not None, transposed=param.transposed,
                       sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1)
-        routes[param.name] = with_heads(with_changes(route, mine), mine.get("num_heads"), explicit=True)
+        routes[param.name] = with_heads(with_changes(route, mine, recipes), mine.get("num_heads"), explicit=True)
     require_a_matrix(routes.values())
     return routes
 

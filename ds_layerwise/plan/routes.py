@@ -143,11 +143,14 @@ def recipe_named(name: str, recipes: Recipes) -> Recipe:
     return next((recipe for recipe in recipes if recipe.rule == name), REGISTRY[name].recipe())
 
 
-def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
+def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> Route:
     """``route`` with what overrides change of its recipe and its hyper-parameters.
 
+    Args:
+        recipes: the run's two, whose learning rates a group has.
+
     Raises:
-        RoutingError: one is no setting of its recipe.
+        RoutingError: one is no setting of its recipe, or it would take a learning rate of another size.
     """
     own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
     settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
@@ -160,11 +163,12 @@ def with_changes(route: Route, changes: Mapping[str, Any]) -> Route:
                                "an optimizer")
     if settings:
         recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
-    if recipe.takes_rate_of_adamw != route.recipe.takes_rate_of_adamw and "lr_scale" not in changes:
-        raise RoutingError(f"layerwise.overrides sets {', '.join(settings)} for {route.name}, which takes a "
-                           "learning rate of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', "
-                           "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it "
-                           "has")
+    of_the_run = recipes.matrix if recipe.lr_ratio == "matrix_lr_ratio" else recipes.scalar
+    if recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw and "lr_scale" not in changes:
+        raise RoutingError(f"layerwise.overrides sets {', '.join(settings) or 'optimizer'} for {route.name}, which "
+                           f"takes a learning rate of another size than the run's {of_the_run.rule}: "
+                           f"{'AdamW' if recipe.takes_rate_of_adamw else 'Muon'}'s; give the entry lr_scale, too, "
+                           "which multiplies the rate that it has")
     return replace(route, recipe=recipe, **own)
 
 

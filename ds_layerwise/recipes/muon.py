@@ -26,6 +26,7 @@ class Muon(Recipe):
     whole: ClassVar[bool] = True
     family: ClassVar[str] = "muon"
     gradient_average: ClassVar[str | None] = "momentum_buffer"
+    as_adamw: ClassVar[str] = "scale_mode to 'match_rms_adamw'"
     hyper: ClassVar[tuple[str, ...]] = ("momentum",)
 
     nesterov: bool = True

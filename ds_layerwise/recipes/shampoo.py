@@ -19,6 +19,7 @@ class Shampoo(Kronecker):
 
     rule: ClassVar[str] = "shampoo"
     family: ClassVar[str] = "shampoo"
+    as_adamw: ClassVar[str] = "grafting to 'adam'"
 
     grafting: Grafting = "adam"
     """Whose norm the update of a matrix has: "adam", that of Adam's update; "none", its own."""
@@ -39,10 +40,13 @@ class Shampoo(Kronecker):
         return 2 * self.products(shape) + matrices * roots // self.precondition_frequency
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes: four matrices of the shape, or what a factorisation of the longer side takes."""
+        """Bytes: the update and what it is scaled by, or what the longer root is made of.
+
+        An eigendecomposition takes its result and twice that in LAPACK.
+        """
         *_, rows, cols = shape
-        side = max(self.sides(shape).values(), default=0)
-        return 4 * self.together(shape) * max(4 * rows * cols, 5 * side**2)
+        vectors = 8 * max(rows, cols)
+        return 4 * self.together(shape) * (max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2) + vectors)
 
     @property
     def takes_rate_of_adamw(self) -> bool:

@@ -50,10 +50,15 @@ class Soap(Kronecker):
         return self.power_iter_steps * (product + qr_flops(side)) + (product if self.kl else 0)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes: four matrices of the shape, or what a factorisation of the longer side takes."""
+        """Bytes: what Adam works in, or the update that waits while the longer basis is made anew.
+
+        A QR decomposition takes its input and two results, an eigendecomposition its result and twice that in LAPACK.
+        """
         *_, rows, cols = shape
-        side = max(self.sides(shape).values(), default=0)
-        return 4 * self.together(shape) * max(4 * rows * cols, 5 * side**2)
+        square = max(self.sides(shape).values()) ** 2
+        learning = max(3 * square, 2 * rows * cols if self.kl else 0) + (rows * cols if self.lagged_basis else 0)
+        vectors = 8 * max(rows, cols)
+        return 4 * self.together(shape) * (max((3 + self.nesterov) * rows * cols, learning) + vectors)
 
     @property
     def takes_rate_of_adamw(self) -> bool:

@@ -136,7 +136,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         route = _decide(name, param, homes[name], wanted, recipes)
         if tp_size > 1 and is_cut(param):
             route = _with_cut(route, param, tp_size)
-        route = replace(with_changes(route, mine), group=group_of[name],
+        route = replace(with_changes(route, mine, recipes), group=group_of[name],
                         transposed=is_transposed(homes[name].modules[0][1], param))
         routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
     if per_head:
