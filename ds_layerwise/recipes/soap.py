@@ -38,7 +38,7 @@ class Soap(Kronecker):
         """FLOPs of an update: factors, gradient and momentum into the bases and the update out of them; of the bases
         the share of one step."""
         matrices = math.prod(shape[:-2])
-        each = 5 if self.kl else 4
+        each = 5 if self.kl and len(self.sides(shape)) == 2 else 4
         return each * self.products(shape) + matrices * sum(
             self._basis_flops(side) for side in self.sides(shape).values()) // self.precondition_frequency
 

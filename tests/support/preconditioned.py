@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 
 
+def float64(value: Any) -> Any:
+    """A copy of a tensor, or array."""
+    return np.asarray(value).astype(np.float64)
+
+
 class Soap:
     """SOAP of one matrix.
 
@@ -20,14 +25,14 @@ class Soap:
 
     def __init__(self, weight, *, state=None, kl=False, lr, weight_decay=0.0, betas, eps, shampoo_beta=0.95, every=1,
                  lagged=True, basis="qr", power=1, nesterov=False, limit=0.0, correct=True):
-        self.w, (rows, cols) = np.array(weight, np.float64), weight.shape
+        self.w, (rows, cols) = float64(weight), weight.shape
         self.lr, self.weight_decay, self.betas, self.eps, self.beta = lr, weight_decay, betas, eps, shampoo_beta
         self.every, self.lagged, self.basis, self.power = every, lagged, basis, power
         self.kl, self.nesterov, self.limit, self.correct = kl, nesterov, limit, correct
         zero = {"step": 0, "exp_avg": np.zeros((rows, cols)), "exp_avg_sq": np.zeros((rows, cols)),
                 "L": np.zeros((rows, rows)), "R": np.zeros((cols, cols)), "Q_L": np.eye(rows), "Q_R": np.eye(cols),
                 "eigvals_L": np.ones(rows), "eigvals_R": np.ones(cols)}
-        given: dict[str, Any] = {key: np.array(value, np.float64) for key, value in (state or {}).items()}
+        given: dict[str, Any] = {key: float64(value) for key, value in (state or {}).items()}
         # A side without a factor has the basis of its own axes for ever.
         self.learns = [key for key in ("L", "R") if state is None or key in given]
         self.s: dict[str, Any] = {**zero, **given}
@@ -35,7 +40,7 @@ class Soap:
 
     def step(self, grad):
         """One step."""
-        g = np.array(grad, np.float64)
+        g = float64(grad)
         self.t += 1
         update = None
         if not self.lagged:
@@ -101,7 +106,7 @@ class Shampoo:
 
     def __init__(self, weight, *, lr, weight_decay=0.0, betas, eps, shampoo_beta=0.95, every=1, grafting=True,
                  summed=False, matrix_eps=1e-6, limit=0.0, correct=True, sides="LR"):
-        self.w, (rows, cols) = np.array(weight, np.float64), weight.shape
+        self.w, (rows, cols) = float64(weight), weight.shape
         self.lr, self.weight_decay, self.betas, self.eps, self.beta = lr, weight_decay, betas, eps, shampoo_beta
         self.every, self.grafting, self.summed, self.matrix_eps = every, grafting, summed, matrix_eps
         self.limit, self.correct, self.sides = limit, correct, sides
@@ -113,7 +118,7 @@ class Shampoo:
 
     def step(self, grad):
         """One step. Factors are made of all gradients so far."""
-        g, (b1, b2) = np.array(grad, np.float64), self.betas
+        g, (b1, b2) = float64(grad), self.betas
         self.t += 1
         self.history.append(g)
         self.m, self.v = b1 * self.m + (1 - b1) * g, b2 * self.v + (1 - b2) * g * g
