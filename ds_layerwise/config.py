@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.parts import Sizes, SplitAxis, as_one_change, checked_split
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY, names
 from ds_layerwise.recipes.settings import (
@@ -239,6 +240,10 @@ class Override(Section):
     """Multiplies the learning rate of whichever optimizer the parameter has."""
     num_heads: Count | None = None
     """Orthogonalise this many equal blocks of rows on their own."""
+    split: Sizes | None = None
+    """The parts of a fused matrix by their sizes, each a matrix of its own; see :mod:`.recipes.parts`."""
+    split_axis: SplitAxis | None = None
+    split_groups: Count | None = None
     momentum: Decay | None = None
     betas: Betas | None = None
     eps: NonNegative | None = None
@@ -255,7 +260,7 @@ class Override(Section):
         own = [key for key in cls.keys() if key != "settings"]
         of_recipes = merged_keys([each.recipe for each in REGISTRY.values()])
         only_known(where, entry, {*own, *of_recipes})
-        values = {"name": None, **{key: value for key, value in entry.items() if key in own}}
+        values = {"name": None, **checked_split(where, {k: value for k, value in entry.items() if k in own})}
         settings = tuple((key, check_setting(of_recipes[key], f"{where}.{key}", key, value))
                          for key, value in entry.items() if key not in own)
         if "optimizer" in entry:
@@ -270,7 +275,7 @@ class Override(Section):
     def changes(self) -> dict[str, Any]:
         """What the override sets, by key."""
         own = {key: getattr(self, key) for key in self.keys() if key not in ("name", "optional", "settings")}
-        return {**{key: value for key, value in own.items() if value is not None}, **dict(self.settings)}
+        return as_one_change({**{k: value for k, value in own.items() if value is not None}, **dict(self.settings)})
 
 
 def check_setting(recipe: type[Section], where: str, key: str, value: object) -> Any:
@@ -297,6 +302,8 @@ class LayerWiseConfig(Section):
     """An error after this many steps in a row that were skipped for a gradient that is not finite; None for no end."""
     overlap_param_gather: bool = False
     """Wait for an updated parameter when it is used first, not in ``step``."""
+    auto_split: bool = True
+    """Take the parts of fused matrices that are known for matrices; see :mod:`.routing.parts`."""
     batch_matrices: bool = True
     """Orthogonalise matrices of equal shape together."""
     save_universal: bool = False

@@ -110,12 +110,13 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1,
 
 def describe(header: Header) -> dict[str, Any]:
     """``header`` as builtins; :func:`header_of` reads it back."""
+    called = _called(header.rules.values())
     return {
         "step": header.step,
         "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
-        "rules": {rule.family: {"state_keys": rule.state_keys, "gradient_average": rule.gradient_average}
-                  for rule in header.rules.values()},
-        "rule_of": {name: rule.family for name, rule in header.rules.items()},
+        "rules": {name: {"family": rule.family, "state_keys": rule.state_keys,
+                         "gradient_average": rule.gradient_average} for rule, name in called.items()},
+        "rule_of": {name: called[rule] for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
         "configured": [dict(group) for group in header.configured or ()],
         "unreadable": header.unreadable,
@@ -125,11 +126,21 @@ def describe(header: Header) -> dict[str, Any]:
     }
 
 
+def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
+    """A name for each of ``rules``: its family, and which of those of the family it is, where it is not the first."""
+    of_family: dict[str, dict[RuleRecord, None]] = {}
+    for rule in rules:
+        of_family.setdefault(rule.family, {}).setdefault(rule)
+    return {rule: f"{family} {number}" if number else family
+            for family, found in of_family.items() for number, rule in enumerate(found)}
+
+
 def header_of(state_dict: Mapping[str, Any]) -> Header:
     """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it."""
     ours = state_dict[KEY]
-    rules = {family: RuleRecord(family, tuple(rule["state_keys"]), rule["gradient_average"])
-             for family, rule in ours["rules"].items()}
+    # Version 0.1 calls a rule as its family, and does not repeat that.
+    rules = {name: RuleRecord(rule.get("family", name), tuple(rule["state_keys"]), rule["gradient_average"])
+             for name, rule in ours["rules"].items()}
     groups, unreadable = _groups(ours["param_groups"])
     scaler = state_dict.get(LOSS_SCALER)
     return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],

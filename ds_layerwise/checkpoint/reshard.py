@@ -96,8 +96,8 @@ def _kept(name: str, old: RuleRecord | None, new: RuleRecord, *, on_missing_stat
                              f"{_WEIGHTS_ALONE}")
     why = f"{old.family} before, {new.family} now"
     # Moments that are corrected for their bias by a count of steps say nothing without each other.
-    if on_optimizer_change == "reset" or "step" in new.state_keys or not (old.gradient_average
-                                                                          and new.gradient_average):
+    counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
+    if on_optimizer_change == "reset" or counts or not (old.gradient_average and new.gradient_average):
         return {}, why
     return {new.gradient_average: old.gradient_average}, f"{why}, went on from {old.gradient_average}"
 

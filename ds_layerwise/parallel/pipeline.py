@@ -20,7 +20,6 @@ from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS
 from ds_layerwise.plan.routes import Route, require_a_matrix
 from ds_layerwise.ranks import comm
-from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.rules import Elsewhere, has_matrices, tables_and_linears
 
 
@@ -85,9 +84,9 @@ def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) ->
     return layer.isdecimal() and any(isinstance(spec, TiedLayerSpec) for spec in model._layer_specs[int(layer) + 1:])
 
 
-def recipes_of_all_stages(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]],
-                          group: comm.Group) -> dict[str, Recipe]:
-    """The recipes of the parameters of all stages, once they were found to go together.
+def routes_of_all_stages(routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]],
+                         group: comm.Group) -> dict[str, Route]:
+    """The routes of the parameters of all stages, once they were found to go together.
 
     Raises:
         RoutingError: no stage has anything for the matrix optimizer.
@@ -105,7 +104,7 @@ def recipes_of_all_stages(routes: Mapping[str, Route], param_groups: Sequence[Ma
             if how != other:
                 raise LayoutError(f"{route.name} is shared by stages {first} and {index} of the pipeline, which would "
                                   f"train it differently: {other}; {how}")
-    return {route.name: route.recipe for stage in stages for route, _ in stage}
+    return {route.name: route for stage in stages for route, _ in stage}
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:

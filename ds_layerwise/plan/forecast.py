@@ -50,14 +50,15 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
 
     def spec(name: str, shape: tuple[int, ...], dtype: str) -> ParamSpec:
         route = routes[name]
-        seen = route.matrix_shape or (math.prod(shape),)
-        if route.whole and (why := route.recipe.refusal(whole_shape(seen, route.tp_axis, tp_size),
-                                                        cut_axis=route.tp_axis, transposed=route.transposed)):
-            raise RoutingError(f"{name} {shape} {why}")
-        return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole,
-                         work=work(route.recipe, seen, route.tp_axis) if route.whole else 0,
+        seen = route.seen(math.prod(shape))
+        for part, its in seen.items() if route.whole else ():
+            if why := route.recipe.refusal(whole_shape(its, route.tp_axis, tp_size), cut_axis=route.tp_axis,
+                                           transposed=route.transposed):
+                raise RoutingError(f"{name} {shape}{f', part {part} {its},' * bool(part)} {why}")
+        flops = sum(work(route.recipe, its, route.tp_axis) for its in seen.values() if route.whole)
+        return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole, work=flops,
                          ep_size=(ep_size or {}).get(name, 1), wire=(wires or {}).get(name, "float32"),
-                         state_bytes=route.recipe.state_bytes(seen))
+                         state_bytes=sum(route.recipe.state_bytes(its) for its in seen.values()))
 
     return [spec(*param) for param in params if param[0] in routes]
 
@@ -161,14 +162,20 @@ def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int
             for rank, numel in bucket.non_empty_shards():
                 most[rank] = max(most[rank], *(recipe.workspace((numel,)) for recipe in recipes))
             continue
-        together: Counter[tuple[int, Recipe, int, int]] = Counter()
+        together: Counter[tuple[int, Recipe, int, int, str]] = Counter()
+        copied: dict[str, int] = {"": 0}
         for slot in bucket.slots:
             route = routes[slot.name]
-            *batch, rows, cols = whole_shape(route.matrix_shape or (1, slot.numel),
-                                             None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
-            together.update({(owner, route.recipe, rows, cols): math.prod(batch) for owner in bucket.owners(slot)})
-        for (owner, recipe, rows, cols), count in together.items():
-            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)))
+            # What is copied for its update is updated alone.
+            alone = slot.name if route.copied else ""
+            copied[alone] = route.copied
+            for seen in route.seen(slot.numel).values():
+                *batch, rows, cols = whole_shape(seen if len(seen) > 1 else (1, *seen),
+                                                 None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
+                for owner in bucket.owners(slot):
+                    together[owner, route.recipe, rows, cols, alone] += math.prod(batch)
+        for (owner, recipe, rows, cols, alone), count in together.items():
+            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)) + copied[alone])
     return tuple(most)
 
 

@@ -24,6 +24,7 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
         rows.append({
             "name": spec.name, "shape": list(spec.shape), "optimizer": route.recipe.rule, "reason": route.reason,
             "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
+            "parts": {} if route.parts is None else {name: list(seen) for name, seen in route.seen(spec.numel).items()},
             "weight_decay": group["weight_decay"] if route.weight_decay is None else route.weight_decay,
             "lr_ratio": group[route.recipe.lr_ratio] * route.lr_scale, "owner": owner.get(spec.name)})
     return rows

@@ -1,10 +1,11 @@
 """The parameters of real models, from files that give names and shapes: ``models/*.yaml`` in this package.
 
 Such a file holds ``model`` (its name), ``numel`` (the sum, checked) and ``params``, in model order. An entry is a
-parameter, ``{name, shape, optimizer: matrix | scalar}``, optionally with ``repeat: {layer: [0, 32]}``, and with
-``transposed: true`` where a linear layer holds (inputs, outputs); or a block, ``{block: {layer: [0, 32]}, params:
-[...]}``, whose entries are walked once for each value. Values run from the first number up to, not including, the
-second, and stand for ``{layer}`` in names.
+parameter, ``{name, shape, optimizer: matrix | scalar}``, optionally with ``repeat: {layer: [0, 32]}``, with
+``transposed: true`` where a linear layer holds (inputs, outputs), and with ``split`` and ``split_groups``, as an
+override has them, where it is a fused one; or a block, ``{block: {layer: [0, 32]}, params: [...]}``, whose entries are
+walked once for each value. Values run from the first number up to, not including, the second, and stand for
+``{layer}`` in names.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from ds_layerwise.plan.routes import (
     Route,
     forced_matrix_shape,
     overrides_by_name,
+    parts_of,
     recipe_named,
     require_a_matrix,
     with_changes,
     with_heads,
+    with_parts,
 )
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.newton_schulz import NsMethod
-from ds_layerwise.recipes.settings import check
+from ds_layerwise.recipes.parts import Split, as_one_change, checked_split
+from ds_layerwise.recipes.settings import Count, check
 
 Placement = Literal["matrix", "scalar"]
 
@@ -45,7 +49,8 @@ Placement = Literal["matrix", "scalar"]
 _MAX_REPEATS = 1_000_000
 
 _FILE_KEYS = ("model", "numel", "params")
-_PARAM_KEYS = ("name", "shape", "optimizer", "repeat", "transposed")
+_OPTIONAL = ("repeat", "transposed", "split", "split_groups")
+_PARAM_KEYS = ("name", "shape", "optimizer", *_OPTIONAL)
 _BLOCK_KEYS = ("block", "params")
 
 
@@ -59,6 +64,8 @@ class ModelParam:
     """Which of a run's two recipes it gets."""
     transposed: bool = False
     """Whether it is a linear layer that holds (inputs, outputs)."""
+    split: Split | None = None
+    """The parts of a fused one."""
 
 
 #: The models that come with the package.
@@ -118,6 +125,9 @@ def load_model(path: str | PathLike[str]) -> list[ModelParam]:
         if param.optimizer == "matrix" and len(param.shape) != 2:
             raise ConfigError(f"{where}: {param.name} is a matrix of shape {param.shape}; give it two axes or make it "
                               "scalar")
+        if param.split and (its := _outputs(param)) != param.split.length:
+            raise ConfigError(f"{where}: {param.name} {param.shape} is split into {param.split!r}, "
+                              f"{param.split.length} in all, and has {its} outputs; correct the sizes or split_groups")
     if len({param.name for param in params}) < len(params):
         names = [param.name for param in params]
         raise ConfigError(f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice; every "
@@ -130,7 +140,7 @@ def load_model(path: str | PathLike[str]) -> list[ModelParam]:
 
 def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: str = "gram",
                      steps: int = 5) -> list[ParamSpec]:
-    """The parameters of a model file as the planner takes them, in model order.
+    """The parameters of a model file as the planner takes them, in model order; fused ones whole.
 
     Args:
         dtype: of all parameters.
@@ -142,12 +152,15 @@ def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", meth
     """
     params = load_model(path)
     recipes = Recipes(matrix=Muon(ns_method=cast(NsMethod, method), ns_steps=steps))
-    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params, recipes=recipes))
+    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params, auto_split=False, recipes=recipes))
 
 
 def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = (), *,
-                per_head: bool = False, recipes: Recipes = Recipes()) -> dict[str, Route]:
+                per_head: bool = False, auto_split: bool = True, recipes: Recipes = Recipes()) -> dict[str, Route]:
     """Where each of ``params`` goes: where its file says, unless an override names an optimizer.
+
+    Args:
+        auto_split: whether the parts that the file knows count.
 
     Raises:
         RoutingError: an override matches nothing, contradicts another one or asks for what a shape does not allow,
@@ -168,7 +181,11 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
                       by_user=wanted is not None, transposed=param.transposed,
                       sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1)
-        routes[param.name] = with_heads(with_changes(route, mine, recipes), mine.get("num_heads"), explicit=True)
+        route = with_heads(with_changes(route, mine, recipes), mine.get("num_heads"), explicit=True)
+        known = param.split if auto_split and route.whole and "num_heads" not in mine else None
+        if (split := mine.get("split", known)) is not None:
+            route = with_parts(route, parts_of(route, split, outputs=-1 if param.transposed else -2))
+        routes[param.name] = route
     require_a_matrix(routes.values())
     return routes
 
@@ -215,6 +232,10 @@ def deal_out_experts(params: Sequence[tuple[str, tuple[int, ...]]],
     return left, {name: ep_size for name, _ in left if name in found}
 
 
+def _outputs(param: ModelParam) -> int:
+    return param.shape[-1 if param.transposed else -2] if len(param.shape) > 1 else 0
+
+
 def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[ModelParam]:
     """Every parameter below ``entries``; ``values`` are those of the blocks around."""
     if not isinstance(entries, list):
@@ -226,7 +247,7 @@ def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[
             for inner in _repeated(f"{here}.block", entry["block"]):
                 yield from _expand(f"{here}.params", entry["params"], {**values, **inner})
             continue
-        _check_keys(here, entry, _PARAM_KEYS, optional=("repeat", "transposed"))
+        _check_keys(here, entry, _PARAM_KEYS, optional=_OPTIONAL)
         if entry["optimizer"] not in get_args(Placement):
             raise ConfigError(f"{here}.optimizer must be one of {', '.join(get_args(Placement))}, "
                               f"got {entry['optimizer']!r}")
@@ -234,9 +255,12 @@ def _expand(where: str, entries: object, values: Mapping[str, int]) -> Iterator[
         if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
             raise ConfigError(f"{here}.shape must be a list of whole numbers of at least 1, got {shape!r}")
         check(bool, f"{here}.transposed", entry.get("transposed", False))
+        check(Count, f"{here}.split_groups", entry.get("split_groups", 1))
+        split = as_one_change(checked_split(here, {key: entry[key] for key in _OPTIONAL[2:] if key in entry}))
         for inner in _repeated(f"{here}.repeat", entry.get("repeat", {})):
             name = _named(f"{here}.name", entry["name"], {**values, **inner})
-            yield ModelParam(name, tuple(shape), entry["optimizer"], entry.get("transposed", False))
+            yield ModelParam(name, tuple(shape), entry["optimizer"], entry.get("transposed", False),
+                             split.get("split"))
 
 
 def _named(where: str, template: object, values: Mapping[str, int]) -> str:

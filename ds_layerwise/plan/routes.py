@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from ds_layerwise.config import Override, Recipes
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.recipes.parts import Parts, Split
+from ds_layerwise.recipes.recipe import Recipe, StateSpec
 from ds_layerwise.recipes.registry import REGISTRY
 from ds_layerwise.recipes.settings import build
 
@@ -23,7 +24,7 @@ class Route:
     """Where one parameter goes.
 
     ``matrix_shape`` is how its rule sees a whole parameter: (rows, cols) or (batch, rows, cols), with as many elements
-    as the parameter; None for one that is split.
+    as the parameter; None for one that is split. With ``parts`` the rule sees those, each as a parameter of its own.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Route:
     """The axis along which tensor parallelism cuts the matrix; ``matrix_shape`` is that of this rank's tensor shard."""
     transposed: bool = False
     """Whether it is a linear layer that holds (inputs, outputs), whose heads are therefore blocks of columns."""
+    parts: Parts | None = None
+    """What its rule sees in place of the whole matrix."""
 
     @property
     def whole(self) -> bool:
@@ -59,13 +62,40 @@ class Route:
         """All that is computed for it, as far as its group does not say: ranks that hold it must agree."""
         own = ", ".join(f"{key} {getattr(self, key)}" for key in _OF_ROUTES)
         kind, settings = "matrix" if self.whole else "scalar", self.recipe.settings()
-        return f"the {kind} optimizer, {self.recipe.rule}{f' with {settings}' * bool(settings)}, {own}"
+        seen = f", as {self.seen(0)}" if self.parts else ""
+        return f"the {kind} optimizer, {self.recipe.rule}{f' with {settings}' * bool(settings)}, {own}{seen}"
+
+    def because(self, more: str) -> Route:
+        """This route with one more reason."""
+        return replace(self, reason=f"{self.reason}, {more}")
+
+    def with_axis(self, axis: Axis | None) -> Route:
+        """This route with matrices of which tensor parallelism cuts ``axis``, or which are whole on each rank."""
+        return replace(self, tp_axis=axis)
+
+    def seen(self, numel: int) -> dict[str, tuple[int, ...]]:
+        """By part, the shapes that its rule sees of ``numel`` elements; of a parameter without parts, under ""."""
+        if self.parts is None or self.matrix_shape is None:
+            return {"": self.matrix_shape or (numel,)}
+        return self.parts.shapes(self.matrix_shape)
+
+    def states(self, numel: int) -> dict[str, StateSpec]:
+        """What its recipe keeps of ``numel`` elements of it; see :meth:`.recipes.parts.Parts.states`."""
+        if self.parts is None or self.matrix_shape is None:
+            return self.recipe.states(self.matrix_shape or (numel,))
+        return self.parts.states(self.recipe, self.matrix_shape)
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that."""
         own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "betas", "eps")}
         return {"lr": float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale,
                 **{key: group[key] if value is None else value for key, value in own.items()}}
+
+    @property
+    def copied(self) -> int:
+        """Bytes that its update copies parts of it into; see :meth:`.recipes.parts.Parts.copied`."""
+        parts, shape = self.parts, self.matrix_shape
+        return 0 if parts is None or shape is None else parts.copied(self.recipe, shape)
 
     @property
     def by_columns(self) -> bool:
@@ -152,8 +182,12 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     Raises:
         RoutingError: one is no setting of its recipe, or it would take a learning rate of another size.
     """
+    if "split" in changes and "num_heads" in changes:
+        raise RoutingError(f"{route.name}: layerwise.overrides sets split to {changes['split']!r} and num_heads to "
+                           f"{changes['num_heads']}; count the heads of each part in split, or narrow a pattern")
     own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
-    settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
+    settings = {key: value for key, value in changes.items()
+                if key not in (*_OF_ROUTES, "optimizer", "num_heads", "split")}
     recipe = route.recipe
     takes = (*recipe.keys(), *recipe.hyper, "weight_decay", "lr_scale")
     for key in (*settings, *own):
@@ -205,6 +239,40 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
     rows, cols = shape
     cut = (rows, cols // num_heads) if route.transposed else (rows // num_heads, cols)
     return replace(route, matrix_shape=(num_heads, *cut), reason=f"{route.reason}, {num_heads} heads")
+
+
+def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> Parts | None:
+    """The parts that ``split`` makes of the matrix of ``route``, as long as all its tensor shards are; None for none.
+
+    Args:
+        outputs: which axis of it the outputs of its layer are.
+        tp_size: how many tensor shards there are along ``route.tp_axis``.
+
+    Raises:
+        RoutingError: ``route`` has no matrix, or one of another size than the parts have together.
+    """
+    if not split.parts:
+        return None
+    axis: Axis = outputs if split.axis == "out" else -3 - outputs  # type: ignore[assignment]
+    parts = Parts(axis, split.parts, split.groups)
+    if route.matrix_shape is None:
+        raise RoutingError(f"{route.name}: layerwise.overrides splits it into {split!r}, and it goes to "
+                           f"{route.recipe.rule} ({route.reason}), which takes no matrices; narrow the pattern")
+    length = route.matrix_shape[axis] * (tp_size if route.tp_axis == axis else 1)
+    if parts.length != length:
+        raise RoutingError(f"{route.name} {route.matrix_shape}: layerwise.overrides splits it into {split!r}, which is "
+                           f"{parts.length} in all, and it has {length} {'rows' if axis == -2 else 'columns'}"
+                           f"{' over all tensor-parallel ranks' * (length != route.matrix_shape[axis])}; correct the "
+                           "sizes, or split_axis, or split_groups, or leave split out")
+    return parts
+
+
+def with_parts(route: Route, parts: Parts | None) -> Route:
+    """``route`` of which the rule sees ``parts``, those that are here."""
+    if parts is None:
+        return route
+    groups = f" of {parts.groups} groups" if parts.groups > 1 else ""
+    return replace(route, parts=parts, reason=f"{route.reason}, parts {', '.join(parts.names)}{groups}")
 
 
 def require_a_matrix(routes: Collection[Route]) -> None:

@@ -13,12 +13,14 @@ from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
+from ds_layerwise.orthogonalize.parts import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout import Layout, Piece
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.host_memory import HostMemory
 from ds_layerwise.ranks.writes import follow_
-from ds_layerwise.recipes.recipe import Recipe, StateSpec
+from ds_layerwise.recipes.parts import whole_states
+from ds_layerwise.recipes.recipe import StateSpec
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
@@ -74,7 +76,7 @@ class Owned:
         self.host = HostMemory(self.device, pin_memory=pin_memory)
         """Open while buckets are updated."""
         self.states: dict[str, State] = {}
-        """By parameter name, shaped as the parameter's rule sees it."""
+        """By parameter name, shaped as the parameter's rule sees it, or like the whole of which it sees parts."""
         shards, apart = [], {}
         for index, pieces in enumerate(self.pieces):
             shard = self._values.bucket(index)
@@ -113,21 +115,24 @@ class Owned:
 
     def _specs_of_states(self, name: str) -> dict[str, StateSpec]:
         """What the recipe of ``name`` keeps of this rank's piece, as its rule sees that."""
-        route = self._routes[name]
-        return route.recipe.states(route.matrix_shape or (self._values.piece(name).numel(),))
+        return self._routes[name].states(self._values.piece(name).numel())
 
     def _first_state(self, name: str, master: Tensor) -> State:
         """The state before the first update. What is like the parameter lies in memory as that does."""
+        route, init = self._routes[name], self._rules[name].init_state
+        if route.parts is not None:
+            return first_state(master, route.parts.places(tuple(master.shape)), whole_states(route.recipe), init)
         seen = self._seen(name, master)
-        return {key: value.transpose(0, 1).contiguous() if self._routes[name].by_columns and value.shape == seen.shape
-                else value for key, value in self._rules[name].init_state(seen).items()}
+        return {key: value.transpose(0, 1).contiguous() if route.by_columns and value.shape == seen.shape else value
+                for key, value in init(seen).items()}
 
     def _update_sets(self, pieces: Sequence[Piece]) -> list[UpdateSet]:
         sets: dict[object, list[str]] = {}
         for piece in pieces:
             route = self._routes[piece.name]
-            alone = piece.name if route.whole and not self._batch_matrices else None
-            same = replace(route, name="", reason="", matrix_shape=None, transposed=False, is_cut=False,
+            # Copies are as large as what is copied: one parameter after another.
+            alone = piece.name if route.copied or (route.whole and not self._batch_matrices) else None
+            same = replace(route, name="", reason="", matrix_shape=None, transposed=False, parts=None, is_cut=False,
                            by_user=False, sent_away=False)
             sets.setdefault((same, alone), []).append(piece.name)
         return [UpdateSet(self._rules[names[0]], self._routes[names[0]], tuple(names)) for names in sets.values()]
@@ -177,26 +182,34 @@ class Owned:
         self._follow_values(index, brought)
         for update in self._updates[index]:
             hyper = update.route.hyper(param_groups[update.route.group])
-            names = [name for name in update.names if name not in leave_out]
-            if names:
-                params, grads, states = zip(*(self._views_of(name, brought) for name in names), strict=True)
-                try:
-                    update.rule.update_(params, grads, states, Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
-                except UpdateError as error:
-                    raise StepError(f"{names[error.index]}: {error}") from error
+            seen = [(name, each) for name in update.names if name not in leave_out
+                    for each in self._views_of(name, brought)]
+            if not seen:
+                continue
+            copies = [each.copy() for _, each in seen]
+            params, grads, states, *_ = zip(*copies, strict=True)
+            try:
+                update.rule.update_(params, grads, states, Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
+            except UpdateError as error:
+                raise StepError(f"{seen[error.index][0]}: {error}") from error
+            for (_, each), copy in zip(seen, copies, strict=True):
+                each.take_back(copy)
         self._write_values(index, brought)
         self.host.send_back(index)
 
-    def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor, State]:
-        """Master, gradient and state of ``name`` as its rule sees them; what is always the same is made once."""
+    def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
+        """Master, gradient and state of ``name``, or of each of its parts, as its rule sees them; what is always the
+        same is made once."""
         return self._seen_once.get(name) or self._make_views(name, brought)
 
-    def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> tuple[Tensor, Tensor, State]:
-        grad = self._shaped(self.reduced, name)
+    def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
+        route, grad = self._routes[name], self._shaped(self.reduced, name)
         master = brought.get((name, MASTER), self.masters.piece(name)).view_as(grad)
-        state = {key: self._seen_state(name, brought.get((name, key), value))
-                 for key, value in self.states[name].items()}
-        return self._seen(name, master), self._seen(name, grad), state
+        state = {key: brought.get((name, key), value) for key, value in self.states[name].items()}
+        if route.parts is not None:
+            return seen_parts(master, grad, state, route.parts.places(tuple(grad.shape)), whole_states(route.recipe))
+        return [Seen(self._seen(name, master), self._seen(name, grad),
+                     {key: self._seen_state(name, value) for key, value in state.items()})]
 
     def masters_to_values(self, index: int) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""
@@ -238,20 +251,22 @@ class Owned:
         return [(piece.name, self._values.piece(piece.name), self.masters.piece(piece.name))
                 for piece in self.pieces[index]]
 
-    def rule_records(self, elsewhere: Mapping[str, Recipe] | None = None) -> dict[str, RuleRecord]:
+    def rule_records(self, elsewhere: Mapping[str, Route] | None = None) -> dict[str, RuleRecord]:
         """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those
         ``elsewhere``, which are not in this layout."""
-        here = {saved: self._routes[slot.name].recipe
+        here = {saved: self._routes[slot.name]
                 for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
-        recipes = {**(elsewhere or {}), **here}
-        records = {recipe: _rule_record(recipe) for recipe in set(recipes.values())}
-        return {name: records[recipe] for name, recipe in recipes.items()}
+        routes = {**(elsewhere or {}), **here}
+        kinds = {name: (route.recipe, route.matrix_shape, route.parts and route.parts.names)
+                 for name, route in routes.items()}
+        records = {kind: _rule_record(routes[name]) for name, kind in kinds.items()}
+        return {name: records[kind] for name, kind in kinds.items()}
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """The states of ``name`` that have one element for each of the parameter, and ``step`` if there is one."""
-        shape = self._routes[name].matrix_shape or (1,)
-        return tuple(sorted(key for key, spec in self._routes[name].recipe.states(shape).items()
-                            if spec.shape == shape or key == "step"))
+        route = self._routes[name]
+        shape = route.matrix_shape or (1,)
+        return tuple(sorted(key for key, spec in route.states(1).items() if spec.shape == shape or key == "step"))
 
     def record(self) -> ShardRecord:
         """Masters and states by name in a checkpoint, as views into live memory."""
@@ -278,8 +293,8 @@ class Owned:
             master.copy_(values)
 
 
-def _rule_record(recipe: Recipe) -> RuleRecord:
-    return RuleRecord(recipe.family, tuple(sorted(recipe.states((1, 1)))), recipe.gradient_average)
+def _rule_record(route: Route) -> RuleRecord:
+    return RuleRecord(route.recipe.family, tuple(sorted(route.states(1))), route.recipe.gradient_average)
 
 
 def _float32(shard: Tensor) -> Tensor:

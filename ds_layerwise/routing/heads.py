@@ -20,8 +20,8 @@ from ds_layerwise.routing.tensor_marks import heads_here
 _QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
 _KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
 _FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "att_proj", "in_proj_weight")
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def is_transposed(module: nn.Module, param: Tensor) -> bool:
@@ -57,14 +57,14 @@ def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tens
         RoutingError: ``config`` has no counts, or no projection is known by its name, and none is ``named``.
     """
     config = getattr(config, "text_config", config)
-    heads = _number(config, _HEADS)
+    heads = number_of(config, HEADS)
     if heads is None:
         if named:
             return routes
         raise RoutingError("per_head_muon needs model.config.num_attention_heads, which this model does not have; name "
                            "the projections in layerwise.overrides with num_heads")
-    kv_heads = _number(config, ("num_key_value_heads",)) or heads
-    width = _number(config, ("head_dim",)) or (_number(config, _WIDTHS) or 0) // heads
+    kv_heads = number_of(config, ("num_key_value_heads",)) or heads
+    width = number_of(config, ("head_dim",)) or (number_of(config, WIDTHS) or 0) // heads
     split = {}
     for name, route in routes.items():
         *path, last = name.split(".")
@@ -73,7 +73,8 @@ def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tens
         if leaf in _FUSED_NAMES and route.matrix_shape is not None and len(route.matrix_shape) == 2:
             outputs = route.matrix_shape[1 if route.transposed else 0] * (tp_size if route.tp_axis == -2 else 1)
             count = outputs // width if width and outputs % width == 0 else None
-        split[name] = route if name in named else cut_heads(route, count, params[name], tp_size)
+        done = name in named or route.parts is not None
+        split[name] = route if done else cut_heads(route, count, params[name], tp_size)
     if split == routes and not named:
         raise RoutingError("per_head_muon found no query, key or value projection (known: "
                            f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES + _FUSED_NAMES)}); name them in "
@@ -81,6 +82,9 @@ def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tens
     return split
 
 
-def _number(config: Any, spellings: Collection[str]) -> int | None:
-    """Vision models count heads a stage, in a list, which says nothing of a layer."""
+def number_of(config: Any, spellings: Collection[str]) -> int | None:
+    """The number, at least 1, that ``config`` has under the first of ``spellings`` that it knows.
+
+    Vision models count heads a stage, in a list, which says nothing of a layer.
+    """
     return next((n for key in spellings if isinstance(n := getattr(config, key, None), int) and n > 0), None)

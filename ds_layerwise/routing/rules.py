@@ -50,6 +50,7 @@ from ds_layerwise.plan.routes import (
 )
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
+from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut
 
 #: What the common model families call an output head, or the module that ends in one.
@@ -60,6 +61,9 @@ HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|q
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
                        r"modules_to_save\.[^.]+)(?=\.|$)")
+
+#: What overrides say of the matrices in a parameter.
+_CUTS = ("num_heads", "split")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -92,8 +96,9 @@ class _Home:
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
-                     overrides: Sequence[Override] = (), per_head: bool = False, recipes: Recipes = Recipes(),
-                     tp_size: int = 1, elsewhere: Elsewhere | None = None,
+                     overrides: Sequence[Override] = (), per_head: bool = False, auto_split: bool = True,
+                     recipes: Recipes = Recipes(), tp_size: int = 1, tp_rank: int = 0,
+                     elsewhere: Elsewhere | None = None,
                      experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
@@ -101,8 +106,10 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     ``elsewhere``, ``model`` is a part, and the caller calls :func:`.plan.routes.require_a_matrix` with all routes.
 
     Args:
+        auto_split: whether to look for fused matrices that are known; see :mod:`.routing.parts`.
         recipes: what the run does with matrices, and with the rest.
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
+        tp_rank: which of them this is.
         experts: see :func:`.plan.routes.overrides_by_name`.
 
     Raises:
@@ -136,12 +143,17 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         route = _decide(name, param, homes[name], wanted, recipes)
         if tp_size > 1 and is_cut(param):
             route = _with_cut(route, param, tp_size)
+        holder = homes[name].modules[0][1]
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
-                        transposed=is_transposed(homes[name].modules[0][1], param))
-        routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
+                        transposed=is_transposed(holder, param))
+        route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
+        routes[name] = split_as_told(route, mine.get("split"), holder, param, TensorRank(tp_size, tp_rank))
+    config, named = getattr(model, "config", None), {n for n in trained if not merged[n].keys().isdisjoint(_CUTS)}
+    if auto_split:
+        routes = split_known(config, routes, trained, {name: homes[name].modules[0][1] for name in trained},
+                             TensorRank(tp_size, tp_rank), named=named, per_head=per_head)
     if per_head:
-        routes = split_heads(getattr(model, "config", None), routes, trained, tp_size,
-                             named={name for name in trained if "num_heads" in merged[name]})
+        routes = split_heads(config, routes, trained, tp_size, named=named)
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes

@@ -60,6 +60,22 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     return cut[0]
 
 
+def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
+    """The sizes of the runs of an axis, ``length`` in all, of each of which every tensor shard has an equal piece.
+
+    None where pieces differ from rank to rank, or lie otherwise.
+    """
+    meta: dict[str, Any] = getattr(param, AUTOTP_META, None) or {}
+    widths, sizes = meta.get("sub_param_shard_widths"), meta.get("sub_param_sizes")
+    in_segments = meta.get("conversion", {}).get("affine_map") and not (sizes or meta.get("partition_sizes"))
+    if in_segments or widths and any(len(set(each)) > 1 for each in widths):
+        return None
+    if sizes:
+        return tuple(sizes)
+    stride = getattr(param, "partition_stride", 1) or 1
+    return (length // stride,) * stride if length % stride == 0 else None
+
+
 def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
     """How many of ``num_heads`` equal blocks of rows are in this part of ``param``, whose rows are cut.
 

@@ -63,11 +63,13 @@ class DryRun:
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks.on_host)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
         if hf is not None:
-            shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes)
+            shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes,
+                                                auto_split=run.layerwise.auto_split)
         else:
             params = load_model(path)
             shapes = [(p.name, p.shape) for p in params]
-            routes = route_model(params, overrides, per_head=per_head, recipes=recipes)
+            routes = route_model(params, overrides, per_head=per_head, recipes=recipes,
+                                 auto_split=run.layerwise.auto_split)
         in_use = {route.recipe for route in routes.values()}
         if any(recipe != type(recipe)() for recipe in in_use):
             # What only the rules know of their settings takes torch to find out.

@@ -53,7 +53,7 @@ class HfShapes:
         size = getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
         self.hidden_size: int | None = size if isinstance(size, int) else None
 
-    def route(self, overrides: Sequence[Override], *, per_head: bool,
+    def route(self, overrides: Sequence[Override], *, per_head: bool, auto_split: bool = True,
               recipes: Recipes = Recipes()) -> dict[str, Route]:
         """Where each parameter goes, as in training with all of them in one group.
 
@@ -64,4 +64,4 @@ class HfShapes:
         if not self.params:
             raise RoutingError("the model has no parameters")
         return route_parameters(self.model, [{"params": list(self.model.parameters())}], overrides=overrides,
-                                per_head=per_head, recipes=recipes)
+                                per_head=per_head, auto_split=auto_split, recipes=recipes)

@@ -106,7 +106,7 @@ class Checkpointing:
             step=self.progress.updates, repeats=(self._point or self._point_now()).dropped,
             shapes={name: shape for name, shape in planned.saved_shapes.items()
                     if name not in planned.saved_elsewhere},
-            rules=self.owned.rule_records(planned.recipes_elsewhere), dtypes=planned.layout.dtypes,
+            rules=self.owned.rule_records(planned.routes_elsewhere), dtypes=planned.layout.dtypes,
             fast_dtypes=self.products.fast, param_groups=resumed_groups.described(self.optimizer.param_groups),
             configured=resumed_groups.described(self.optimizer.configured))
 

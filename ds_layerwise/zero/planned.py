@@ -22,7 +22,6 @@ from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import Reduction, reduction_of_run
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
-from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.zero import autocast
 from ds_layerwise.zero.settings import Settings
@@ -41,8 +40,8 @@ class Planned:
     """By rank of the world, the number of its node."""
     names: dict[str, tuple[str, ...]]
     """By parameter, those that its experts have in a checkpoint; see :func:`.checkpoint.names.expert_names`."""
-    recipes_elsewhere: dict[str, Recipe]
-    """The recipes of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
+    routes_elsewhere: dict[str, Route]
+    """The routes of parameters that other stages have; DeepSpeed's converter keeps what one stage knows of all."""
     counted_elsewhere: frozenset[str]
     """Parameters that another rank of the same model holds, too, and counts in the norm."""
     saved_elsewhere: frozenset[str]
@@ -67,7 +66,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         ep_size = _ep_sizes(model, optimizer, settings)
         names = expert_names(ep_size)
         routes = route_parameters(model, optimizer.param_groups, overrides=config.overrides,
-                                  per_head=rules.per_head_muon, recipes=rules.recipes, tp_size=tp_size,
+                                  per_head=rules.per_head_muon, auto_split=config.auto_split, recipes=rules.recipes,
+                                  tp_size=tp_size, tp_rank=comm.rank_of(settings.tensor_group) if tp_size > 1 else 0,
                                   elsewhere=elsewhere, experts=names)
         optimizer.require_chosen_rates(routes)
         trained = {name: param for name, param in model.named_parameters() if name in routes}
@@ -81,7 +81,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment, links=links, reduction=reduction,
                              in_rows=settings.stage == 1)
-    recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
+    routes_elsewhere = {} if elsewhere is None else pipeline.routes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings)
     if settings.tensor_group is not None:
@@ -90,7 +90,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                          group=settings.tensor_group)
     counted_elsewhere = _replicated(trained, routes, settings)
     return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, where=tuple(where), names=names,
-                   recipes_elsewhere=recipes_elsewhere, counted_elsewhere=counted_elsewhere,
+                   routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
 
 

@@ -34,12 +34,12 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "elementwise kronecker muon", "shampoo soap", "registry"),
+    "recipes": ("settings newton_schulz", "recipe", "elementwise kronecker muon parts", "shampoo soap", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
              "report"),
-    "routing": ("tensor_marks", "heads", "rules"),
-    "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
+    "routing": ("tensor_marks", "heads", "parts", "rules"),
+    "orthogonalize": ("batching parts symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise kronecker muon", "shampoo soap", "registry"),
