@@ -20,6 +20,8 @@ from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.shampoo import Shampoo
+from ds_layerwise.recipes.soap import KlSoap, Soap
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.documents import (
@@ -276,6 +278,15 @@ def test_defaults_of_the_optimizer_are_as_the_pages_say():
     assert OptimizerConfig.from_section({"params": {"adam_lr": 0.5}}).lr == 0.5
     assert OptimizerConfig.from_section({"params": {"lr": 0.5, "muon_lr": 1}}).adam_lr == 0.5
     assert OptimizerConfig.from_section({}).adam_lr == 3e-4
+
+
+def test_defaults_of_optimizers_with_factors_are_as_the_page_says():
+    of, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[0].startswith('of "soap"')]
+    said = {names_in(keys)[0]: (whose, json.loads(default)) for keys, default, whose, _ in of}
+    defaults = {"SOAP": Soap().settings(), "Shampoo": Shampoo().settings()}
+    assert KlSoap().settings() == defaults["SOAP"]
+    assert said == {key: ("all" if all(key in each for each in defaults.values()) else kind, value)
+                    for kind, settings in defaults.items() for key, value in settings.items()}
 
 
 def test_defaults_of_the_layout_are_as_the_pages_say():
