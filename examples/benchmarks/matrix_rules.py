@@ -19,7 +19,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY, names
 
-SHAPES = [(256, 256), (256, 1024), (512, 512), (512, 2048)]
+SHAPES = [(256, 256), (256, 1024), (512, 512)]
 HYPER = Hyper(lr=1e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-8)
 
 #: Steps of a cycle: the ``precondition_frequency`` of all that have one.

@@ -7,10 +7,12 @@ from pytorch_optimizer import SOAP
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.config import OptimizerConfig
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers import kronecker
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
+from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes import kronecker as sizes
 from ds_layerwise.recipes.kronecker import EIGH_FLOPS, qr_flops
 from ds_layerwise.recipes.registry import REGISTRY
@@ -285,6 +287,12 @@ def test_what_it_cannot_do_with_a_shape():
     with pytest.raises(ConfigError, match="shampoo needs whole matrices"):
         rule_of(recipe("shampoo")).of_shards(-1, None)
     assert rule_of(soap).on_device(frozenset({torch.bfloat16})).products_in == torch.float32
+
+
+def test_tensor_shards_are_refused_by_name():
+    route = Route(name="up.weight", recipe=recipe("soap"), reason="matrix", group=0, matrix_shape=(8, 4), tp_axis=-1)
+    with pytest.raises(RoutingError, match=r"^up.weight \(8, 4\) is cut by tensor parallelism, and soap needs whole"):
+        specs_of([("up.weight", (8, 4), "float32")], {"up.weight": route}, tp_size=2)
 
 
 def test_a_device_that_cannot_factorise(monkeypatch):
