@@ -223,7 +223,8 @@ def way_to_one_rate(matrix: Recipe) -> str:
     """How ``lr`` can be right for ``matrix``, too, as the end of an error; empty where it cannot."""
     one_rate = "scale_mode" in matrix.keys() and matrix.model_copy(
         update={"scale_mode": "match_rms_adamw"}).takes_rate_of_adamw
-    return ", or set scale_mode to 'match_rms_adamw', with which lr is right for both" if one_rate else ""
+    way = "scale_mode to 'match_rms_adamw'" if one_rate else matrix.as_adamw
+    return f", or set {way}, with which lr is right for both" if way else ""
 
 
 def _with_rates(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ds_layerwise.errors import StepError
 from ds_layerwise.recipes.recipe import StateSpec
 
 State = dict[str, Tensor]
@@ -23,6 +24,18 @@ class Hyper:
     momentum: float
     betas: tuple[float, float]
     eps: float
+
+
+class UpdateError(StepError):
+    """An update that a rule cannot make.
+
+    Args:
+        index: the place of the parameter in the lists that the rule got, which knows no names.
+    """
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(why)
+        self.index = index
 
 
 class UpdateRule(Protocol):
@@ -62,7 +75,11 @@ class UpdateRule(Protocol):
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
-        """One step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are not empty."""
+        """One step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are not empty.
+
+        Raises:
+            UpdateError: it cannot update one of them; some are updated.
+        """
 
 
 def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:

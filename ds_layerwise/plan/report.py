@@ -125,7 +125,7 @@ def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction])
     every = "" if forecasts[0].stage == 1 else " once in each backward pass at stage 2,"
     return [table, f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; collectives "
             f"one after another, at {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node} ranks and "
-            f"{links.rails} x {links.between_gb_s:g} GB/s between them; update: Newton-Schulz of the busiest rank at "
+            f"{links.rails} x {links.between_gb_s:g} GB/s between them; update: the matrices of the busiest rank at "
             f"{links.tflops:g} TFLOP/s"]
 
 
@@ -237,7 +237,7 @@ def _costs(forecast: Forecast) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("ranks, buckets", f"{layout.world_size}, {report.num_buckets}")
-    table.add_row("Newton-Schulz a step", f"{max(report.work) / 1e9:,.3g} GFLOP on the busiest rank, "
+    table.add_row("matrix updates a step", f"{max(report.work) / 1e9:,.3g} GFLOP on the busiest rank, "
                   f"{report.work_max_over_mean:.3f} x the mean")
     table.add_row("owned matrices", f"{max(report.whole_numel):,} elements on the fullest rank, "
                   f"{report.whole_max_over_mean:.3f} x the mean")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.parts import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout import Layout, Piece
 from ds_layerwise.plan.routes import Route
@@ -170,6 +171,9 @@ class Owned:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
+
+        Raises:
+            StepError: a rule cannot update a parameter, which it names; others are updated.
         """
         gradients = self.reduced.views(index)
         if factor != 1 and gradients:
@@ -178,13 +182,18 @@ class Owned:
         self._follow_values(index, brought)
         for update in self._updates[index]:
             hyper = update.route.hyper(param_groups[update.route.group])
-            seen = [each for name in update.names if name not in leave_out for each in self._views_of(name, brought)]
-            if seen:
-                copies = [each.copy() for each in seen]
-                params, grads, states, *_ = zip(*copies, strict=True)
+            seen = [(name, each) for name in update.names if name not in leave_out
+                    for each in self._views_of(name, brought)]
+            if not seen:
+                continue
+            copies = [each.copy() for _, each in seen]
+            params, grads, states, *_ = zip(*copies, strict=True)
+            try:
                 update.rule.update_(params, grads, states, Hyper(**hyper))
-                for each, copy in zip(seen, copies, strict=True):
-                    each.take_back(copy)
+            except UpdateError as error:
+                raise StepError(f"{seen[error.index][0]}: {error}") from error
+            for (_, each), copy in zip(seen, copies, strict=True):
+                each.take_back(copy)
         self._write_values(index, brought)
         self.host.send_back(index)
 

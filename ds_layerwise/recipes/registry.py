@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_layerwise.recipes import adafactor, adamuon, any_torch, elementwise, muon, namo, normuon, polargrad, scion
+from ds_layerwise.recipes import (
+    adafactor,
+    adamuon,
+    any_torch,
+    elementwise,
+    muon,
+    namo,
+    normuon,
+    polargrad,
+    scion,
+    shampoo,
+    soap,
+)
 from ds_layerwise.recipes.recipe import Recipe
 
 
@@ -24,6 +36,9 @@ REGISTRY: dict[str, Entry] = {
     "scion": Entry(scion.Scion, "ds_layerwise.optimizers.scion:Scion"),
     "polargrad": Entry(polargrad.PolarGrad, "ds_layerwise.optimizers.polargrad:PolarGrad"),
     "adafactor": Entry(adafactor.Adafactor, "ds_layerwise.optimizers.adafactor:Adafactor"),
+    "soap": Entry(soap.Soap, "ds_layerwise.optimizers.soap:Soap"),
+    "kl_soap": Entry(soap.KlSoap, "ds_layerwise.optimizers.soap:Soap"),
+    "shampoo": Entry(shampoo.Shampoo, "ds_layerwise.optimizers.shampoo:Shampoo"),
     "adamw": Entry(elementwise.AdamW, "ds_layerwise.optimizers.elementwise:Adam"),
     "adam": Entry(elementwise.Adam, "ds_layerwise.optimizers.elementwise:Adam"),
     "lion": Entry(elementwise.Lion, "ds_layerwise.optimizers.elementwise:Lion"),

@@ -260,7 +260,7 @@ def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
     {"auto_split": False}, {"auto_split": 0}, {"overrides": {}}, *(
         {"overrides": [{"name": "*", **entry}]} for entry in (
             {"weight_decay": None}, {"weight_decay": 0}, {"lr_scale": -1}, {"num_heads": 0}, {"num_heads": None},
-            {"optimizer": "scalar"}, {"optimizer": "sgd"}, {"optimizer": "soap"}, {"optimizer": None},
+            {"optimizer": "scalar"}, {"optimizer": "sgd"}, {"optimizer": "soup"}, {"optimizer": None},
             {"ns_steps": 3}, {"ns_steps": None}, {"betas": [0.5, 0.5]}, {"momentum": "auto"}, {"settings": []},
             {"lr_scale": 1, "optional": True}, {"lr_scale": 1, "name": ""}, {"split": {}}, {"split": {"q": 3}},
             {"split": {"q": {"size": 4, "heads": 2}}, "split_axis": "in", "split_groups": 2}, {"split": {"q": 0}},

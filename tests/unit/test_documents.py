@@ -24,6 +24,8 @@ from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.orthogonalized import Orthogonalized
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.recipes.shampoo import Shampoo
+from ds_layerwise.recipes.soap import KlSoap, Soap
 from ds_layerwise.recipes.update_hooks import UpdateHooks
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
@@ -298,6 +300,15 @@ def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
     hooks, = [{key for row in rows for key in names_in(row[0])} for header, *rows in tables_of(DOCS / "optimizers.md")
               if header == ["key", "value", "what it does"]]
     assert hooks == UpdateHooks.model_fields.keys() - Recipe.model_fields.keys()
+
+
+def test_defaults_of_optimizers_with_factors_are_as_the_page_says():
+    of, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[0].startswith('of "soap"')]
+    said = {names_in(keys)[0]: (whose, json.loads(default)) for keys, default, whose, _ in of}
+    defaults = {"SOAP": Soap().settings(), "Shampoo": Shampoo().settings()}
+    assert KlSoap().settings() == defaults["SOAP"]
+    assert said == {key: ("all" if all(key in each for each in defaults.values()) else kind, value)
+                    for kind, settings in defaults.items() for key, value in settings.items()}
 
 
 def test_defaults_of_the_layout_are_as_the_pages_say():

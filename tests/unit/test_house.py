@@ -34,8 +34,8 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "adafactor any_torch elementwise parts update_hooks",
-                "orthogonalized", "adamuon muon namo normuon polargrad scion", "registry"),
+    "recipes": ("settings newton_schulz", "recipe", "adafactor any_torch elementwise kronecker parts update_hooks",
+                "orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
              "report"),
@@ -43,8 +43,9 @@ INSIDE = {
     "orthogonalize": ("batching parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder one_file tags", "untrained"),
-    "optimizers": ("devices param_groups rule update_hooks", "decay", "adafactor elementwise orthogonalized probe",
-                   "adamuon any_torch muon namo normuon polargrad scion", "registry"),
+    "optimizers": ("devices param_groups rule update_hooks", "decay",
+                   "adafactor elementwise kronecker orthogonalized probe",
+                   "adamuon any_torch muon namo normuon polargrad scion shampoo soap", "registry"),
     "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),

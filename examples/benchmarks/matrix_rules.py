@@ -1,0 +1,79 @@
+"""What does an update cost by each optimizer of whole matrices? Time, FLOPs and states on this CPU, Muon beside them.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/matrix_rules.py
+
+One cycle of updates is timed, in which every basis or root is computed anew once, and divided by its steps; what is
+computed at the first step alone is not in it. CPU time of this thread; the rules take turns, and the best of all cycles
+counts. Each trains one matrix with its defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from ds_layerwise.optimizers.registry import rule_of
+from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.recipes.registry import REGISTRY, names
+
+SHAPES = [(256, 256), (256, 1024), (512, 512)]
+HYPER = Hyper(lr=1e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-8)
+
+#: Steps of a cycle: the ``precondition_frequency`` of all that have one.
+CYCLE = 10
+
+
+class Trained:
+    """One matrix under one rule, a step behind it."""
+
+    def __init__(self, recipe: Recipe, shape: tuple[int, int]) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.rule = rule_of(recipe)
+        self.param = torch.randn(shape, generator=g)
+        self.grads = [torch.randn(shape, generator=g) for _ in range(CYCLE)]
+        self.state = self.rule.init_state(self.param)
+        self.rule.update_([self.param], [self.grads[0]], [self.state], HYPER)
+
+    def cycle_ms(self) -> float:
+        """Milliseconds of CPU time that an update takes, on average over a cycle."""
+        start = time.thread_time()
+        for grad in self.grads:
+            self.rule.update_([self.param], [grad], [self.state], HYPER)
+        return 1000 * (time.thread_time() - start) / CYCLE
+
+
+def rows_of(shape: tuple[int, int], repetitions: int) -> list[str]:
+    """The table's rows for one shape."""
+    recipes = {name: REGISTRY[name].recipe() for name in names(whole=True)}
+    runs = {name: Trained(recipe, shape) for name, recipe in recipes.items()}
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            best[name] = min(best[name], run.cycle_ms())
+    numel = shape[0] * shape[1]
+    return [f"| {shape[0]}x{shape[1]} | {name} | {recipe.work(shape) / 1e9:.3f} | "
+            f"{recipe.work(shape) / recipes['muon'].work(shape):.2f} | {best[name]:.1f} | "
+            f"{best[name] / best['muon']:.2f} | {recipe.work(shape) / best[name] / 1e6:.0f} | "
+            f"{recipe.state_bytes(shape) / numel:.1f} | {recipe.workspace(shape) / numel:.1f} |"
+            for name, recipe in recipes.items()]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=3)
+    repetitions = parser.parse_args().repetitions
+    torch.set_num_threads(1)
+    print("| matrix | optimizer | GFLOP a step | over Muon's | ms a step | over Muon's | GFLOP/s | bytes of states an "
+          "element | bytes to work in an element |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    for shape in SHAPES:
+        for row in rows_of(shape, repetitions):
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
