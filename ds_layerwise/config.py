@@ -234,8 +234,8 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
                           "got 0; let a scheduler start at 0 instead")
     as_adamw = values["matrix"].takes_rate_of_adamw
     if lr is not None and "muon_lr" not in values and not as_adamw:
-        raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and Muon's rate is far from AdamW's: give "
-                          f"muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(values['matrix'])}")
+        raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and {values['matrix'].rule.capitalize()}'s "
+                          f"rate is far from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(values['matrix'])}")
     values.setdefault("adam_lr", DEFAULT_ADAM_LR if lr is None else lr)
     values.setdefault("lr", values["adam_lr"] or DEFAULT_ADAM_LR)
     values.setdefault("muon_lr", values["lr"] if as_adamw else DEFAULT_MUON_LR)

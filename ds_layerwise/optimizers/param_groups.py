@@ -85,8 +85,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if route.whole and route.group in self._one_rate_for_both:
                 lr = self._one_rate_for_both[route.group]
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
-                                  f"matrices ({route.name}), and Muon's rate is far from AdamW's: give the group "
-                                  f"muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(self.config.matrix)}")
+                                  f"matrices ({route.name}), and {self.config.matrix.rule.capitalize()}'s rate is far "
+                                  f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(self.config.matrix)}")
         check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
     def restore_groups(self) -> None:
