@@ -59,8 +59,8 @@ class Muon(Recipe):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """With ``scale_mode`` "match_rms_adamw"."""
-        return self.scale_mode == "match_rms_adamw"
+        """With ``scale_mode`` "match_rms_adamw", or what is the same: "spectral", and 0.2 times that."""
+        return self.scale_mode == "match_rms_adamw" or (self.scale_mode, self.extra_scale_factor) == ("spectral", 0.2)
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Momentum, and how the update is scaled."""
