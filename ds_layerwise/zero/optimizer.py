@@ -18,6 +18,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan import cost, hosting
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks import comm, own_groups
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, dtype_name
@@ -250,12 +251,13 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             return
         self.progress.updates += 1
         left, late = list(range(len(self.layout.buckets))), self._param_sync.may_be_late()
+        groups = self.optimizer.groups_now()
         with timed(timers, "optimizer_step"):
             with self.interrupted.at(self.progress.updates), self._owned.host:
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):
-                        self._owned.update(left[-1], self.param_groups, factor, leave_out=frozen)
+                        self._owned.update(left[-1], groups, factor, leave_out=frozen)
                     self._param_sync.launch(left.pop())
                 self.optimizer.mark_step()
         if self.interrupted:
@@ -362,8 +364,12 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """The start-up table: who trains what and why, and what it costs each rank."""
         told = {recipe: self._products.told(recipe) for recipe in {route.recipe for route in self.routes.values()}}
         return start_up_table(self.routes, self.specs, self.forecast(), self.optimizer.config,
-                              groups=self.param_groups, without_effect=self.settings.without_effect,
+                              groups=self.optimizer.groups_now(), without_effect=self.settings.without_effect,
                               products={recipe: text for recipe, text in told.items() if text is not None})
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Every parameter's route; see :func:`.plan.listing.listed`."""
+        return listed(self.routes, self.specs, self.layout, self.optimizer.groups_now())
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""

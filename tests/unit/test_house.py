@@ -34,11 +34,13 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
-    "plan": ("shards", "config_file ds_config layout links owners rates routes",
-             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
+    "recipes": ("settings newton_schulz", "conditions recipe", "elementwise muon param_keys", "registry",
+                "overrides presets"),
+    "plan": ("shards", "config_file ds_config layout links matching owners routes",
+             "by_kind drafts hosting listing rates run_config", "rows ways", "planner", "cost", "forecast",
+             "model_file prediction",
              "report"),
-    "routing": ("tensor_marks", "heads", "rules"),
+    "routing": ("tensor_marks", "facts heads", "rules"),
     "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
@@ -49,8 +51,8 @@ INSIDE = {
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
              "state_access takeover", "engine_protocol planned products unfinished", "before_update load",
-             "checkpointing", "optimizer"),
-    "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
+             "checkpointing", "optimizer", "param_map"),
+    "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
