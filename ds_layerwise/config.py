@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ds_layerwise.errors import ConfigError, unknown_key
-from ds_layerwise.recipes.any_torch import Path
+from ds_layerwise.recipes.any_torch import any_of
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.parts import Sizes, SplitAxis, as_one_change, checked_split
+from ds_layerwise.recipes.overrides import Override
+from ds_layerwise.recipes.presets import PRESETS, started
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import NOT_HERE, REGISTRY, entry_of, names, recipes_of_settings
 from ds_layerwise.recipes.settings import (
@@ -44,6 +45,8 @@ OnHyperChange = Literal["checkpoint", "config"]
 #: Learning rates of stock DeepSpeed's Muon and of its auxiliary Adam where the config names none.
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
+
+_OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 
 
 def is_ours(optimizer_type: str | None) -> bool:
@@ -118,6 +121,14 @@ class OptimizerConfig(Hyper):
 
     per_head_muon: bool = False
     """Orthogonalise every attention head of the query, key and value projections on its own."""
+    decay_vectors: bool = False
+    """Whether weight decay is for parameters with fewer than two axes, too: norms, biases, gains."""
+    scalar_weight_decay: Annotated[NonNegative | None, _OR_NULL] = None
+    """Weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
+    preset: Annotated[Literal[tuple(PRESETS)] | None, _OR_NULL] = None  # type: ignore[valid-type]
+    """Whose starting values those are that the config leaves out; see :mod:`.recipes.presets`."""
+    from_preset: tuple[str, ...] = ()
+    """The keys that it has given."""
     matrix: Recipe = Muon()
     scalar: Recipe = AdamW()
 
@@ -136,10 +147,15 @@ class OptimizerConfig(Hyper):
         """What element-wise recipes multiply a group's ``lr`` with."""
         return self.adam_lr / self.lr
 
+    def group(self) -> dict[str, Any]:
+        """The parameter group of a run that has but one, before any schedule."""
+        return {"configured_lr": self.lr, **{key: getattr(self, key) for key in (
+            "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}}
+
     def for_the_run(self) -> dict[str, Any]:
         """By their names in ``optimizer.params``, the settings that no parameter group can change."""
         return {**self.scalar.settings(), **self.matrix.settings(), "matrix_optimizer": self.matrix.rule,
-                "scalar_optimizer": self.scalar.rule, "per_head_muon": self.per_head_muon}
+                "scalar_optimizer": self.scalar.rule, **{key: getattr(self, key) for key in _FOR_THE_RUN}}
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> OptimizerConfig:
@@ -166,16 +182,20 @@ class OptimizerConfig(Hyper):
             if params.get("scalar_optimizer", "adam") != "adam":
                 raise ConfigError("optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', got "
                                   f"{params['scalar_optimizer']!r}; remove one of the two")
-        checked = build(model, "optimizer.params", params)
+        preset = _preset(params, model)
+        checked = build(model, "optimizer.params", {**preset, **params})
 
         def of(kind: type[Section]) -> dict[str, Any]:
             return {name: getattr(checked, name) for name in kind.model_fields if name in checked.model_fields_set}
 
-        return cls(**_with_rates({**of(Hyper), **{key: value for key, value in of(cls).items()
-                                                  if key == "per_head_muon"},
-                                  "matrix": build(matrix, "optimizer.params", of(matrix)),
-                                  "scalar": build(scalar, "optimizer.params", of(scalar))}))
+        return cls(from_preset=tuple(preset), **_with_rates({
+            **of(Hyper), **{key: value for key, value in of(cls).items() if key in _FOR_THE_RUN},
+            "matrix": build(matrix, "optimizer.params", of(matrix)),
+            "scalar": build(scalar, "optimizer.params", of(scalar))}))
 
+
+#: Keys that neither a parameter group nor a recipe has.
+_FOR_THE_RUN = ("per_head_muon", "decay_vectors", "scalar_weight_decay", "preset")
 
 #: Switches of stock DeepSpeed's auxiliary Adam that describe what this backend does anyway.
 _ALWAYS_TRUE = {
@@ -185,14 +205,20 @@ _ALWAYS_TRUE = {
 }
 
 def _named(params: Mapping[str, Any], key: str, default: str, *, whole: bool) -> str:
-    name: str = check(_any_of(*names(whole=whole)), f"optimizer.params.{key}", params.get(key, default))
+    name: str = check(any_of(*names(whole=whole)), f"optimizer.params.{key}", params.get(key, default))
     return name
 
 
-@lru_cache(maxsize=None)
-def _any_of(*named: str) -> Any:
-    """One of ``named``, or the path of a class."""
-    return Literal[named] | Path
+def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any]:
+    """What the preset that ``params`` name sets, as far as they do not."""
+    if params.get("preset") is None:
+        return {}
+    name: str = check(Literal[tuple(PRESETS)], "optimizer.params.preset", params["preset"])
+    for key in PRESETS[name]:
+        if key not in model.keys():
+            raise ConfigError(f"optimizer.params.preset is {name!r}, which sets {key}, and matrix_optimizer "
+                              f"{params.get('matrix_optimizer')!r} has no such setting; remove one of the two")
+    return started(name, params)
 
 
 def _scalar_name(params: Mapping[str, Any]) -> str:
@@ -205,10 +231,11 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     """What ``optimizer.params`` may say with these two recipes; ``general`` for the type "LayerWise"."""
     fields: dict[str, Any] = {name: (field.annotation, field) for kind in (scalar, matrix)
                               for name, field in kind.model_fields.items()}
-    fields["per_head_muon"] = (bool, OptimizerConfig.model_fields["per_head_muon"])
-    fields["scalar_optimizer"] = (_any_of(*names(whole=False)), "adamw")
+    fields.update({key: (OptimizerConfig.model_fields[key].annotation, OptimizerConfig.model_fields[key])
+                   for key in _FOR_THE_RUN})
+    fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
-        fields["matrix_optimizer"] = (_any_of(*names(whole=True)), "muon")
+        fields["matrix_optimizer"] = (any_of(*names(whole=True)), "muon")
     model: type[Section] = create_model("optimizer.params", __base__=Hyper, **fields)
     return model
 
@@ -234,71 +261,13 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
                           "got 0; let a scheduler start at 0 instead")
     as_adamw = values["matrix"].takes_rate_of_adamw
     if lr is not None and "muon_lr" not in values and not as_adamw:
-        raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and {values['matrix'].rule.capitalize()}'s "
-                          f"rate is far from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(values['matrix'])}")
+        matrix = values["matrix"]
+        raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and {matrix.rule.capitalize()}'s rate is "
+                          f"far from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(matrix)}")
     values.setdefault("adam_lr", DEFAULT_ADAM_LR if lr is None else lr)
     values.setdefault("lr", values["adam_lr"] or DEFAULT_ADAM_LR)
     values.setdefault("muon_lr", values["lr"] if as_adamw else DEFAULT_MUON_LR)
     return values
-
-
-class Override(Section):
-    """One entry of ``layerwise.overrides``: what differs for the parameters whose name matches."""
-
-    name: Annotated[str, Field(min_length=1, json_schema_extra={"expects": "a glob over parameter names"})]
-    """A glob over full parameter names; ``*`` crosses dots."""
-    optimizer: str | None = None
-    """A recipe of the registry with its defaults, or one of the run's two."""
-    weight_decay: NonNegative | None = None
-    lr_scale: NonNegative | None = None
-    """Multiplies the learning rate of whichever optimizer the parameter has."""
-    num_heads: Count | None = None
-    """Orthogonalise this many equal blocks of rows on their own."""
-    split: Sizes | None = None
-    """The parts of a fused matrix by their sizes, each a matrix of its own; see :mod:`.recipes.parts`."""
-    split_axis: SplitAxis | None = None
-    split_groups: Count | None = None
-    momentum: Decay | None = None
-    betas: Betas | None = None
-    eps: NonNegative | None = None
-    optional: bool = False
-    """Whether it may match no parameter."""
-    settings: tuple[tuple[str, Any], ...] = ()
-    """What the override sets of the recipe that parameters have, by the names of ``optimizer.params``."""
-
-    @classmethod
-    def from_entry(cls, where: str, entry: object) -> Override:
-        """Parse one entry; ``where`` is the name that errors report it under."""
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"{where} must be an object like {{\"name\": \"*.bias\", ...}}, got {entry!r}")
-        own = [key for key in cls.keys() if key != "settings"]
-        of_recipes = merged_keys(recipes_of_settings())
-        only_known(where, entry, {*own, *of_recipes})
-        values = {"name": None, **checked_split(where, {k: value for k, value in entry.items() if k in own})}
-        settings = tuple((key, check_setting(of_recipes[key], f"{where}.{key}", key, value))
-                         for key, value in entry.items() if key not in own)
-        if "optimizer" in entry:
-            check(_any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", entry["optimizer"])
-        found = build(cls, where, values)
-        if not entry.keys() - {"name", "optional"}:
-            raise ConfigError(f"{where} ({entry['name']!r}) overrides nothing; add one of "
-                              f"{', '.join([key for key in own[1:] if key != 'optional'])}, or a setting of the "
-                              f"optimizer: {', '.join(of_recipes)}")
-        return found.model_copy(update={"settings": settings})
-
-    def changes(self) -> dict[str, Any]:
-        """What the override sets, by key."""
-        own = {key: getattr(self, key) for key in self.keys() if key not in ("name", "optional", "settings")}
-        return as_one_change({**{k: value for k, value in own.items() if value is not None}, **dict(self.settings)})
-
-
-def check_setting(recipe: type[Section], where: str, key: str, value: object) -> Any:
-    """``value`` as a setting of ``recipe`` that configs call ``key``.
-
-    Raises:
-        ConfigError: it cannot be; ``where`` is the name it is reported under.
-    """
-    return getattr(build(recipe, where.rpartition(".")[0], {key: value}), key)
 
 
 class LayerWiseConfig(Section):
@@ -312,7 +281,7 @@ class LayerWiseConfig(Section):
     """What ways of buckets are chosen for: a set of :mod:`.plan.links` or a file; "auto" goes by what talks."""
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
-    max_skipped_steps: Annotated[Count | None, Field(json_schema_extra={"may_be_null": True})] = 100
+    max_skipped_steps: Annotated[Count | None, _OR_NULL] = 100
     """An error after this many steps in a row that were skipped for a gradient that is not finite; None for no end."""
     overlap_param_gather: bool = False
     """Wait for an updated parameter when it is used first, not in ``step``."""
@@ -333,6 +302,14 @@ class LayerWiseConfig(Section):
     rename: Mapping[str, str] = Field(default_factory=dict)
     """Globs over names in checkpoints to names in the model, each ``*`` standing for the same text in both."""
     overrides: tuple[Override, ...] = ()
+    decoupled_lr: Annotated[NonNegative | None, _OR_NULL] = None
+    """Learning rate of embeddings and output heads, as an override's ``lr``; Megatron-LM's key. None for the run's."""
+    decoupled_min_lr: Annotated[NonNegative | None, _OR_NULL] = None
+    """No schedule takes the learning rate of embeddings and output heads below this; None for no bound."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Whether vectors of norms over queries and keys are decayed though others are not; Megatron-LM's key."""
+    dump_param_map: Annotated[Annotated[str, Field(min_length=1)] | None, _OR_NULL] = None
+    """A file that rank 0 writes at start: what ``ds-layerwise plan --list --json`` tells; None for none."""
 
     @classmethod
     def from_section(cls, section: object) -> LayerWiseConfig:
@@ -349,7 +326,12 @@ class LayerWiseConfig(Section):
                 raise ConfigError(f"layerwise.overrides must be a list, got {entries!r}")
             values["overrides"] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", each)
                                         for i, each in enumerate(entries))
-        return build(cls, "layerwise", values)
+        found = build(cls, "layerwise", values)
+        lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
+        if lr is not None and min_lr is not None and min_lr > lr:
+            raise ConfigError(f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
+                              f"{lr:g}; lower it")
+        return found
 
 
 def _renames(where: str, value: object) -> dict[str, str]:
@@ -389,12 +371,12 @@ def schema_model() -> type[BaseModel]:
     kind: Any = Literal["LayerWiseMuon", "LayerWise"]
     optimizer = create_model("optimizer", __base__=Section, type=(kind, ...),
                              params=(params, params()), legacy_fusion=(Literal[False], False))
-    own = {key: field for key, field in Override.model_fields.items() if key not in ("name", "settings")}
+    own = {key: Override.model_fields[key] for key in Override.entry_keys()}
     kinds = {key: _without_none(field.rebuild_annotation())
              for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()}
-    kinds["optimizer"] = _any_of("matrix", "scalar", *REGISTRY)
-    of_entry: dict[str, Any] = {"name": (str, Override.model_fields["name"]), **{
-        key: (its, Field(None, json_schema_extra=_without_default)) for key, its in kinds.items()}}
+    kinds["optimizer"] = any_of("matrix", "scalar", *REGISTRY)
+    of_entry: dict[str, Any] = {key: (its, Field(None, json_schema_extra=_without_default))
+                                for key, its in kinds.items()}
     entry = create_model("layerwise.overrides", __base__=Section, **of_entry)
     entries: Any = tuple[entry, ...]  # type: ignore[valid-type]
     layerwise = create_model("layerwise", __base__=LayerWiseConfig, overrides=(entries, ()))
@@ -405,8 +387,8 @@ def schema_model() -> type[BaseModel]:
 
 def _without_none(annotation: Any) -> Any:
     """What a field takes, without the None that it is where a config says nothing."""
-    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 and type(None) in get_args(annotation) else annotation
+    kinds = tuple(kind for kind in get_args(annotation) if kind is not type(None))
+    return Union[kinds] if type(None) in get_args(annotation) else annotation
 
 
 def _without_default(schema: dict[str, Any]) -> None:

@@ -199,10 +199,14 @@ def snapshot(engine):
 def start(made):
     """An engine, and what takes one step with it and returns the losses."""
     import ds_layerwise
+    from ds_layerwise.config import OptimizerConfig
     torch.manual_seed(7)
     mpu = Mpu() if made.mpu else None
     module = made.model(mpu=mpu) if mpu else made.model()
     schedule = made.schedule and (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, made.schedule))
+    if "decay_vectors" in OptimizerConfig.keys():
+        # Those that do not know the key decay them.
+        made.config["optimizer"]["params"]["decay_vectors"] = True
     engine, *_ = ds_layerwise.initialize(model=module, config=made.config, mpu=mpu, lr_scheduler=schedule,
                                          model_parameters=(made.groups or nn.Module.parameters)(module))
     if made.model is pipeline:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
 
-from ds_layerwise.engine import contract, patches
+from ds_layerwise.engine import contract, own_overrides, patches
+from ds_layerwise.recipes.overrides import overrides_of
+from ds_layerwise.recipes.param_keys import ParamKey
 
 
-def register() -> None:
+def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -> None:
     """Make ``"type": "LayerWiseMuon"`` and ``"LayerWise"`` known to DeepSpeed.
 
     Call it in every process before ``deepspeed.initialize``, from any thread. :func:`unregister` undoes it. A second
     call puts back what somebody has undone since, and else does nothing. Who wraps what this has wrapped does so by
     ``functools.wraps``, which shows what is called inside.
 
+    Args:
+        overrides: what differs for which parameters in every engine that is made from now on, beside
+            ``layerwise.overrides`` of its config; None for what an earlier call has said.
+
     Raises:
         ConfigError: the installed DeepSpeed lacks some of :data:`.contract.CONTRACT`, or has changed it; names all of
-            that, and nothing was patched. Or somebody has replaced since what an earlier call has wrapped.
+            that, and nothing was patched. Or somebody has replaced since what an earlier call has wrapped. Or
+            ``overrides`` say what no override can say.
     """
+    given = None if overrides is None else overrides_of(overrides)
     with patches.changing():
         if not patches.is_registered():
             contract.check()
@@ -27,6 +36,8 @@ def register() -> None:
         # It imports names that are only known to be there now.
         from ds_layerwise.engine import wraps
         patches.wrap(wraps.WRAPS, for_life=wraps.FOR_LIFE)
+        if given is not None:
+            own_overrides.keep(given)
 
 
 def unregister() -> None:
@@ -39,9 +50,20 @@ def unregister() -> None:
     """
     with patches.changing():
         patches.unwrap()
+        own_overrides.keep(())
 
 
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize``, same arguments and results, after :func:`register`."""
+def initialize(*args: Any, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None, **kwargs: Any) -> Any:
+    """``deepspeed.initialize``, same arguments and results, after :func:`register`.
+
+    Args:
+        overrides: what differs for which parameters of this model, beside ``layerwise.overrides`` of its config and
+            what :func:`register` was given.
+
+    Raises:
+        ConfigError: ``overrides`` say what no override can say; and all that :func:`register` and the engine raise.
+    """
+    given = overrides_of(overrides)
     register()
-    return deepspeed.initialize(*args, **kwargs)
+    with own_overrides.beside(given):
+        return deepspeed.initialize(*args, **kwargs)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -37,7 +38,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise.config import is_ours
-from ds_layerwise.engine import loading, patches, saving
+from ds_layerwise.engine import loading, own_overrides, patches, saving
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
@@ -47,11 +48,11 @@ from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.config_file import config_of
 from ds_layerwise.plan.ds_config import refuse_misplaced, type_meant, what_ranks_share, with_plain_numbers
-from ds_layerwise.plan.listing import as_text, listed
+from ds_layerwise.plan.listing import as_text
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
-from ds_layerwise.zero import autocast, takeover
+from ds_layerwise.zero import autocast, param_map, takeover
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from ds_layerwise.zero.settings import Settings
 
@@ -88,7 +89,9 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
     """What the engine's config says to this backend; read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
-        config._layerwise_run = RunConfig.from_ds_config(config._param_dict)
+        found = RunConfig.from_ds_config(config._param_dict)
+        layerwise = found.layerwise.model_copy(update={"overrides": (*found.layerwise.overrides, *own_overrides.now())})
+        config._layerwise_run = replace(found, layerwise=layerwise)
     run: RunConfig = config._layerwise_run
     return run
 
@@ -148,6 +151,8 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
     if dist.is_initialized():
         described = what_ranks_share(given)
         described.append(f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}")
+        described += [f"{override.label(i)} = {override.changes()}"
+                      for i, override in enumerate(_run(engine).layerwise.overrides) if override.key is not None]
         comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
     return original()
 
@@ -258,6 +263,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
                                                            UNIVERSAL_CHECKPOINT_VERSION_VALUE})
+    param_map.write(built)
     patches.engines.add(engine)
     if pipeline.is_pipeline(engine.module):
         if built.rank == 0:
@@ -266,7 +272,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
         # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
         announce(built.describe())
     if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
-        logger.debug("ds_layerwise: %s", as_text(listed(built.routes, built.specs, built.layout, built.param_groups)))
+        logger.debug("ds_layerwise: %s", as_text(built.listed()))
     return built
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, way_to_one_rate
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.plan.rates import check_peaks
+from ds_layerwise.plan.rates import check_floors, check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.settings import check, nearest, normalised, plain
 
@@ -67,17 +67,26 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """What config and script have given each group, whatever schedules or a checkpoint make of it."""
         self.configured = [dict(group) for group in self.built_with]
         """The hyper-parameters of the run that this one goes on from, as far as they have won."""
+        self.own_decay = frozenset(i for i, item in enumerate(each for each in items if isinstance(each, dict))
+                                   if "weight_decay" in item)
+        """The groups, by index, that say for themselves what their weight decay is."""
         # Groups whose lr would be Muon's, too, though nobody said so.
         self._one_rate_for_both = {} if config.matrix.takes_rate_of_adamw else {
             i: item["lr"] for i, item in enumerate(item for item in items if isinstance(item, dict))
             if "lr" in item and "muon_lr" not in item and "use_muon" not in item}
 
+    def groups_now(self) -> list[dict[str, Any]]:
+        """What the next step takes of the groups: what they say, and ``configured_lr``, where their ``lr`` stood before
+        any schedule, in this run or in the one that it goes on from."""
+        return [{**{key: group[key] for key in HYPER_KEYS}, "configured_lr": known["lr"]}
+                for group, known in zip(self.param_groups, self.configured, strict=True)]
+
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
-        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, and a schedule that makes
-        rates of two kinds what nobody chose.
+        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, a schedule that makes rates
+        of two kinds what nobody chose, and a bound that is above its rate.
 
         Raises:
-            ConfigError: unless ``scale_mode`` is "match_rms_adamw", with which one rate is right for both.
+            ConfigError: not the first two where ``scale_mode`` is "match_rms_adamw": one rate is right for both then.
         """
         used: dict[int, set[str]] = {}
         for route in routes.values():
@@ -86,7 +95,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 lr = self._one_rate_for_both[route.group]
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
                                   f"matrices ({route.name}), and {self.config.matrix.rule.capitalize()}'s rate is far "
-                                  f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(self.config.matrix)}")
+                                  f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}"
+                                  f"{way_to_one_rate(self.config.matrix)}")
+        check_floors(routes, self.groups_now())
         check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
     def restore_groups(self) -> None:

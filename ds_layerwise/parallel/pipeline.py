@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS
+from ds_layerwise.plan.matching import matched
 from ds_layerwise.plan.routes import Route, require_a_matrix
 from ds_layerwise.ranks import comm
+from ds_layerwise.recipes.overrides import Override
+from ds_layerwise.routing.facts import facts_of
 from ds_layerwise.routing.rules import Elsewhere, has_matrices, tables_and_linears
 
 
@@ -55,19 +58,24 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
                           "(partition_method), or into fewer stages")
 
 
-def elsewhere(model: nn.Module, group: comm.Group) -> Elsewhere | None:
+def elsewhere(model: nn.Module, group: comm.Group, overrides: Sequence[Override] = ()) -> Elsewhere | None:
     """What the other stages hold; None where ``model`` is whole.
 
     Args:
         group: the ranks with the other stages, in the order of the stages.
+
+    Raises:
+        RoutingError: on every rank, if on any a condition of an override cannot be answered.
     """
     if not isinstance(model, PipelineModule):
         return None
     tied: frozenset[Tensor] = frozenset(model._recursive_getattr(model.tied_modules[key], name)
                                         for key, names in model.tied_weight_attrs.items() for name in names)
     tables, linears = tables_and_linears(model, leave_out=tied)
-    names = [name for name, param in model.named_parameters() if param.requires_grad and param.numel()]
-    stages = comm.gather_objects((tables, bool(linears), names, any(p.numel() for p in model.parameters()),
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad and param.numel()}
+    with comm.Alike(None):
+        used = matched((each for called in facts_of(model, trained, overrides).values() for each in called), overrides)
+    stages = comm.gather_objects((tables, bool(linears), used, any(p.numel() for p in model.parameters()),
                                   has_matrices(model, leave_out=tied)), group=group)
     here = comm.rank_of(group)
     later = stages[here + 1:]
@@ -75,7 +83,7 @@ def elsewhere(model: nn.Module, group: comm.Group) -> Elsewhere | None:
                      linear_after=any(has_linear for _, has_linear, *_ in later), tied=tied,
                      followed=any(stage[3] for stage in later) or _tied_after(model, linears),
                      has_matrices=any(stage[4] for i, stage in enumerate(stages) if i != here),
-                     names=frozenset(name for stage in stages for name in stage[2]))
+                     matched=frozenset().union(*(stage[2] for stage in stages)))
 
 
 def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) -> bool:

@@ -14,7 +14,8 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
     """For each of ``specs`` in their order, what becomes of it.
 
     Args:
-        groups: the parameter groups, with ``weight_decay``, ``matrix_lr_ratio`` and ``scalar_lr_ratio``.
+        groups: the parameter groups, with ``weight_decay``, ``configured_lr``, ``matrix_lr_ratio`` and
+            ``scalar_lr_ratio``.
     """
     owner = {slot.name: bucket.owner(slot) for bucket in layout.buckets if bucket.whole for slot in bucket.slots}
     rows = []
@@ -28,7 +29,7 @@ def listed(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layo
             "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
             "parts": {} if route.parts is None else {name: list(seen) for name, seen in route.seen(spec.numel).items()},
             "weight_decay": decay, "weight_decay_summary": route.recipe.decay_summary(),
-            "lr_ratio": group[route.recipe.lr_ratio] * route.lr_scale, "owner": owner.get(spec.name)})
+            "lr_ratio": route.lr_ratio(group), "min_lr": route.min_lr, "owner": owner.get(spec.name)})
     return rows
 
 

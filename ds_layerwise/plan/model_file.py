@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from os import PathLike
@@ -23,14 +23,15 @@ from typing import Any, Literal, cast, get_args
 
 import yaml
 
-from ds_layerwise.config import Override, Recipes
+from ds_layerwise.config import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError, unknown_key
+from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.matching import overrides_by_name
 from ds_layerwise.plan.routes import (
     Route,
     forced_matrix_shape,
-    overrides_by_name,
     parts_of,
     recipe_named,
     require_a_matrix,
@@ -38,8 +39,10 @@ from ds_layerwise.plan.routes import (
     with_heads,
     with_parts,
 )
+from ds_layerwise.recipes.conditions import Facts
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.newton_schulz import NsMethod
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.parts import Split, as_one_change, checked_split
 from ds_layerwise.recipes.settings import Count, check
 
@@ -156,7 +159,8 @@ def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", meth
 
 
 def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = (), *,
-                per_head: bool = False, auto_split: bool = True, recipes: Recipes = Recipes()) -> dict[str, Route]:
+                per_head: bool = False, auto_split: bool = True, recipes: Recipes = Recipes(),
+                by_kind: ByKind = ByKind()) -> dict[str, Route]:
     """Where each of ``params`` goes: where its file says, unless an override names an optimizer.
 
     Args:
@@ -166,14 +170,16 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         RoutingError: an override matches nothing, contradicts another one or asks for what a shape does not allow,
             no parameter at all goes to the matrix optimizer, or ``per_head`` without an override that names a number of
             heads, which a file does not have.
+        ConfigError: names and shapes do not say for which parameters a key is.
     """
+    _refuse_what_a_file_does_not_say(overrides, by_kind)
     if per_head and not any(override.num_heads or override.split for override in overrides):
         raise RoutingError("optimizer.params.per_head_muon is true, but a model file does not have the number of "
                            "heads; name the projections in layerwise.overrides with num_heads")
-    merged = overrides_by_name([param.name for param in params], overrides)
+    merged = overrides_by_name({p.name: [Facts(name=p.name, shape=p.shape)] for p in params}, overrides)
     routes: dict[str, Route] = {}
     for param in params:
-        mine = merged[param.name]
+        mine = merged[param.name].values
         wanted = mine.get("optimizer")
         recipe = recipe_named(wanted or param.optimizer, recipes, mine)
         reason = "layerwise.overrides" if wanted else "model file"
@@ -181,13 +187,36 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
                       by_user=wanted is not None, transposed=param.transposed,
                       sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1)
-        route = with_heads(with_changes(route, mine, recipes), mine.get("num_heads"), explicit=True)
+        route = by_kind.decayed(with_changes(route, mine, recipes), param.shape)
+        route = with_heads(route, mine.get("num_heads"), explicit=True)
         known = param.split if auto_split and route.whole and "num_heads" not in mine else None
         if (split := mine.get("split", known)) is not None:
             route = with_parts(route, parts_of(route, split, outputs=-1 if param.transposed else -2))
         routes[param.name] = route
     require_a_matrix(routes.values())
     return routes
+
+
+def refuse_conditions(overrides: Sequence[Override], keys: Collection[str], *, why: str) -> None:
+    """Refuse conditions that cannot be answered before there is a run.
+
+    Raises:
+        ConfigError: an override has one of ``keys``; names it, its value and ``why``.
+    """
+    for index, override in enumerate(overrides):
+        for key, value in override.given().items():
+            if key in keys:
+                raise ConfigError(f"{override.label(index)}.{key} is {value!r}, and {why}; plan without the entry, or "
+                                  "name the parameters")
+
+
+def _refuse_what_a_file_does_not_say(overrides: Sequence[Override], by_kind: ByKind) -> None:
+    refuse_conditions(overrides, Override.OF_THE_MODEL, why="names and shapes alone do not say which parameters those "
+                      "are")
+    if key := by_kind.asks_for_tables():
+        raise ConfigError(f"layerwise.{key} is {getattr(by_kind, key):g}, and names and shapes alone do not say which "
+                          "parameters are embeddings and output heads; plan without it, or name them in "
+                          "layerwise.overrides")
 
 
 def deal_out_experts(params: Sequence[tuple[str, tuple[int, ...]]],

@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.settings import NonNegative, check
 
 #: The key with the rate that a scheduler leads up to, or starts from, instead of the groups' ``lr``; what it is where
@@ -21,6 +22,22 @@ PEAKS: dict[str, tuple[str, float | None]] = {
     "OneCycleLR": ("max_lr", None),
     "CyclicLR": ("max_lr", None),
 }
+
+
+def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a ``min_lr`` above the rate that it is for: no schedule would ever move that.
+
+    Args:
+        groups: the parameter groups, each with ``configured_lr`` and the two ratios.
+
+    Raises:
+        ConfigError: names the parameter and both rates.
+    """
+    for name, route in routes.items():
+        lr = route.configured_lr(groups[route.group])
+        if route.min_lr is not None and route.min_lr > lr:
+            raise ConfigError(f"{name}: min_lr is {route.min_lr:g}, above its learning rate, which is {lr:g}; lower "
+                              "min_lr, or give lr beside it")
 
 
 def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: OptimizerConfig, *,

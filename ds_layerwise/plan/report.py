@@ -12,13 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config import Hyper, OptimizerConfig
 from ds_layerwise.plan.cost import max_over_mean
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.prediction import Prediction
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import MAX_UNDER_WAY, WireTime
+from ds_layerwise.recipes.presets import PRESETS
 from ds_layerwise.recipes.recipe import Recipe
 
 _WIDTH, _PLAN_WIDTH = 110, 160
@@ -31,7 +32,8 @@ def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], fore
 
     Args:
         forecast: for exactly these ``specs``.
-        groups: the parameter groups, with what the next step uses; without any, one as ``optimizer`` says.
+        groups: the parameter groups, with what the next step uses and ``configured_lr``; without any, one as
+            ``optimizer`` says.
         without_effect: keys of the config that are accepted, but change nothing.
         products: what recipes multiply matrices in, where a device is there to say.
     """
@@ -169,8 +171,7 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
           groups: Sequence[Mapping[str, Any]], without_effect: Sequence[str],
           products: Mapping[Recipe, str]) -> list[Table | str]:
     """What trains which parameters, with which rates."""
-    groups = groups or [{key: getattr(chosen, key) for key in (
-        "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}]
+    groups = groups or [chosen.group()]
     used = [groups[i] for i in sorted({route.group for route in routes.values()})]
 
     def text(recipe: Recipe, key: str) -> str:
@@ -183,8 +184,19 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
     lines = [f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
              f"{f', matrix products in {products[recipe]}' if recipe in products else ''}"
              for recipe in _recipes(routes, specs)]
-    told = [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
+    told = [f"preset {chosen.preset}: {_preset(chosen)}"] if chosen.preset else []
+    told += [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
     return [_parameters(routes, specs, chosen, groups), "; ".join(lines), *told]
+
+
+def _preset(chosen: OptimizerConfig) -> str:
+    """What a preset has given, and what the config says itself in its place."""
+    given = {**chosen.for_the_run(), **{key: getattr(chosen, key) for key in Hyper.keys()}}
+    own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
+    told = ", ".join(f"{key} {list(given[key]) if isinstance(given[key], tuple) else given[key]}"
+                     for key in chosen.from_preset)
+    left_out = f"; without its {', '.join(own)}, where the config has its own" if own else ""
+    return f"{told or 'nothing'}{left_out}"
 
 
 def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Recipe]:

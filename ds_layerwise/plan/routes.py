@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from ds_layerwise.config import Override, Recipes
+from ds_layerwise.config import Recipes
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.recipes.any_torch import is_path
 from ds_layerwise.recipes.parts import Parts, Split
@@ -41,6 +40,10 @@ class Route:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     lr_scale: float = 1.0
+    lr: float | None = None
+    """Replaces the rate that it would have while its group's ``lr`` stands at its configured value, if set."""
+    min_lr: float | None = None
+    """What no schedule takes its rate below."""
     is_cut: bool = False
     """Whether tensor-parallel peers have other parts of the parameter, and not copies."""
     by_user: bool = False
@@ -91,12 +94,19 @@ class Route:
         """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that.
 
         Numbers are Python's own, whatever a schedule has put into the group.
+
+        Args:
+            group: with ``configured_lr``, where its ``lr`` stood before any schedule.
         """
         own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "eps")}
         betas = group["betas"] if self.betas is None else self.betas
         if self.recipe.own_weight_decay is not None:
             own["weight_decay"] = self.recipe.own_weight_decay
-        return {"lr": float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale,
+        if self.lr is None:
+            lr = float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
+        else:
+            lr = self.lr * (float(group["lr"]) / float(group["configured_lr"]))
+        return {"lr": lr if self.min_lr is None else max(lr, self.min_lr),
                 **{key: float(group[key] if value is None else value) for key, value in own.items()},
                 "betas": tuple(float(beta) for beta in betas)}
 
@@ -105,6 +115,18 @@ class Route:
         """Bytes that its update copies parts of it into; see :meth:`.recipes.parts.Parts.copied`."""
         parts, shape = self.parts, self.matrix_shape
         return 0 if parts is None or shape is None else parts.copied(self.recipe, shape)
+
+    def configured_lr(self, group: Mapping[str, Any]) -> float:
+        """Its rate while ``lr`` of ``group``, its parameter group, stands at its configured value."""
+        if self.lr is not None:
+            return self.lr
+        return float(group["configured_lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
+
+    def lr_ratio(self, group: Mapping[str, Any]) -> float:
+        """What ``lr`` of ``group``, its parameter group, is multiplied with."""
+        if self.lr is not None:
+            return self.lr / float(group["configured_lr"])
+        return float(group[self.recipe.lr_ratio]) * self.lr_scale
 
     @property
     def by_columns(self) -> bool:
@@ -123,54 +145,6 @@ class Route:
 def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
     """The shape of matrices of which each of ``size`` ranks has a part of ``shape``; None: ``shape`` itself."""
     return tuple(n * size if axis is not None and i == len(shape) + axis else n for i, n in enumerate(shape))
-
-
-def overrides_by_name(names: Collection[str], overrides: Sequence[Override], *, elsewhere: Collection[str] = (),
-                      experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, dict[str, Any]]:
-    """For each of ``names``, the keys that overrides set for it.
-
-    Args:
-        elsewhere: more names that an override may be for.
-        experts: by name, what the experts are called that go by it on one rank or another, counted over all ranks;
-            overrides are for those names, so that they mean the same experts however many ranks share them.
-
-    Raises:
-        RoutingError: an override that is not optional matches no name, one contradicts another, or they are for some of
-            the experts that go by one name.
-    """
-    called = {name: (experts or {}).get(name, (name,)) for name in names}
-    known = {each for own in called.values() for each in own}.union(elsewhere)
-    for index, override in enumerate(overrides):
-        if not override.optional and not any(fnmatchcase(name, override.name) for name in known):
-            raise RoutingError(f"layerwise.overrides[{index}] ({override.name!r}) matches no trainable parameter; is "
-                               "the pattern misspelled? With \"optional\": true it may match none")
-    return {name: _alike({each: _merge(each, [(i, o) for i, o in enumerate(overrides) if fnmatchcase(each, o.name)])
-                          for each in own}) for name, own in called.items()}
-
-
-def _alike(merged: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is set for all of ``merged``, experts that go by one name."""
-    (first, wanted), *others = merged.items()
-    for name, mine in others:
-        for key in wanted.keys() | mine.keys():
-            if wanted.get(key) != mine.get(key):
-                one, other = (first, name) if key in wanted else (name, first)
-                raise RoutingError(f"{one}: layerwise.overrides sets {key} to {merged[one][key]!r}, and for {other} to "
-                                   f"{merged[other].get(key, 'nothing')!r}; the two are experts that go by one name, "
-                                   "on different ranks, and are trained alike: give both the same")
-    return wanted
-
-
-def _merge(name: str, overrides: Sequence[tuple[int, Override]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    origin: dict[str, int] = {}
-    for index, override in overrides:
-        for key, value in override.changes().items():
-            if merged.get(key, value) != value:
-                raise RoutingError(f"{name}: layerwise.overrides[{origin[key]}] sets {key} to {merged[key]!r} and "
-                                   f"layerwise.overrides[{index}] to {value!r}; narrow one of the patterns")
-            merged[key], origin[key] = value, index
-    return merged
 
 
 def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Recipe:
@@ -214,7 +188,7 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
                 if key not in (*_OF_ROUTES, "optimizer", "num_heads", "split")}
     recipe = route.recipe
     takes = (*(key for key in recipe.keys() if key not in Recipe.keys()), *recipe.hyper, "weight_decay",
-             *Recipe.keys(), "lr_scale")
+             *Recipe.keys(), "lr", "lr_scale", "min_lr")
     for key in (*settings, *own):
         if key not in takes:
             raise RoutingError(f"layerwise.overrides sets {key} for {route.name}, which goes to {recipe.rule} "
@@ -223,12 +197,12 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     if settings:
         recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
     of_the_run = recipes.matrix if recipe.lr_ratio == "matrix_lr_ratio" else recipes.scalar
-    if recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw and "lr_scale" not in changes and (
+    if recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw and not {"lr", "lr_scale"} & changes.keys() and (
             settings or "optimizer" in changes):
         raise RoutingError(f"layerwise.overrides sets {', '.join(settings) or 'optimizer'} for {route.name}, which "
                            f"takes a learning rate of another size than the run's {of_the_run.rule}: "
                            f"{'AdamW' if recipe.takes_rate_of_adamw else 'Muon'}'s; give the entry lr_scale, too, "
-                           "which multiplies the rate that it has")
+                           "which multiplies the rate that it has, or lr")
     decay = recipe.own_weight_decay
     if decay is not None and own.get("weight_decay", decay) != decay:
         raise RoutingError(f"layerwise.overrides sets weight_decay to {own['weight_decay']:g} for {route.name}, but "
@@ -238,7 +212,7 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
 
 
 #: What overrides change of a route itself.
-_OF_ROUTES = ("weight_decay", "lr_scale", "momentum", "betas", "eps")
+_OF_ROUTES = ("weight_decay", "lr", "lr_scale", "min_lr", "momentum", "betas", "eps")
 
 
 def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple[int, ...]:

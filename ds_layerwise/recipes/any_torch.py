@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from types import new_class
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -125,6 +125,12 @@ class ElementTorch(AnyTorch):
 
 #: What a config may say for the name of an optimizer, beside those of the registry.
 Path = Annotated[str, Field(pattern=PATH, json_schema_extra={"expects": "the path of a class, package.module:Class"})]
+
+
+@lru_cache(maxsize=None)
+def any_of(*named: str) -> Any:
+    """The type of a key that takes one of ``named``, or the path of a class."""
+    return Literal[named] | Path
 
 
 def is_path(name: object) -> bool:

@@ -135,17 +135,22 @@ def _translated(where: str, values: Any, error: ValidationError, schema: Mapping
         path = path[:-1]
     name = where
     for part in path:
+        if (inside := _inside(schema, part)) is None:
+            break
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
-        values, schema = values[part], _inside(schema, part)
+        values, schema = values[part], inside
     return ConfigError(f"{name} must be {_expected(schema, values, first['type'])}, got {plain(values)!r}")
 
 
-def _inside(schema: Mapping[str, Any], part: int | str) -> Mapping[str, Any]:
+def _inside(schema: Mapping[str, Any], part: int | str) -> Mapping[str, Any] | None:
+    """The schema of one part of what ``schema`` is of; None where that is not told."""
     if isinstance(part, str):
         inner: Mapping[str, Any] = schema["properties"][part]
         return inner
     branches = schema.get("anyOf", [schema])
-    array = next(branch for branch in branches if branch.get("type") == "array")
+    array = next((branch for branch in branches if branch.get("type") == "array"), None)
+    if array is None:
+        return None
     prefix = array.get("prefixItems", ())
     return prefix[part] if part < len(prefix) else array.get("items", {})  # type: ignore[no-any-return]
 

@@ -38,17 +38,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config import Override, Recipes
+from ds_layerwise.config import Recipes
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.plan.by_kind import ByKind
+from ds_layerwise.plan.matching import overrides_by_name
 from ds_layerwise.plan.routes import (
     Route,
     forced_matrix_shape,
-    overrides_by_name,
     recipe_named,
     require_a_matrix,
     with_changes,
 )
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.routing.facts import facts_of, holders_of
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut
@@ -83,8 +86,8 @@ class Elsewhere:
     """Whether another stage has matrices."""
     tied: frozenset[Tensor]
     """The weights here that another layer uses, too, wherever that is."""
-    names: frozenset[str]
-    """The trainable parameters of all stages."""
+    matched: frozenset[int]
+    """The overrides, by index, that are for a trainable parameter of some stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,8 @@ class _Home:
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
                      overrides: Sequence[Override] = (), per_head: bool = False, auto_split: bool = True,
                      recipes: Recipes = Recipes(), tp_size: int = 1, tp_rank: int = 0,
-                     elsewhere: Elsewhere | None = None,
-                     experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, Route]:
+                     elsewhere: Elsewhere | None = None, experts: Mapping[str, Sequence[str]] | None = None,
+                     by_kind: ByKind = ByKind(), own_decay: Collection[int] = ()) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
@@ -110,7 +113,8 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         recipes: what the run does with matrices, and with the rest.
         tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count if there are two.
         tp_rank: which of them this is.
-        experts: see :func:`.plan.routes.overrides_by_name`.
+        experts: see :func:`.routing.facts.facts_of`.
+        own_decay: the parameter groups, by index, that say for themselves what their weight decay is.
 
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
@@ -129,23 +133,23 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
     holders = {name: homes[name].modules[0][1] for name in trained}
-    merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else (), experts=experts)
+    merged = overrides_by_name(facts_of(model, trained, overrides, tp_size=tp_size, experts=experts), overrides,
+                               elsewhere=elsewhere.matched if elsewhere else ())
     routes: dict[str, Route] = {}
     for name, param in trained.items():
-        if param.dtype not in _FLOATS:
-            raise RoutingError(f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
-                               "float16); freeze it or convert it")
-        if any(getattr(module, "sparse", False) is True for _, module in homes[name].modules):
-            raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
-                               "shards; build it with sparse=False")
-        mine = merged[name]
+        _check_trainable(name, param, homes[name])
+        if _table_or_head(param, homes[name]):
+            by_kind.change_table(merged[name])
+        mine = merged[name].values
         wanted = _wanted(param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes)
         route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
                         transposed=is_transposed(holders[name], param))
+        route = by_kind.decayed(route, tuple(param.shape), own_decay=route.group in own_decay)
         route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
         routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
-    config, named = getattr(model, "config", None), {n for n in trained if not merged[n].keys().isdisjoint(_CUTS)}
+    config = getattr(model, "config", None)
+    named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
     if auto_split:
         routes = split_known(config, routes, trained, holders, tensor, named=named, per_head=per_head)
     if per_head:
@@ -153,6 +157,15 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes
+
+
+def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
+    if param.dtype not in _FLOATS:
+        raise RoutingError(f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
+                           "float16); freeze it or convert it")
+    if any(getattr(module, "sparse", False) is True for _, module in home.modules):
+        raise RoutingError(f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
+                           "shards; build it with sparse=False")
 
 
 def _wanted(param: Tensor, changes: Mapping[str, Any], group: int, of_group: bool | None,
@@ -239,11 +252,7 @@ def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int,
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
     """For each parameter name, the modules that hold it and whether it is an output head."""
-    holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders.setdefault(param, []).append((path, module))
+    holders = holders_of(model)
     heads = dict(_heads(model, elsewhere))
     return {name: _Home(tuple(holders[param]), heads.get(param)) for name, param in model.named_parameters()}
 

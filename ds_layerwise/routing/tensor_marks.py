@@ -42,6 +42,16 @@ def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: in
     return None if dim < rows else -2 if dim == rows else -1
 
 
+def whole_dims(name: str, param: Tensor, tp_size: int) -> tuple[int, ...]:
+    """The shape that ``param`` had before it was cut.
+
+    Raises:
+        RoutingError: as :func:`axis_of` does.
+    """
+    dim = _dim_of(name, param, tp_size)
+    return tuple(size * tp_size if axis == dim else size for axis, size in enumerate(param.shape))
+
+
 def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     meta: dict[str, Any] | None = getattr(param, AUTOTP_META, None)
     if meta is None:

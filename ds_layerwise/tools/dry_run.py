@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
@@ -15,7 +16,7 @@ from ds_layerwise.plan.links import links_of_run
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
-from ds_layerwise.plan.rates import check_peaks
+from ds_layerwise.plan.rates import check_floors, check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.ways import Reduction, reduction_of_run
@@ -62,22 +63,22 @@ class DryRun:
                              where="links" if links else "layerwise.links")
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks.on_host)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
+        by_kind = ByKind.of(run.optimizer, run.layerwise)
         if hf is not None:
             shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes,
-                                                auto_split=run.layerwise.auto_split)
+                                                auto_split=run.layerwise.auto_split, by_kind=by_kind)
         else:
             params = load_model(path)
             shapes = [(p.name, p.shape) for p in params]
             routes = route_model(params, overrides, per_head=per_head, recipes=recipes,
-                                 auto_split=run.layerwise.auto_split)
+                                 auto_split=run.layerwise.auto_split, by_kind=by_kind)
         in_use = {route.recipe for route in routes.values()}
         if any(recipe != type(recipe)() for recipe in in_use):
             # What only the rules know of their settings takes torch to find out.
             from ds_layerwise.optimizers.registry import check_recipes
             check_recipes(in_use)
-        chosen = run.optimizer
-        check_peaks(filled.get("scheduler"), [{"lr": chosen.lr, "matrix_lr_ratio": chosen.matrix_lr_ratio,
-                                               "scalar_lr_ratio": chosen.scalar_lr_ratio}], chosen,
+        check_floors(routes, [run.optimizer.group()])
+        check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
         shapes, experts = deal_out_experts(shapes, ep_size)
         routes = {name: routes[name] for name, _ in shapes if name in routes}
@@ -88,10 +89,7 @@ class DryRun:
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
-        chosen = self.run.optimizer
-        group = {"weight_decay": chosen.weight_decay, "matrix_lr_ratio": chosen.matrix_lr_ratio,
-                 "scalar_lr_ratio": chosen.scalar_lr_ratio}
-        return listed(self.routes, self.specs, plan.layout, [group])
+        return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
 def _read(given: Mapping[str, Any]) -> RunConfig:

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ds_layerwise.config import Override, Recipes
+from ds_layerwise.config import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.plan.by_kind import ByKind
+from ds_layerwise.plan.model_file import refuse_conditions
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.overrides import Override
 
 #: What constructors of models raise at values that they do not expect.
 _FROM_OTHERS = (ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
@@ -54,14 +57,17 @@ class HfShapes:
         self.hidden_size: int | None = size if isinstance(size, int) else None
 
     def route(self, overrides: Sequence[Override], *, per_head: bool, auto_split: bool = True,
-              recipes: Recipes = Recipes()) -> dict[str, Route]:
+              recipes: Recipes = Recipes(), by_kind: ByKind = ByKind()) -> dict[str, Route]:
         """Where each parameter goes, as in training with all of them in one group.
 
         Raises:
             RoutingError: as :func:`.routing.rules.route_parameters` does.
+            ConfigError: an override asks for an attribute, which a script sets on parameters.
         """
+        refuse_conditions(overrides, ("attr",), why="a config.json does not say which attributes a script gives to "
+                          "parameters")
         from ds_layerwise.routing.rules import route_parameters
         if not self.params:
             raise RoutingError("the model has no parameters")
         return route_parameters(self.model, [{"params": list(self.model.parameters())}], overrides=overrides,
-                                per_head=per_head, auto_split=auto_split, recipes=recipes)
+                                per_head=per_head, auto_split=auto_split, recipes=recipes, by_kind=by_kind)

@@ -251,12 +251,13 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             return
         self.progress.updates += 1
         left, late = list(range(len(self.layout.buckets))), self._param_sync.may_be_late()
+        groups = self.optimizer.groups_now()
         with timed(timers, "optimizer_step"):
             with self.interrupted.at(self.progress.updates), self._owned.host:
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):
-                        self._owned.update(left[-1], self.param_groups, factor, leave_out=frozen)
+                        self._owned.update(left[-1], groups, factor, leave_out=frozen)
                     self._param_sync.launch(left.pop())
                 self.optimizer.mark_step()
         if self.interrupted:
@@ -343,10 +344,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def load_state_dict_from_file(self, path: str | os.PathLike[str], *, states: bool = True) -> None:
         """Take over what :meth:`save_state_dict_to_file` wrote, in a run of any size; ``states=False``: weights alone.
-
-        Raises:
-            LayerWiseError: on every rank, if the file is not there on one, is damaged, or does not fit.
-        """
+        All ranks raise LayerWiseError if one lacks the file, or it is damaged, or does not fit."""
         self.checkpoint_event_prologue()
         self.checkpointing.load_file(Path(path), states=states)
 
@@ -374,6 +372,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
         return start_up.table(self._planned, self.settings, self.forecast(), self.optimizer, self._products)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Every parameter's route; see :func:`.plan.listing.listed`."""
+        return start_up.routes(self._planned, self.optimizer)
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""

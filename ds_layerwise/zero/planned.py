@@ -14,6 +14,7 @@ from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
+from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import links_of_run
@@ -59,7 +60,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     Raises:
         RoutingError, ConfigError, LayoutError: on every rank alike.
     """
-    rules, elsewhere = optimizer.config, pipeline.elsewhere(model, settings.model_group)
+    rules, elsewhere = optimizer.config, pipeline.elsewhere(
+        model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
     with comm.Alike(None):
@@ -68,7 +70,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         routes = route_parameters(model, optimizer.param_groups, overrides=config.overrides,
                                   per_head=rules.per_head_muon, auto_split=config.auto_split, recipes=rules.recipes,
                                   tp_size=tp_size, tp_rank=comm.rank_of(settings.tensor_group) if tp_size > 1 else 0,
-                                  elsewhere=elsewhere, experts=names)
+                                  elsewhere=elsewhere, experts=names, by_kind=ByKind.of(rules, config),
+                                  own_decay=optimizer.own_decay)
         optimizer.require_chosen_rates(routes)
         trained = {name: param for name, param in model.named_parameters() if name in routes}
         specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.plan.forecast import Forecast
+from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
 from ds_layerwise.zero.planned import Planned
@@ -25,10 +28,15 @@ def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None) -> 
                        reduction=planned.reduction, host_ratio=settings.host_ratio)
 
 
+def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:
+    """Every parameter's route; see :func:`.plan.listing.listed`."""
+    return listed(planned.routes, planned.specs, planned.layout, optimizer.groups_now())
+
+
 def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: LayerWiseOptimizer,
           products: Products) -> str:
     """Who trains what and why, and what it ``costs`` each rank."""
     told = {recipe: products.told(recipe) for recipe in {route.recipe for route in planned.routes.values()}}
-    return start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.param_groups,
+    return start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
                           without_effect=settings.without_effect,
                           products={recipe: text for recipe, text in told.items() if text is not None})

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config import Override
 from ds_layerwise.plan.routes import Route, parts_of
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.parts import Parts
 from tests.support.reference import whole_number_gradients
 

@@ -51,7 +51,8 @@ MATRICES = {"square.weight": (1, 12, 12), "tall.weight": (1, 40, 12), "flat.weig
 #: Where parameters differ in kind: tied, frozen, unused, empty and non-contiguous ones.
 VARIANTS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}, "odd": {"odd": True}}
 
-MUON = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "ns_method": "standard", "ns_dtype": "fp32"}
+MUON = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "decay_vectors": True, "ns_method": "standard",
+        "ns_dtype": "fp32"}
 
 
 def recipe_for(module, **kwargs):

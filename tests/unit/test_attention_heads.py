@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
 

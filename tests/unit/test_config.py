@@ -127,7 +127,7 @@ def test_what_to_do_at_a_load():
     ({"alignment": 0}, "layerwise.alignment must be a whole number of at least 1"),
     ({"overlap_param_gather": "yes"}, "overlap_param_gather must be true or false"),
     ({"overrides": {}}, "overrides must be a list"),
-    ({"overrides": [{"weight_decay": 0.0}]}, r"overrides\[0\].name must be a glob"),
+    ({"overrides": [{"weight_decay": 0.0}]}, r"overrides\[0\] has no condition; give it one of name, regex"),
     ({"overrides": [{"name": "*"}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
     ({"overrides": [{"name": "*", "optional": True}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
     ({"overrides": [{"name": "*", "optional": 1, "lr_scale": 2}]}, r"overrides\[0\].optional must be true or false"),
@@ -242,7 +242,9 @@ def test_the_schema_takes_auto_where_a_trainer_fills_it_in():
     {"ns_steps": 0}, {"ns_steps": 2.0}, {"ns_coefficients": "quintic"}, {"ns_coefficients": []},
     {"ns_coefficients": [[1, 2, 3]]}, {"ns_coefficients": [[1, 2]]}, {"scale_mode": "spectral"}, {"scale_mode": "x"},
     {"nesterov": 1}, {"torch_adam": False}, {"foreach": True}, {"adam_w_mode": False}, {"momentun": 0.9},
-    {"scalar_optimizer": "lion"}, {"scalar_optimizer": "muon"}, {"muon_tp_mode": "blockwise"})] + [
+    {"scalar_optimizer": "lion"}, {"scalar_optimizer": "muon"}, {"muon_tp_mode": "blockwise"}, {"preset": "kimi"},
+    {"preset": "other"}, {"preset": None}, {"decay_vectors": True}, {"decay_vectors": "yes"},
+    {"scalar_weight_decay": 0.1}, {"scalar_weight_decay": None}, {"scalar_weight_decay": -1})] + [
     {"params": {}, "legacy_fusion": False}, {"params": {}, "legacy_fusion": True}, {"parms": {}}])
 def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
     section = {"type": "LayerWise", **section}
@@ -266,7 +268,17 @@ def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
             {"split": {"q": {"size": 4, "heads": 2}}, "split_axis": "in", "split_groups": 2}, {"split": {"q": 0}},
             {"split": {"q": {"heads": 2}}}, {"split": {"q": {"size": 4, "heads": None}}}, {"split": {"q.k": 3}},
             {"split": 3}, {"split": None}, {"split": {"q": 3}, "split_axis": "rows"},
-            {"split": {"q": 3}, "split_groups": 0}))])
+            {"split": {"q": 3}, "split_groups": 0},
+            {"lr": 0.1, "min_lr": 0}, {"lr": -1},
+            {"min_lr": None}, {"lr": 1, "key": 1}, *({"lr": 1, **conditions} for conditions in (
+                {"name": ["a", "b"]}, {"name": []}, {"name": None}, {"name": [1]}, {"module": "Linear"}, {"module": 3},
+                {"ndim": 2}, {"ndim": [1, 2]}, {"ndim": []}, {"ndim": -1}, {"ndim": None}, {"ndim": 2.0},
+                {"shape": [None, 3]}, {"shape": [[None, 3], [4]]}, {"shape": []}, {"shape": 3}, {"shape": ["a"]},
+                {"shape": [-1]}, {"min_elements": 0}, {"min_elements": -1}, {"min_elements": [1]}, {"attr": "a"},
+                {"attr": ["a", "b"]}, {"attr": True}, {"regex": ["a.*", "b"]}, {"regex": 1}, {"modul": "Linear"})))),
+    {"overrides": [{"module": "Linear", "lr": 1}]}, {"decoupled_lr": 0.1}, {"decoupled_lr": -1},
+    {"decoupled_min_lr": None}, {"apply_wd_to_qk_layernorm": True}, {"apply_wd_to_qk_layernorm": 1},
+    {"dump_param_map": "map.json"}, {"dump_param_map": ""}, {"dump_param_map": 1}])
 def test_the_schema_takes_of_layerwise_what_training_takes(section):
     try:
         LayerWiseConfig.from_section(section)

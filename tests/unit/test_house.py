@@ -34,12 +34,14 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "adafactor any_torch elementwise kronecker parts update_hooks",
-                "orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry"),
-    "plan": ("shards", "config_file ds_config layout links owners rates routes",
-             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
-             "report"),
-    "routing": ("tensor_marks", "heads", "parts", "rules"),
+    "recipes": ("settings newton_schulz", "conditions recipe",
+                "adafactor any_torch elementwise kronecker param_keys parts update_hooks",
+                "orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
+                "overrides presets"),
+    "plan": ("shards", "config_file ds_config layout links matching owners routes",
+             "by_kind drafts hosting listing rates run_config", "rows ways", "planner", "cost", "forecast",
+             "model_file prediction", "report"),
+    "routing": ("tensor_marks", "facts heads", "parts", "rules"),
     "orthogonalize": ("batching parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder one_file tags", "untrained"),
@@ -52,8 +54,8 @@ INSIDE = {
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings skipped "
              "state_access takeover", "engine_protocol planned products unfinished", "before_update load start_up",
-             "checkpointing", "optimizer"),
-    "engine": ("as_bytes lookup", "contract", "loading patches saving", "wraps", "register"),
+             "checkpointing", "optimizer", "param_map"),
+    "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 LR, STEPS, WARMUP = 4e-3, 8, 4
 
 #: Accelerate fills in no betas and no eps.
-PARAMS = {"betas": [0.8, 0.9], "eps": 1e-7, "ns_method": "standard", "ns_dtype": "fp32"}
+PARAMS = {"betas": [0.8, 0.9], "eps": 1e-7, "ns_method": "standard", "ns_dtype": "fp32", "decay_vectors": True}
 SCHEDULER = {"type": "WarmupLR", "params": {
     "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}}
 

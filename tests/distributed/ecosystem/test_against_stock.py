@@ -31,7 +31,8 @@ class TestSameLossCurve(DistributedTest):
         }
         if optimizer == "LayerWiseMuon":
             name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[ns_compute_dtype(ns_method)]
-            config["optimizer"]["params"] |= {"ns_dtype": name}
+            # Stock decays every parameter.
+            config["optimizer"]["params"] |= {"ns_dtype": name, "decay_vectors": True}
         engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
         losses = []
         for step in range(STEPS):

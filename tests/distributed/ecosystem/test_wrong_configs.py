@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -82,6 +82,30 @@ WRONG = [
      "layerwise.overrides[0].ns_stesp is not an option; did you mean 'ns_steps'?"),
     ("layerwise.overrides", [{"name": "*", "ns_steps": 0}],
      "layerwise.overrides[0].ns_steps must be a whole number of at least 1, got 0"),
+    (f"{PARAMS}.preset", "kimmi", "optimizer.params.preset must be one of 'kimi', 'keller_jordan', 'soap_muon_beyond'"),
+    (f"{PARAMS}.decay_vectors", 1, "optimizer.params.decay_vectors must be true or false, got 1"),
+    (f"{PARAMS}.scalar_weight_decay", -1, "optimizer.params.scalar_weight_decay must be in [0, inf), got -1"),
+    (f"{PARAMS}.decoupled_lr", 1, "optimizer.params.decoupled_lr is not an option; did you mean layerwise.decoupled"),
+    ("layerwise.decay_vectors", True, "layerwise.decay_vectors is not an option; did you mean optimizer.params.decay"),
+    ("layerwise.decoupled_lr", -1, "layerwise.decoupled_lr must be in [0, inf), got -1"),
+    ("layerwise.decoupled_min_lr", "auto", "layerwise.decoupled_min_lr is 'auto', and nothing filled it in"),
+    ("layerwise", {"decoupled_lr": 1, "decoupled_min_lr": 2}, "layerwise.decoupled_min_lr is 2, above layerwise.dec"),
+    ("layerwise.apply_wd_to_qk_layernorm", "no", "layerwise.apply_wd_to_qk_layernorm must be true or false, got 'no'"),
+    ("layerwise.dump_param_map", "", "layerwise.dump_param_map must be a text, got ''"),
+    ("layerwise.overrides", [{"lr": 1}], "layerwise.overrides[0] has no condition; give it one of name, regex, module"),
+    ("layerwise.overrides", [{"ndim": 2}], "layerwise.overrides[0] (ndim 2) overrides nothing; add one of optimizer"),
+    ("layerwise.overrides", [{"name": "*", "lr": 1, "lr_scale": 1}],
+     "layerwise.overrides[0].lr is 1 and layerwise.overrides[0].lr_scale 1: the first is the learning rate itself"),
+    ("layerwise.overrides", [{"name": "*", "lr": 1, "min_lr": 2}],
+     "layerwise.overrides[0].min_lr is 2, above layerwise.overrides[0].lr, which is 1"),
+    ("layerwise.overrides", [{"regex": "(", "lr": 1}],
+     "layerwise.overrides[0].regex must be a regular expression, got '('"),
+    ("layerwise.overrides", [{"shape": [None, "a"], "lr": 1}],
+     "layerwise.overrides[0].shape[1] must be a size, or null for any, got 'a'"),
+    ("layerwise.overrides", [{"min_elements": 5, "max_elements": 4, "lr": 1}],
+     "layerwise.overrides[0].min_elements is 5, more than max_elements, which is 4"),
+    ("layerwise.overrides", [{"modul": "Linear", "lr": 1}],
+     "layerwise.overrides[0].modul is not an option; did you mean 'module'?"),
     ("layerwise.overrides", [{"name": "*", "optimizer": "adm"}],
      "layerwise.overrides[0].optimizer must be one of 'matrix', 'scalar', 'muon', 'adamw'"),
     ("layer_wise", {}, "layer_wise is no section of the config; did you mean 'layerwise' at the top level?"),
@@ -111,8 +135,19 @@ WRONG = [
 ]
 
 
+#: What only matching finds, with both a model and a file of shapes.
+UNMET = [
+    ([{"ndim": 9, "lr": 1}], "layerwise.overrides[0] (ndim 9) matches no trainable parameter; is the pattern missp"),
+    ([{"ndim": 2, "weight_decay": 0}, {"ndim": [1, 2], "weight_decay": 1}],
+     ": layerwise.overrides[0] sets weight_decay to 0.0 and layerwise.overrides[1] to 1.0; narrow one of the two"),
+    ([{"ndim": 2, "lr": 1}, {"regex": ".*", "lr_scale": 2}],
+     ": layerwise.overrides[0] sets lr to 1 and layerwise.overrides[1] sets lr_scale to 2: the first is the learning"),
+    ([{"ndim": 1, "min_lr": 5}], ": min_lr is 5, above its learning rate, which is 0.003; lower min_lr, or give lr"),
+]
+
+
 def told(run):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises((ConfigError, RoutingError)) as error:
         run()
     return str(error.value)
 
@@ -129,3 +164,12 @@ class TestAlike(DistributedTest):
         planned = told(lambda: DryRun.of("gpt2-124m", tmp_path, [2]))
         assert re.match(re.escape(message), planned), planned
         assert told(lambda: start(Net(), copy.deepcopy(given))) == planned
+
+    @pytest.mark.parametrize("overrides, message", UNMET, ids=range(len(UNMET)))
+    def test_what_is_matched_in_vain(self, overrides, message, tmp_path, monkeypatch):
+        given = with_value("layerwise.overrides", overrides)
+        monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)
+        # But for the parameter, which is the first of each.
+        for said in (told(lambda: DryRun.of("gpt2-124m", tmp_path, [2])),
+                     told(lambda: start(Net(), copy.deepcopy(given)))):
+            assert message in said and (said.startswith(message) is not message.startswith(":")), said

@@ -1,5 +1,6 @@
 """Pipelines against the same model in one piece."""
 
+import json
 import shutil
 from importlib.util import find_spec
 
@@ -295,6 +296,27 @@ class TestRouting(DistributedTest):
             engine.destroy()
         assert found[0] == found[1]
         assert {name for name, route in found[0].items() if route[0].whole} == {"1.weight", "2.weight"}
+
+    def test_conditions_are_for_the_whole_model_and_its_map_has_all_stages(self, tmp_path):
+        # Which stage has a parameter makes no difference, neither to what is set nor to what is missed.
+        overrides = [{"module": "LayerNorm", "regex": "3[.].*", "weight_decay": 0.5}, {"attr": "is_first", "lr": 0.5},
+                     {"shape": [48, None], "min_elements": 768, "momentum": 0.5}, {"ndim": 1, "name": "2.*", "lr": 0.1}]
+        rows = []
+        for stages in (1, 2):
+            path, module = tmp_path / f"{stages}.json", pipeline(stages, tied=False)
+            for name, param in module.named_parameters():
+                param.is_first = name == "0.weight"
+            start(module, config(layerwise={"overrides": overrides, "dump_param_map": str(path)}))
+            dist.barrier()
+            plans = json.loads(path.read_text())
+            assert len(plans) == stages
+            rows.append({row["name"]: (row["weight_decay"], row["lr_ratio"], row["reason"]) for plan in plans
+                         for row in plan["parameters"]})
+        assert rows[0] == rows[1]
+        assert [rows[1][name][:2] for name in ("0.weight", "2.up.bias", "3.weight", "1.norm1.weight", "4.weight")] == [
+            (0.1, 0.5 / 0.003), (0.1, 0.1 / 0.003), (0.5, 1), (0.1, 1), (0.1, 1)]
+        with pytest.raises(RoutingError, match=r"overrides\[0\] \(module 'Conv\*'\) matches no trainable parameter"):
+            start(pipeline(2), config(layerwise={"overrides": [{"module": "Conv*", "lr": 2.0}]}))
 
     def test_overrides_are_for_the_names_of_the_whole_model(self):
         overrides = [{"name": "1.qkv.weight", "num_heads": 3, "momentum": 0.5}, {"name": "2.up.*", "lr_scale": 0.5},
