@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, way_to_one_rate
+from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
@@ -85,8 +85,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             if route.whole and route.group in self._one_rate_for_both:
                 lr = self._one_rate_for_both[route.group]
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
-                                  f"matrices ({route.name}), and Muon's rate is far from AdamW's: give the group "
-                                  f"muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(self.config.matrix)}")
+                                  f"matrices ({route.name}), and {self.config.matrix.rule.capitalize()}'s rate is far "
+                                  f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}, or set "
+                                  f"optimizer.params.{self.config.matrix.as_adamw}, with which lr is right for both")
         check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
     def restore_groups(self) -> None:

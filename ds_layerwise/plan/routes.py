@@ -161,10 +161,10 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     """``route`` with what overrides change of its recipe and its hyper-parameters.
 
     Args:
-        recipes: the run's, whose rates the parameter has but for ``lr_scale``.
+        recipes: the run's two, whose learning rates a group has.
 
     Raises:
-        RoutingError: one is no setting of its recipe, or the recipe takes no such rate.
+        RoutingError: one is no setting of its recipe, or it would take a learning rate of another size.
     """
     own = {key: value for key, value in changes.items() if key in _OF_ROUTES}
     settings = {key: value for key, value in changes.items() if key not in (*_OF_ROUTES, "optimizer", "num_heads")}
@@ -178,14 +178,12 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
                                "an optimizer")
     if settings:
         recipe = build(type(recipe), f"layerwise.overrides for {route.name}", {**recipe.settings(), **settings})
-    of_run = recipes.matrix if recipe.whole else recipe
-    if recipe.takes_rate_of_adamw != of_run.takes_rate_of_adamw and "lr_scale" not in changes and (
-            settings or "optimizer" in changes):
-        said = [key for key in changes if key == "optimizer" or key in settings]
-        raise RoutingError(f"layerwise.overrides sets {', '.join(said)} for {route.name}, which takes a "
-                           "learning rate of another size than the run's: AdamW's with scale_mode 'match_rms_adamw', "
-                           "Muon's with every other; give the entry lr_scale, too, which multiplies the rate that it "
-                           "has")
+    of_the_run = recipes.matrix if recipe.lr_ratio == "matrix_lr_ratio" else recipes.scalar
+    if recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw and "lr_scale" not in changes:
+        raise RoutingError(f"layerwise.overrides sets {', '.join(settings) or 'optimizer'} for {route.name}, which "
+                           f"takes a learning rate of another size than the run's {of_the_run.rule}: "
+                           f"{'AdamW' if recipe.takes_rate_of_adamw else 'Muon'}'s; give the entry lr_scale, too, "
+                           "which multiplies the rate that it has")
     decay = recipe.own_weight_decay
     if decay is not None and own.get("weight_decay", decay) != decay:
         raise RoutingError(f"layerwise.overrides sets weight_decay to {own['weight_decay']:g} for {route.name}, but "

@@ -53,6 +53,8 @@ class Recipe(Section):
     """The state that is an exponential moving average of the gradient: other families may go on from it."""
     lr_ratio: ClassVar[Literal["matrix_lr_ratio", "scalar_lr_ratio"]] = "matrix_lr_ratio"
     """What of a parameter group its ``lr`` is multiplied with: the ratio of ``muon_lr``, or of ``adam_lr``."""
+    as_adamw: ClassVar[str] = ""
+    """The setting, and its value, with which a recipe that would take other learning rates takes AdamW's."""
     hyper: ClassVar[tuple[str, ...]] = ()
     """What a rule takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
 

@@ -96,7 +96,7 @@ def test_a_bad_optimizer_section_names_the_key_and_the_bound(params, message):
 
 def test_the_general_type_names_its_matrix_optimizer():
     assert optimizer({"matrix_optimizer": "muon", "scalar_optimizer": "sgd"}, "LayerWise").scalar.rule == "sgd"
-    with pytest.raises(ConfigError, match="matrix_optimizer must be one of 'muon', 'normuon', .*, got 'moun'"):
+    with pytest.raises(ConfigError, match="matrix_optimizer must be one of 'muon', .*, got 'moun'"):
         optimizer({"matrix_optimizer": "moun"}, "LayerWise")
 
 

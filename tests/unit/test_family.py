@@ -324,8 +324,8 @@ def test_a_rate_of_another_size_is_told():
 def test_one_lr_without_muon_lr():
     lone = {"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": "adamuon"}}
     assert OptimizerConfig.from_section(lone).muon_lr == 1e-3
-    for name, way_out in (("normuon", "or set scale_mode to 'match_rms_adamw'"), ("scion", "such as 0.02$")):
-        with pytest.raises(ConfigError, match=f"lr is 0.001 without muon_lr.*{way_out}"):
+    for name, way_out in (("normuon", "scale_mode to 'match_rms_adamw'"), ("scion", "matrix_optimizer to 'adamuon'")):
+        with pytest.raises(ConfigError, match=f"lr is 0.001 without muon_lr.*or set {way_out}"):
             OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": name}})
 
 
@@ -352,12 +352,18 @@ def test_parts_are_parts_of_the_whole(name, settings, axis, mode):
         for step in range(STEPS):
             rule.update_(params, [part(grads_of(shape, seed=i + 1)[step]) for i, shape in enumerate(shapes)], states,
                          hyper(settings, rule=name))
-        return params, peers.calls
+        return params, states, peers.calls
 
-    found, calls = zip(*on_ranks(2, rank), strict=True)
+    found, kept, calls = zip(*on_ranks(2, rank), strict=True)
     assert calls[0] == calls[1]
-    whole, _ = trained(name, shapes, **settings)
+    whole, states = trained(name, shapes, **settings)
     assert_moves_alike([torch.cat(parts, axis) for parts in zip(*found, strict=True)], whole, shapes)
+    for one, other, wanted in zip(*kept, states, strict=True):
+        for key, value in wanted.items():
+            # What there is a number of for each matrix, or for what is not cut, every rank has.
+            both = one[key] if one[key].shape == value.shape else torch.cat([one[key], other[key]], axis)
+            assert relative_error(both, value) < 1e-5, key
+            assert one[key].shape != value.shape or torch.equal(one[key], other[key]), key
 
 
 @pytest.mark.parametrize("name, settings", CUT, ids=str)
