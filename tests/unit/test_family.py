@@ -151,6 +151,21 @@ def test_together_gives_the_bits_of_each_alone(name, settings):
         assert all(torch.equal(value, states[i][key]) for key, value in state.items())
 
 
+@pytest.mark.parametrize("name, settings", [*((name, {}) for name in NEW), ("muon", {"hyperball": "own"}), (
+    "muon", {"radial_brake": (0.5, 0.25), "spectral_clip": 5.0})], ids=str)
+def test_blocks_of_columns_are_a_stack(name, settings):
+    # As heads of transformers' Conv1D lie in memory: (rows, batch, cols).
+    rule = rule_of(recipe(name, **settings))
+    stack = noise((3, 12, 40), 0)
+    found = stack.transpose(0, 1).contiguous().transpose(0, 1)
+    for param in (stack, found):
+        state = rule.init_state(param)
+        for grad in grads_of((3, 12, 40)):
+            laid = grad if param is stack else grad.transpose(0, 1).contiguous().transpose(0, 1)
+            rule.update_([param], [laid], [state], hyper(settings, rule=name))
+    assert not found.is_contiguous() and relative_error(found, stack) < 1e-5
+
+
 @pytest.mark.parametrize("name", ("muon", *NEW))
 def test_states_are_as_declared(name):
     for per in ("row", "column", "longer_side") if name == "normuon" else (None,):
