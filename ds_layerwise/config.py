@@ -16,7 +16,7 @@ from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY, names
+from ds_layerwise.recipes.registry import NOT_HERE, REGISTRY, names
 from ds_layerwise.recipes.settings import (
     Betas,
     Count,
@@ -149,8 +149,9 @@ class OptimizerConfig(Hyper):
         _only_ours("optimizer", section, ("type", "params", "legacy_fusion"))
         if section.get("legacy_fusion"):
             raise ConfigError("optimizer.legacy_fusion is not supported by this backend; remove it")
-        if "max_grad_norm" in params:
-            raise ConfigError("optimizer.params.max_grad_norm is not supported; set gradient_clipping at the top level")
+        for key, why in NOT_HERE.items():
+            if key in params:
+                raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
         matrix = REGISTRY[_named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"].recipe
         scalar = REGISTRY[_scalar_name(params)].recipe
@@ -180,7 +181,6 @@ _ALWAYS_TRUE = {
     "foreach": "all updates run on lists of tensors",
     "fp32_optimizer_states": "masters and states are float32",
 }
-
 
 def _named(params: Mapping[str, Any], key: str, default: str, *, whole: bool) -> str:
     name: str = check(Literal[names(whole=whole)], f"optimizer.params.{key}", params.get(key, default))
@@ -219,9 +219,9 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
     as_adamw = values["matrix"].takes_rate_of_adamw
     if lr is not None and "muon_lr" not in values and not as_adamw:
         kind = values["matrix"]
+        one_rate = f", or set {kind.as_adamw}, with which lr is right for both" if kind.as_adamw else ""
         raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and {kind.rule.capitalize()}'s rate is far "
-                          f"from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}, or set {kind.as_adamw}, with which "
-                          "lr is right for both")
+                          f"from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{one_rate}")
     values.setdefault("adam_lr", DEFAULT_ADAM_LR if lr is None else lr)
     values.setdefault("lr", values["adam_lr"] or DEFAULT_ADAM_LR)
     values.setdefault("muon_lr", values["lr"] if as_adamw else DEFAULT_MUON_LR)

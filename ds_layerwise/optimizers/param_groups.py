@@ -83,11 +83,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         for route in routes.values():
             used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
             if route.whole and route.group in self._one_rate_for_both:
-                lr = self._one_rate_for_both[route.group]
+                lr, kind = self._one_rate_for_both[route.group], self.config.matrix
+                one_rate = f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
-                                  f"matrices ({route.name}), and {self.config.matrix.rule.capitalize()}'s rate is far "
-                                  f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}, or set "
-                                  f"optimizer.params.{self.config.matrix.as_adamw}, with which lr is right for both")
+                                  f"matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from AdamW's: "
+                                  f"give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate * bool(kind.as_adamw)}")
         check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
     def restore_groups(self) -> None:

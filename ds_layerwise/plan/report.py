@@ -181,7 +181,6 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
         return _span(values)
 
     lines = [f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
-             f"{f', weight decay {recipe.decay_summary()}' if recipe.decay_summary() else ''}"
              f"{f', matrix products in {products[recipe]}' if recipe in products else ''}"
              for recipe in _recipes(routes, specs)]
     told = [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
@@ -195,9 +194,11 @@ def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Re
 
 
 def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
-    """A name for ``recipe``, with what an override has changed of it."""
+    """A name for ``recipe``, with what an override has changed of it, and how weights decay unless by default."""
     run = next((each for each in chosen.recipes if each.rule == recipe.rule), type(recipe)())
-    changed = [f"{key} {value}" for key, value in recipe.settings().items() if value != run.settings()[key]]
+    changed = [f"{key} {value}" for key, value in recipe.settings().items()
+               if value != run.settings()[key] and key not in Recipe.keys()]
+    changed += [f"weight decay {recipe.decay_summary()}"] * bool(recipe.decay_summary())
     return " ".join([recipe.rule, *(["with", ", ".join(changed)] if changed else [])])
 
 

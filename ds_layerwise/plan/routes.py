@@ -62,12 +62,17 @@ class Route:
         return f"the {kind} optimizer, {self.recipe.rule}{f' with {settings}' * bool(settings)}, {own}"
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that."""
-        own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "betas", "eps")}
+        """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that.
+
+        Numbers are Python's own, whatever a schedule has put into the group.
+        """
+        own = {key: getattr(self, key) for key in ("weight_decay", "momentum", "eps")}
         if self.recipe.own_weight_decay is not None:
             own["weight_decay"] = self.recipe.own_weight_decay
+        betas = group["betas"] if self.betas is None else self.betas
         return {"lr": float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale,
-                **{key: group[key] if value is None else value for key, value in own.items()}}
+                **{key: float(group[key] if value is None else value) for key, value in own.items()},
+                "betas": tuple(float(beta) for beta in betas)}
 
     @property
     def by_columns(self) -> bool:

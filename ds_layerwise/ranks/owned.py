@@ -176,7 +176,7 @@ class Owned:
             seen = [self._views_of(name, brought) for name in update.names if name not in leave_out]
             if seen:
                 params, grads, states = zip(*seen, strict=True)
-                update.rule.update_(params, grads, states, Hyper(**{**hyper, "betas": tuple(hyper["betas"])}))
+                update.rule.update_(params, grads, states, Hyper(**hyper))
         self._write_values(index, brought)
         self.host.send_back(index)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_layerwise.recipes import adamuon, elementwise, muon, namo, normuon, polargrad, scion
+from ds_layerwise.recipes import adafactor, adamuon, elementwise, muon, namo, normuon, polargrad, scion
 from ds_layerwise.recipes.recipe import Recipe
 
 
@@ -23,10 +23,21 @@ REGISTRY: dict[str, Entry] = {
     "namo": Entry(namo.Namo, "ds_layerwise.optimizers.namo:Namo"),
     "scion": Entry(scion.Scion, "ds_layerwise.optimizers.scion:Scion"),
     "polargrad": Entry(polargrad.PolarGrad, "ds_layerwise.optimizers.polargrad:PolarGrad"),
+    "adafactor": Entry(adafactor.Adafactor, "ds_layerwise.optimizers.adafactor:Adafactor"),
     "adamw": Entry(elementwise.AdamW, "ds_layerwise.optimizers.elementwise:Adam"),
     "adam": Entry(elementwise.Adam, "ds_layerwise.optimizers.elementwise:Adam"),
     "lion": Entry(elementwise.Lion, "ds_layerwise.optimizers.elementwise:Lion"),
     "sgd": Entry(elementwise.Sgd, "ds_layerwise.optimizers.elementwise:Sgd"),
+    "signum": Entry(elementwise.Signum, "ds_layerwise.optimizers.elementwise:Signum"),
+    "laprop": Entry(elementwise.LaProp, "ds_layerwise.optimizers.elementwise:LaProp"),
+    "ademamix": Entry(elementwise.AdEMAMix, "ds_layerwise.optimizers.elementwise:AdEMAMix"),
+}
+
+#: Keys of other packages' optimizers that mean something else here, and what to do.
+NOT_HERE = {
+    "max_grad_norm": "set gradient_clipping at the top level",
+    "use_shape_scaling": "scalar optimizers see pieces of parameters, which have no shape; multiply the rate by 2 / "
+                         "(rows + columns) with lr_scale in layerwise.overrides",
 }
 
 

@@ -18,6 +18,7 @@ from torch.distributed import run as torchrun
 from ds_layerwise import cli
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.orthogonalized import Orthogonalized
@@ -326,6 +327,27 @@ def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
         with pytest.raises(ConfigError) as refused:
             OptimizerConfig.from_section({"params": {key: "none of them"}})
         assert values == set(re.findall(r"'(\w+)'", str(refused.value).partition(", got")[0]))
+
+
+def own_settings(recipe):
+    """By key, the default of what no other kind of optimizer has."""
+    return {key: field.default for key, field in recipe.model_fields.items() if key not in Recipe.keys()}
+
+
+def test_the_page_has_every_scalar_optimizer_with_its_keys():
+    table, = [rows for head, *rows in tables_of(DOCS / "optimizers.md") if head[-1] == "keys of its own (defaults)"]
+    found = {json.loads(name): dict(re.findall(r"`(\w+)`(?: \(([\w.]+)\))?", keys)) for name, *_, keys in table}
+    assert found.keys() == {name for name, entry in REGISTRY.items() if not entry.recipe.whole}
+    for name, keys in found.items():
+        recipe = REGISTRY[name].recipe
+        assert {key for key, default in keys.items() if not default} == set(recipe.hyper), name
+        assert {key: json.loads(default) for key, default in keys.items() if default} == own_settings(recipe), name
+
+
+def test_the_page_has_every_key_of_adafactor():
+    table, = [rows for head, *rows in tables_of(DOCS / "optimizers.md") if head[1] == "torch calls it"]
+    found = {key.strip("`"): 2.0**-23 if default == "2⁻²³" else float(default) for key, _, default, _ in table}
+    assert found == own_settings(Adafactor)
 
 
 # --- names of modules ------------------------------------------------------------------------------------------------

@@ -342,6 +342,8 @@ def test_one_lr_without_muon_lr():
     for name, way_out in (("normuon", "scale_mode to 'match_rms_adamw'"), ("scion", "matrix_optimizer to 'adamuon'")):
         with pytest.raises(ConfigError, match=f"lr is 0.001 without muon_lr.*or set {way_out}"):
             OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": name}})
+    with pytest.raises(ConfigError, match="Adafactor's rate is far from AdamW's: give muon_lr, such as 0.02$"):
+        OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": "adafactor"}})
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("settings newton_schulz", "recipe", "elementwise update_hooks", "orthogonalized",
+    "recipes": ("settings newton_schulz", "recipe", "adafactor elementwise update_hooks", "orthogonalized",
                 "adamuon muon namo normuon polargrad scion", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
@@ -43,7 +43,7 @@ INSIDE = {
     "orthogonalize": ("batching symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
-    "optimizers": ("devices param_groups rule update_hooks", "decay", "elementwise orthogonalized",
+    "optimizers": ("devices param_groups rule update_hooks", "decay", "adafactor elementwise orthogonalized",
                    "adamuon muon namo normuon polargrad scion", "registry"),
     "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),

@@ -145,20 +145,6 @@ def test_lion_written_out():
     torch.testing.assert_close(state["exp_avg"], average)
 
 
-@pytest.mark.parametrize("rule", [Adam(), Adam(scalar_recipes.Adam()), Lion(), Sgd()], ids=lambda r: str(r))
-def test_an_elementwise_rule_does_not_see_where_a_parameter_is_cut(rule):
-    cuts = [0, 1, 8, 21, 64, 100, 163, 200]
-    g = torch.Generator().manual_seed(0)
-    whole = torch.randn(200, generator=g)
-    pieces = [whole[a:b].clone() for a, b in zip(cuts, cuts[1:])]
-    state, states = rule.init_state(whole), [rule.init_state(p) for p in pieces]
-    for _ in range(5):
-        grad = torch.randn(200, generator=g)
-        rule.update_([whole], [grad], [state], HYPER)
-        rule.update_(pieces, [grad[a:b] for a, b in zip(cuts, cuts[1:])], states, HYPER)
-    assert torch.equal(torch.cat(pieces), whole)
-
-
 def test_the_registry_builds_what_the_config_says():
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral",

@@ -17,6 +17,7 @@ from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.recipes.registry import names
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
 from tests.support.training import Net
@@ -53,7 +54,7 @@ class Watch(TorchDispatchMode):
 
 def owned(dtype, accumulation, **params):
     model = Net().to(device=META, dtype=dtype)
-    config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
+    config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, **params}})
     optimizer = LayerWiseOptimizer(model.parameters(), config)
     routes = route_parameters(model, optimizer.param_groups, recipes=config.recipes)
@@ -66,7 +67,7 @@ def owned(dtype, accumulation, **params):
 
 
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("scalar", ["adamw", "adam", "lion", "sgd"])
+@pytest.mark.parametrize("scalar", names(whole=False))
 @pytest.mark.parametrize("dtype, ns_dtype, method", [
     (torch.float32, "fp32", "standard"), (torch.bfloat16, "bf16", "gram"), (torch.float16, "fp16", "gram")])
 def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, scalar, wide, monkeypatch):
@@ -79,6 +80,16 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
             mine.update(index, optimizer.param_groups, 0.5)
     assert (watch.waiting, watch.across) == ([], [])
     assert squares.dtype == (torch.float64 if wide else torch.float32) and bool(watch.wide) is wide
+
+
+@pytest.mark.parametrize("matrix, scalar", [("muon", "adamw"), ("adafactor", "ademamix")])
+@pytest.mark.parametrize("decay", [{"weight_decay_method": "l2"}, {"cautious_weight_decay": True}])
+def test_neither_does_weight_decay(matrix, scalar, decay):
+    optimizer, mine = owned(torch.bfloat16, None, matrix_optimizer=matrix, scalar_optimizer=scalar, **decay)
+    with torch.no_grad(), Watch() as watch:
+        for index in reversed(range(len(mine.layout.buckets))):
+            mine.update(index, optimizer.param_groups, 0.5)
+    assert (watch.waiting, watch.across, watch.wide) == ([], [], [])
 
 
 def test_the_watch_sees_what_it_is_for():

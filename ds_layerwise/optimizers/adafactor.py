@@ -1,0 +1,89 @@
+"""Adafactor: second moments of whole matrices, as a column times a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.recipes import adafactor as recipes
+
+
+@dataclass(frozen=True, slots=True)
+class Adafactor:
+    """Adafactor, for whole matrices.
+
+    With t steps, b = t^``beta2_decay`` and W the matrix before the step, its means over rows and columns of g^2 follow
+    as R <- R + b (mean_cols(g^2) - R) and C <- C + b (mean_rows(g^2) - C), and
+
+        V = R C / max(mean(R), eps1), U = g / max(sqrt(V), eps1), U <- U / max(1, rms(U) / clip_threshold)
+        W <- W - min(lr, 1 / sqrt(t)) max(eps2, rms(W)) U
+
+    so the learning rate is the largest step over the size of the matrix, and weight decay takes lr itself. A stack
+    ``(batch, rows, cols)`` is updated as its matrices one by one would be; torch takes the mean squares of W and U over
+    a whole stack, and of a convolution factors the last two axes.
+
+    State: ``row_var`` (R), ``(..., rows, 1)``, ``col_var`` (C), ``(..., 1, cols)``, and ``step`` (t), 0-d float32 on
+    the CPU.
+    Reference: :class:`torch.optim.Adafactor`, which says how it differs from arXiv 1804.04235
+    """
+
+    recipe: recipes.Adafactor = recipes.Adafactor()
+
+    @classmethod
+    def of(cls, recipe: recipes.Adafactor) -> Adafactor:
+        """The rule that runs ``recipe``."""
+        return cls(recipe)
+
+    def check(self, device: torch.device) -> None:
+        """Every device can do it."""
+
+    def on_device(self, fast_dtypes: Any) -> Adafactor:
+        """Its products are in float32."""
+        return self
+
+    @property
+    def products_in(self) -> None:
+        """There are none worth a choice."""
+
+    def of_shards(self, axis: Any, peers: Any) -> Adafactor:
+        """Never called: the recipe refuses tensor shards."""
+        raise NotImplementedError
+
+    def init_state(self, param: Tensor) -> State:
+        """Zeros."""
+        return zeros(self.recipe.states(tuple(param.shape)), param)
+
+    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
+                hyper: Hyper) -> None:
+        """One step of each parameter, one after another."""
+        decay = WeightDecay.of(self.recipe)
+        for param, grad, state in zip(params, grads, states, strict=True):
+            given, = decay.gradients([param], [grad], hyper)
+            update = self._normalised(given, state)
+            size = _rms(param).clamp_(min=self.recipe.eps2).mul_(min(hyper.lr, 1 / math.sqrt(float(state["step"]))))
+            size.div_(_rms(update).div_(self.recipe.clip_threshold).clamp_(min=1))
+            decay.shrink_([param], [update], hyper)
+            param.sub_(update.mul_(size))
+
+    def _normalised(self, grad: Tensor, state: State) -> Tensor:
+        """``grad`` over the root of its second moment, which is updated first."""
+        state["step"] += 1
+        rows, columns, weight = state["row_var"], state["col_var"], float(state["step"])**self.recipe.beta2_decay
+        for means, axis in ((rows, -1), (columns, -2)):
+            means.lerp_(torch.linalg.vector_norm(grad, dim=axis, keepdim=True).square_().div_(grad.shape[axis]), weight)
+        moments = rows @ columns
+        moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=self.recipe.eps1))
+        return moments.clamp_(min=self.recipe.eps1**2).rsqrt_().mul_(grad)
+
+
+def _rms(matrices: Tensor) -> Tensor:
+    """The root mean square of each matrix, ``(..., 1, 1)``."""
+    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
+    return norms.div_(math.sqrt(matrices.shape[-2] * matrices.shape[-1]))

@@ -1,0 +1,136 @@
+"""Every scalar optimizer and every kind of weight decay in one run, by overrides, while parameter groups change.
+
+Two ranks train and save, one and three go on; the oracle is each parameter's rule on the whole parameter, with the mean
+of the ranks' gradients, without ranks or buffers.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from ds_layerwise.optimizers.registry import rule_of
+from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.recipes.adafactor import Adafactor
+from ds_layerwise.recipes.elementwise import Adam, AdamW, AdEMAMix, LaProp, Lion, Sgd, Signum
+from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.recipe import WeightDecayMethod
+from ds_layerwise.recipes.registry import names
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest, made_once
+from tests.support.reference import trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine
+
+pytestmark = rooms("elementwise", "adafactor", "muon", "decay", "routes", "record", "reshard", "param_groups")
+
+MUON = Muon(ns_method="standard", ns_dtype="fp32")
+CAUTIOUS = {"cautious_weight_decay": True}
+
+#: What overrides make of single parameters, beside their optimizer; all others have the run's.
+OVERRIDES = {
+    "embed.weight": AdEMAMix(alpha=3.0, alpha_warmup_steps=4, beta3=0.99, beta3_warmup_steps=6,
+                             weight_decay_method="palm"),
+    "head.weight": Signum(nesterov=True, **CAUTIOUS),
+    "flat.weight": LaProp(weight_decay_method="l2"),
+    "flat.bias": Adam(weight_decay_method="independent", **CAUTIOUS),
+    "norm.weight": Lion(weight_decay_method="palm", **CAUTIOUS),
+    "norm.bias": Sgd(),
+    "tall.bias": AdamW(**CAUTIOUS),
+    "square.weight": MUON.model_copy(update={"weight_decay_method": "l2"}),
+    "twin.weight": MUON.model_copy(update={"weight_decay_method": "independent", **CAUTIOUS}),
+    "tall.weight": Adafactor(**CAUTIOUS),
+    "experts": Adafactor(weight_decay_method="l2", beta2_decay=-0.5),
+}
+
+#: What a schedule puts into the group before a step, of whatever kind its numbers are.
+SCHEDULE = {0: {}, 1: {"weight_decay": 0.3, "momentum": 0.8}, 2: {"betas": (0.7, np.float64(0.9)), "eps": 1e-4},
+            3: {}, 4: {"weight_decay": torch.tensor(0.0625), "momentum": np.float32(0.5), "lr": 0.0015}}
+SAVED = 3
+
+
+def entry(name, recipe):
+    """The override that makes this of a parameter."""
+    plain = MUON if recipe.rule == "muon" else type(recipe)()
+    return {"name": name, "optimizer": recipe.rule, **{
+        key: value for key, value in recipe.settings().items() if value != plain.settings()[key]}}
+
+
+def engine_of(**changes):
+    entries = [entry(name, recipe) for name, recipe in OVERRIDES.items()]
+    return start(Net(), ds_config(layerwise={"overrides": entries, "save_universal": True}, **changes))
+
+
+def train(engine, steps):
+    for step in steps:
+        engine.optimizer.param_groups[0].update(SCHEDULE[step])
+        train_engine(engine, 1, first=step)
+
+
+def by_the_oracle(ranks_of_step):
+    """Masters after as many steps as ``ranks_of_step`` has, each with so many ranks."""
+    found = {}
+    for name, param in trainable(Net()).items():
+        matrix = param.dim() > 1 and name != "embed.weight" and name != "head.weight"
+        recipe = OVERRIDES.get(name, MUON if matrix else AdamW())
+        shape = (param.shape[0], -1) if param.dim() == 4 else param.shape
+        value = param.detach().clone().view(shape)
+        rule, group = rule_of(recipe), {"weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
+        state = rule.init_state(value)
+        for step, ranks in enumerate(ranks_of_step):
+            group |= {key: each if key == "betas" else float(each) for key, each in SCHEDULE[step].items()}
+            rate = group.get("lr", 0.003) * (0.02 / 0.003 if recipe.whole else 1.0)
+            hyper = Hyper(lr=rate, **{key: each for key, each in group.items() if key != "lr"})
+            grad = sum(whole_number_gradients(name, param.shape, step, 0, rank) for rank in range(ranks)) / ranks
+            rule.update_([value], [grad.view(value.shape)], [state], hyper)
+        found[name] = value.view(param.shape)
+    return found
+
+
+def assert_masters(engine, expected):
+    for name, value in masters(engine).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_all_of_them_are_there():
+    assert {recipe.rule for recipe in OVERRIDES.values()} >= set(names(whole=False))
+    assert {recipe.weight_decay_method for recipe in OVERRIDES.values()} == set(WeightDecayMethod.__args__)
+
+
+class TestEveryRule(DistributedTest):
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [2], self.save)
+
+    def save(self, folder):
+        engine = engine_of()
+        train(engine, range(SAVED))
+        engine.save_checkpoint(folder, tag="regular")
+        assert_masters(engine, by_the_oracle([2] * SAVED))
+        expected = whole_states(engine)
+        if engine.global_rank == 0:
+            torch.save(expected, folder / "expected.pt")
+
+    @pytest.mark.world_size([1, 3])
+    @pytest.mark.parametrize("tag", ["regular", "regular_universal"])
+    def test_it_goes_on(self, saved, tag):
+        engine = engine_of(bucket_numel=10**6)
+        engine.load_checkpoint(saved, tag=tag)
+        assert_equal_states(whole_states(engine), torch.load(saved / "expected.pt"), tag)
+        group, = engine.optimizer.param_groups
+        assert [group[key] for key in ("weight_decay", "momentum", "eps")] == [0.3, 0.8, 1e-4]
+        assert tuple(group["betas"]) == (0.7, 0.9)
+        train(engine, range(SAVED, len(SCHEDULE)))
+        ranks = engine.world_size
+        assert_masters(engine, by_the_oracle([2] * SAVED + [ranks] * (len(SCHEDULE) - SAVED)))
+
+    @pytest.mark.world_size(2)
+    def test_the_table_and_the_list_say_how_weights_decay(self):
+        text = " ".join(engine_of().optimizer.describe().split())
+        for line in ("muon with weight decay l2: momentum 0.95, nesterov, scale_mode original, matrix",
+                     "muon with weight decay independent, cautious: momentum 0.95, nesterov, scale_mode original",
+                     "signum with nesterov True, weight decay cautious: momentum 0.95, nesterov layout",
+                     "laprop with weight decay l2: betas [0.9, 0.95], eps 1e-10;",
+                     "weight decay palm: betas [0.9, 0.95], eps 1e-10, beta3 0.99 after 6 steps, alpha 3 after 4 steps",
+                     "adafactor with beta2_decay -0.5, weight decay l2: beta2_decay -0.5, eps1 1.19209e-07,",
+                     "sgd: momentum 0.95;", "adamw: betas"):
+            assert line in text, (line, text)

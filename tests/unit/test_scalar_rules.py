@@ -1,0 +1,264 @@
+"""Scalar optimizers and Adafactor against formulas written out in float64, and against torch and pytorch_optimizer.
+
+Every setting of every such recipe is in the table below, and is compared with what it means.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import pytorch_optimizer
+import torch
+
+from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.registry import rule_of
+from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.recipes.adafactor import Adafactor
+from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.recipes.registry import REGISTRY
+from tests.support.rooms import rooms
+
+pytestmark = rooms("elementwise", "adafactor", "registry", "recipe")
+
+HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
+STEPS = 20
+
+#: By optimizer, what its settings are tried at, together or one by one; every field of its recipe is in one of them.
+TRIED = {
+    "adamw": [{}], "adam": [{}], "lion": [{}], "sgd": [{}],
+    "signum": [{}, {"nesterov": True}, {"nesterov": True, "correct_bias": False}],
+    "laprop": [{}, {"correct_bias": False}],
+    "ademamix": [{}, {"alpha": 2.0, "beta3": 0.99}, {"alpha_warmup_steps": 30}, {"beta3_warmup_steps": 30},
+                 {"alpha_warmup_steps": 12, "beta3_warmup_steps": 5, "beta3": 0.9}],
+    "adafactor": [{}, {"beta2_decay": -0.3}, {"eps1": 12.0}, {"eps2": 3.0}, {"clip_threshold": 1.01}],
+}
+CASES = [(name, settings) for name, tried in TRIED.items() for settings in tried]
+
+
+def gradients(shape, step):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64).float() * 3
+
+
+def start(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100))
+
+
+def trained(name, settings, shape, hyper=HYPER, steps=STEPS):
+    rule = rule_of(REGISTRY[name].recipe(**settings))
+    value = start(shape)
+    state = rule.init_state(value)
+    for step in range(1, steps + 1):
+        rule.update_([value], [gradients(shape, step)], [state], hyper)
+    return value
+
+
+class Plain:
+    """One step of every optimizer, as its formula reads; in float64, with the numbers that it needs from before."""
+
+    def __init__(self, hyper, settings):
+        self.h, self.s, self.t, self.kept = hyper, settings, 0, {}
+
+    def average(self, name, value, beta):
+        self.kept[name] = beta * self.kept.get(name, torch.zeros_like(value)) + (1 - beta) * value
+        return self.kept[name]
+
+    def adamw(self, w, g):
+        return self._adam(w * (1 - self.h.lr * self.h.weight_decay), g)
+
+    def adam(self, w, g):
+        return self._adam(w, g + self.h.weight_decay * w)
+
+    def _adam(self, w, g):
+        (b1, b2), t = self.h.betas, self.t
+        m, v = self.average("m", g, b1) / (1 - b1**t), self.average("v", g * g, b2) / (1 - b2**t)
+        return w - self.h.lr * m / (v.sqrt() + self.h.eps)
+
+    def lion(self, w, g):
+        b1, b2 = self.h.betas
+        u = (b1 * self.kept.get("m", torch.zeros_like(g)) + (1 - b1) * g).sign()
+        self.average("m", g, b2)
+        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * u
+
+    def sgd(self, w, g):
+        self.kept["m"] = self.h.momentum * self.kept.get("m", 0.0) + g + self.h.weight_decay * w
+        return w - self.h.lr * self.kept["m"]
+
+    def signum(self, w, g):
+        mu, t, corrects = self.h.momentum, self.t, self.s.get("correct_bias", True)
+        m = self.average("m", g, mu)
+        u = m
+        if self.s.get("nesterov"):
+            u = mu * m / (1 - mu**(t + 1) if corrects else 1) + (1 - mu) * g / (1 - mu**t if corrects else 1)
+        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * u.sign()
+
+    def laprop(self, w, g):
+        (b1, b2), corrects = self.h.betas, self.s.get("correct_bias", True)
+        c1, c2 = (1 - b**self.t if corrects else 1 for b in (b1, b2))
+        v = self.average("v", g * g, b2) / c2
+        m = self.average("m", g / (v.sqrt() + self.h.eps), b1) / c1
+        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * m
+
+    def ademamix(self, w, g):
+        (b1, b2), t = self.h.betas, self.t
+        alpha, b3 = self.s.get("alpha", 5.0), self.s.get("beta3", 0.9999)
+        if of := self.s.get("alpha_warmup_steps"):
+            alpha = min(t * alpha / of, alpha)
+        if of := self.s.get("beta3_warmup_steps"):
+            ln1, ln3 = math.log(b1), math.log(b3)
+            b3 = b3 if t >= of else min(math.exp(ln1 * ln3 / ((1 - t / of) * ln3 + t / of * ln1)), b3)
+        m = self.average("m", g, b1) / (1 - b1**t) + alpha * self.average("slow", g, b3)
+        v = self.average("v", g * g, b2) / (1 - b2**t)
+        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * m / (v.sqrt() + self.h.eps)
+
+    def adafactor(self, w, g):
+        keep, eps1 = 1 - self.t**self.s.get("beta2_decay", -0.8), self.s.get("eps1", 2.0**-23)
+        r, c = self.average("r", (g * g).mean(1, True), keep), self.average("c", (g * g).mean(0, True), keep)
+        u = g / (r @ c / max(float(r.mean()), eps1)).sqrt().clamp(min=eps1)
+        u = u / max(1.0, float(u.square().mean().sqrt()) / self.s.get("clip_threshold", 1.0))
+        size = max(self.s.get("eps2", 1e-3), float(w.square().mean().sqrt()))
+        return w * (1 - self.h.lr * self.h.weight_decay) - min(self.h.lr, self.t**-0.5) * size * u
+
+
+def by_hand(name, settings, shape, hyper=HYPER, steps=STEPS):
+    plain, value = Plain(hyper, settings), start(shape).double()
+    for plain.t in range(1, steps + 1):
+        value = getattr(plain, name)(value, gradients(shape, plain.t).double())
+    return value
+
+
+def test_every_setting_is_tried():
+    for name, entry in REGISTRY.items():
+        if not entry.recipe.whole or name in TRIED:
+            fields = set(entry.recipe.keys()) - set(Recipe.keys())
+            assert set().union(*TRIED[name]) == fields, name
+            for field in fields:
+                default = entry.recipe.model_fields[field].default
+                assert any(settings.get(field, default) != default for settings in TRIED[name]), (name, field)
+
+
+@pytest.mark.parametrize("name, settings", CASES)
+def test_by_its_formula(name, settings):
+    shape = (6, 4) if REGISTRY[name].recipe.whole else (33,)
+    expected = by_hand(name, settings, shape)
+    torch.testing.assert_close(trained(name, settings, shape).double(), expected, rtol=1e-5, atol=1e-5)
+    # That the test can tell: without the settings it is something else.
+    if settings:
+        assert (by_hand(name, {}, shape) - expected).abs().max() > 1e-4
+
+
+def theirs_trained(make, shape):
+    param = torch.nn.Parameter(start(shape))
+    optimizer = make([param])
+    for step in range(1, STEPS + 1):
+        param.grad = gradients(shape, step)
+        optimizer.step()
+    return param.detach()
+
+
+def ademamix(**settings):
+    return lambda params: pytorch_optimizer.AdEMAMix(
+        params, lr=0.01, betas=(0.8, 0.95, settings.pop("beta3", 0.9999)), eps=1e-8, weight_decay=0.1,
+        weight_decouple=True, **settings)
+
+
+@pytest.mark.parametrize("name, settings, shape, hyper, theirs", [
+    ("signum", {}, (33,), HYPER, lambda p: pytorch_optimizer.SignSGD(p, lr=0.01, momentum=0.9, weight_decay=0.1)),
+    ("laprop", {}, (33,), replace(HYPER, weight_decay=0.0),
+     lambda p: pytorch_optimizer.LaProp(p, lr=0.01, betas=(0.8, 0.95), eps=1e-8)),
+    ("ademamix", {}, (33,), HYPER, ademamix()),
+    ("ademamix", {"alpha": 3.0, "beta3": 0.999, "alpha_warmup_steps": 20, "beta3_warmup_steps": 20}, (33,), HYPER,
+     ademamix(alpha=3.0, beta3=0.999, t_alpha_beta3=20)),
+    ("adafactor", {}, (6, 4), HYPER, lambda p: torch.optim.Adafactor(p, lr=0.01, weight_decay=0.1)),
+    ("adafactor", {}, (40, 300), replace(HYPER, lr=0.5), lambda p: torch.optim.Adafactor(p, lr=0.5, weight_decay=0.1)),
+    ("adafactor", {"beta2_decay": -0.5, "eps1": 0.1, "eps2": 2.0, "clip_threshold": 1.5}, (4, 6), HYPER,
+     lambda p: torch.optim.Adafactor(p, lr=0.01, weight_decay=0.1, beta2_decay=-0.5, eps=(0.1, 2.0), d=1.5)),
+])
+def test_as_other_packages_have_it(name, settings, shape, hyper, theirs):
+    ours = trained(name, settings, shape, hyper)
+    torch.testing.assert_close(ours, theirs_trained(theirs, shape), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in REGISTRY.items() if not entry.recipe.whole])
+def test_it_does_not_see_where_a_parameter_is_cut(name):
+    cuts = [0, 1, 8, 21, 64, 100, 163, 200]
+    for settings in TRIED[name]:
+        rule = rule_of(REGISTRY[name].recipe(**settings))
+        whole = start((200,))
+        pieces = [whole[a:b].clone() for a, b in zip(cuts, cuts[1:])]
+        state, states = rule.init_state(whole), [rule.init_state(p) for p in pieces]
+        for step in range(5):
+            grad = gradients((200,), step)
+            rule.update_([whole], [grad], [state], HYPER)
+            rule.update_(pieces, [grad[a:b] for a, b in zip(cuts, cuts[1:])], states, HYPER)
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("name, settings", CASES)
+def test_parameters_at_different_steps_go_together(name, settings):
+    shape = (6, 4) if REGISTRY[name].recipe.whole else (33,)
+    rule = rule_of(REGISTRY[name].recipe(**settings))
+    alone, late = start(shape), start(shape)
+    first, second = rule.init_state(alone), rule.init_state(late)
+    for step in range(1, 8):
+        params, states = ([alone, late], [first, second]) if step > 3 else ([alone], [first])
+        rule.update_(params, [gradients(shape, step)] * len(params), states, HYPER)
+    assert torch.equal(alone, trained(name, settings, shape, steps=7))
+    other = start(shape)
+    state = rule.init_state(other)
+    for step in range(4, 8):
+        rule.update_([other], [gradients(shape, step)], [state], HYPER)
+    assert torch.equal(late, other)
+
+
+def test_the_slow_average_is_warmed_up_from_a_beta_of_zero():
+    rule = rule_of(REGISTRY["ademamix"].recipe(beta3=0.999, beta3_warmup_steps=10))
+    found = [rule.scheduled(step, 0.0)[1] for step in (1, 5, 10, 99)]
+    assert found == pytest.approx([0.999**10, 0.999**2, 0.999, 0.999])
+
+
+def test_adafactor_takes_each_matrix_of_a_stack_for_itself():
+    rule, stack = rule_of(Adafactor()), start((3, 6, 4))
+    stack[1] *= 50
+    state, alone = rule.init_state(stack), [each.clone() for each in stack]
+    states = [rule.init_state(each) for each in alone]
+    for step in range(3):
+        grad = gradients((3, 6, 4), step)
+        rule.update_([stack], [grad], [state], HYPER)
+        rule.update_(alone, list(grad), states, HYPER)
+    torch.testing.assert_close(stack, torch.stack(alone), rtol=1e-6, atol=1e-7)
+
+
+class TestWhatUsersWrite:
+    def test_an_optimizer_of_whole_matrices_is_no_scalar_one(self):
+        with pytest.raises(ConfigError, match="scalar_optimizer must be one of 'adamw', .*, got 'adafactor'"):
+            OptimizerConfig.from_section({"params": {"scalar_optimizer": "adafactor"}})
+        config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
+            "matrix_optimizer": "adafactor", "beta2_decay": -0.5}})
+        assert config.matrix == Adafactor(beta2_decay=-0.5)
+
+    def test_adafactor_refuses_tensor_shards(self):
+        assert Adafactor().refusal((6, 4)) is None
+        assert "needs whole matrices, and tensor parallelism has cut it" in Adafactor().refusal((6, 4), cut_axis=-1)
+
+    @pytest.mark.parametrize("scalar, key, value, message", [
+        ("signum", "use_shape_scaling", True, "use_shape_scaling is not supported; scalar optimizers see pieces of"),
+        ("adamw", "alpha", 1.0, "optimizer.params.alpha is not an option"),
+        ("ademamix", "beta3", 1.0, r"optimizer.params.beta3 must be in \[0, 1\), got 1"),
+        ("ademamix", "alpha_warmup_steps", -1, "alpha_warmup_steps must be a whole number of at least 0, got -1"),
+        ("ademamix", "betas", [0.9, 0.99, 0.999], "betas must be two numbers"),
+        ("signum", "correct_bias", 0, "correct_bias must be true or false, got 0")])
+    def test_mistakes(self, scalar, key, value, message):
+        with pytest.raises(ConfigError, match=message):
+            OptimizerConfig.from_section({"params": {"scalar_optimizer": scalar, key: value}})
+
+    def test_a_key_that_both_optimizers_have_holds_for_both(self):
+        config = OptimizerConfig.from_section({"params": {"scalar_optimizer": "signum", "nesterov": False}})
+        assert (config.matrix.nesterov, config.scalar.nesterov) == (False, False)
+        plain = OptimizerConfig.from_section({"params": {"scalar_optimizer": "signum"}})
+        assert (plain.matrix.nesterov, plain.scalar.nesterov) == (True, False)
+        # A switch of other packages' groups that is a setting here.
+        config = OptimizerConfig.from_section({"params": {"scalar_optimizer": "signum", "correct_bias": False}})
+        with pytest.raises(ConfigError, match="correct_bias is True, and the whole run has False"):
+            LayerWiseOptimizer([{"params": [torch.nn.Parameter(torch.zeros(2))], "correct_bias": True}], config)
