@@ -419,6 +419,17 @@ def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name
     assert 0.7 < (memory.peak - held) / rule.recipe.workspace(shape) <= 1
 
 
+@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128)])
+def test_a_clip_of_several_takes_no_more_memory_than_its_recipe_says(shape):
+    rule = rule_of(recipe("muon", spectral_clip=1.0))
+    params, grads = [[torch.randn(shape, device="meta") for _ in range(4)] for _ in range(2)]
+    states = [rule.init_state(param) for param in params]
+    with LiveMemory([*params, *grads, *(state["momentum_buffer"] for state in states)]) as memory:
+        held = memory.now()
+        rule.update_(params, grads, states, hyper({}))
+    assert 0.9 < (memory.peak - held) / rule.recipe.workspace((4, *shape)) <= 1
+
+
 def test_work_is_muons_but_for_the_clip():
     for shape in MIXED:
         muon = recipe("muon").work(shape)
