@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper, way_to_one_rate
+from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.rates import check_floors, check_peaks
 from ds_layerwise.plan.routes import Route
@@ -92,7 +92,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         for route in routes.values():
             used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
             if route.whole and route.group in self._one_rate_for_both:
-                lr = self._one_rate_for_both[route.group]
+                lr, kind = self._one_rate_for_both[route.group], self.config.matrix
+                one_rate = f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
                                   f"matrices ({route.name}), and {self.config.matrix.rule.capitalize()}'s rate is far "
                                   f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}"

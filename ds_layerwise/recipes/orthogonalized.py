@@ -25,6 +25,7 @@ class Orthogonalized(UpdateHooks):
 
     whole: ClassVar[bool] = True
     gradient_average: ClassVar[str | None] = "momentum_buffer"
+    as_adamw: ClassVar[str] = "matrix_optimizer to 'adamuon'"
     hyper: ClassVar[tuple[str, ...]] = ("momentum",)
 
     nesterov: bool = True
@@ -75,6 +76,7 @@ class Orthogonalized(UpdateHooks):
 class Scaled(Orthogonalized):
     """An orthogonalised momentum that is scaled by the shape of its matrix."""
 
+    as_adamw: ClassVar[str] = "scale_mode to 'match_rms_adamw'"
     sized_by: ClassVar[tuple[str, ...]] = ("scale_mode", "extra_scale_factor")
 
     scale_mode: ScaleMode = "original"
@@ -83,8 +85,10 @@ class Scaled(Orthogonalized):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """With ``scale_mode`` "match_rms_adamw", unless a hook decides how large updates are."""
-        return self.scale_mode == "match_rms_adamw" and self.sizing_hook is None
+        """With ``scale_mode`` "match_rms_adamw", or what is the same: "spectral", and 0.2 times that; unless a hook
+        decides how large updates are."""
+        same = self.scale_mode == "match_rms_adamw" or (self.scale_mode, self.extra_scale_factor) == ("spectral", 0.2)
+        return same and self.sizing_hook is None
 
     def scale_summary(self) -> str:
         """The scale, unless a hook replaces it."""

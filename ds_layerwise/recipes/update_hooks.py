@@ -93,7 +93,7 @@ class UpdateHooks(Recipe):
         together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
         m = min(rows, cols)
         return max(newton_schulz_workspace(shape),
-                   newton_schulz_workspace((together, m, m)) + 12 * together * rows * cols)
+                   newton_schulz_workspace((together, m, m)) + 8 * together * rows * cols)
 
     def hook_summary(self) -> str:
         """What is set, for the start-up table; begins with a comma unless it is empty."""

@@ -151,6 +151,21 @@ def test_together_gives_the_bits_of_each_alone(name, settings):
         assert all(torch.equal(value, states[i][key]) for key, value in state.items())
 
 
+@pytest.mark.parametrize("name, settings", [*((name, {}) for name in NEW), ("muon", {"hyperball": "own"}), (
+    "muon", {"radial_brake": (0.5, 0.25), "spectral_clip": 5.0})], ids=str)
+def test_blocks_of_columns_are_a_stack(name, settings):
+    # As heads of transformers' Conv1D lie in memory: (rows, batch, cols).
+    rule = rule_of(recipe(name, **settings))
+    stack = noise((3, 12, 40), 0)
+    found = stack.transpose(0, 1).contiguous().transpose(0, 1)
+    for param in (stack, found):
+        state = rule.init_state(param)
+        for grad in grads_of((3, 12, 40)):
+            laid = grad if param is stack else grad.transpose(0, 1).contiguous().transpose(0, 1)
+            rule.update_([param], [laid], [state], hyper(settings, rule=name))
+    assert not found.is_contiguous() and relative_error(found, stack) < 1e-5
+
+
 @pytest.mark.parametrize("name", ("muon", *NEW))
 def test_states_are_as_declared(name):
     for per in ("row", "column", "longer_side") if name == "normuon" else (None,):
@@ -324,9 +339,11 @@ def test_a_rate_of_another_size_is_told():
 def test_one_lr_without_muon_lr():
     lone = {"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": "adamuon"}}
     assert OptimizerConfig.from_section(lone).muon_lr == 1e-3
-    for name, way_out in (("normuon", "or set scale_mode to 'match_rms_adamw'"), ("scion", "such as 0.02$")):
-        with pytest.raises(ConfigError, match=f"lr is 0.001 without muon_lr.*{way_out}"):
+    for name, way_out in (("normuon", "scale_mode to 'match_rms_adamw'"), ("scion", "matrix_optimizer to 'adamuon'")):
+        with pytest.raises(ConfigError, match=f"lr is 0.001 without muon_lr.*or set {way_out}"):
             OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": name}})
+    with pytest.raises(ConfigError, match="Adafactor's rate is far from AdamW's: give muon_lr, such as 0.02$"):
+        OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": "adafactor"}})
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
@@ -352,12 +369,18 @@ def test_parts_are_parts_of_the_whole(name, settings, axis, mode):
         for step in range(STEPS):
             rule.update_(params, [part(grads_of(shape, seed=i + 1)[step]) for i, shape in enumerate(shapes)], states,
                          hyper(settings, rule=name))
-        return params, peers.calls
+        return params, states, peers.calls
 
-    found, calls = zip(*on_ranks(2, rank), strict=True)
+    found, kept, calls = zip(*on_ranks(2, rank), strict=True)
     assert calls[0] == calls[1]
-    whole, _ = trained(name, shapes, **settings)
+    whole, states = trained(name, shapes, **settings)
     assert_moves_alike([torch.cat(parts, axis) for parts in zip(*found, strict=True)], whole, shapes)
+    for one, other, wanted in zip(*kept, states, strict=True):
+        for key, value in wanted.items():
+            # What there is a number of for each matrix, or for what is not cut, every rank has.
+            both = one[key] if one[key].shape == value.shape else torch.cat([one[key], other[key]], axis)
+            assert relative_error(both, value) < 1e-5, key
+            assert one[key].shape != value.shape or torch.equal(one[key], other[key]), key
 
 
 @pytest.mark.parametrize("name, settings", CUT, ids=str)
@@ -394,6 +417,17 @@ def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name
         held = memory.now()
         rule.update_([param], [grad], [state], hyper(settings))
     assert 0.7 < (memory.peak - held) / rule.recipe.workspace(shape) <= 1
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128)])
+def test_a_clip_of_several_takes_no_more_memory_than_its_recipe_says(shape):
+    rule = rule_of(recipe("muon", spectral_clip=1.0))
+    params, grads = [[torch.randn(shape, device="meta") for _ in range(4)] for _ in range(2)]
+    states = [rule.init_state(param) for param in params]
+    with LiveMemory([*params, *grads, *(state["momentum_buffer"] for state in states)]) as memory:
+        held = memory.now()
+        rule.update_(params, grads, states, hyper({}))
+    assert 0.9 < (memory.peak - held) / rule.recipe.workspace((4, *shape)) <= 1
 
 
 def test_work_is_muons_but_for_the_clip():

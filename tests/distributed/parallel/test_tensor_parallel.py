@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
 from tests.support import internals
+from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
@@ -159,6 +160,31 @@ class TestExactly(DistributedTest):
             engine.step()
             assert engine.optimizer.overflow and engine.get_global_grad_norm() == math.inf
             assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+
+
+#: By layer a rule with settings; cut along rows and along columns, the longer side and the shorter one.
+FAMILY = {"square_rows": ("normuon", {}), "square_cols": ("adamuon", {}), "tall_rows": ("namo", {}),
+          "flat_cols": ("polargrad", {"extra_scale_factor": 0.01}), "flat_rows": ("scion", {}),
+          "tall_cols": ("normuon", {"relative_update": True}), "narrow_rows": ("normuon", {"radial_brake": [0.5, 0.0]}),
+          "copied": ("adamuon", {"hyperball": 3.0})}
+
+
+class TestOtherMatrixOptimizers(DistributedTest):
+    world_size = 4
+
+    def test_other_matrix_optimizers_against_the_whole_matrix(self):
+        mpu, whole = Mpu(2), {name: p.detach() for name, p in Net().named_parameters()}
+        entries = [{"name": f"{layer}.weight", "optimizer": rule, "lr_scale": 2.5, "ns_method": "standard",
+                    "ns_dtype": "fp32", **settings} for layer, (rule, settings) in FAMILY.items()]
+        engine = start(OnWholeNumbers(mpu), ds_config(layerwise={"overrides": entries}), mpu=mpu)
+        train_on_whole_numbers(engine, mpu, range(STEPS))
+        for layer, (rule, settings) in FAMILY.items():
+            name, first = f"{layer}.weight", whole[f"{layer}.weight"]
+            mean = [sum(whole_number_gradients(name, first.shape, step, 0, rank) for rank in range(2)) / 2
+                    for step in range(STEPS)]
+            wanted = train_alone(rule, first, mean, lr=0.05, weight_decay=0.1, settings=settings)
+            moved = engine.module.get_parameter(name).detach() - part_of(first, name, mpu)
+            assert relative_error(moved, part_of(wanted - first, name, mpu)) < 1e-5, name
 
 
 def everything(engine):
