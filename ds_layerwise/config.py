@@ -246,14 +246,6 @@ def _all_params() -> tuple[str, ...]:
     return (*params_model(Muon, AdamW, True).keys(), *(key for key in merged_keys(recipes) if key not in Muon.keys()))
 
 
-def way_to_one_rate(matrix: Recipe) -> str:
-    """How ``lr`` can be right for ``matrix``, too, as the end of an error; empty where it cannot."""
-    one_rate = "scale_mode" in matrix.keys() and matrix.model_copy(
-        update={"scale_mode": "match_rms_adamw"}).takes_rate_of_adamw
-    way = "scale_mode to 'match_rms_adamw'" if one_rate else matrix.as_adamw
-    return f", or set {way}, with which lr is right for both" if way else ""
-
-
 def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
     lr = values.get("lr")
     if lr == 0:
@@ -261,9 +253,10 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
                           "got 0; let a scheduler start at 0 instead")
     as_adamw = values["matrix"].takes_rate_of_adamw
     if lr is not None and "muon_lr" not in values and not as_adamw:
-        matrix = values["matrix"]
-        raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and {matrix.rule.capitalize()}'s rate is "
-                          f"far from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{way_to_one_rate(matrix)}")
+        kind = values["matrix"]
+        one_rate = f", or set {kind.as_adamw}, with which lr is right for both" if kind.as_adamw else ""
+        raise ConfigError(f"optimizer.params.lr is {lr:g} without muon_lr, and {kind.rule.capitalize()}'s rate is far "
+                          f"from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{one_rate}")
     values.setdefault("adam_lr", DEFAULT_ADAM_LR if lr is None else lr)
     values.setdefault("lr", values["adam_lr"] or DEFAULT_ADAM_LR)
     values.setdefault("muon_lr", values["lr"] if as_adamw else DEFAULT_MUON_LR)

@@ -93,11 +93,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
             if route.whole and route.group in self._one_rate_for_both:
                 lr, kind = self._one_rate_for_both[route.group], self.config.matrix
-                one_rate = f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
+                one_rate = (f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
+                            if kind.as_adamw else "")
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
-                                  f"matrices ({route.name}), and {self.config.matrix.rule.capitalize()}'s rate is far "
-                                  f"from AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}"
-                                  f"{way_to_one_rate(self.config.matrix)}")
+                                  f"matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from AdamW's: "
+                                  f"give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate}")
         check_floors(routes, self.groups_now())
         check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
 
