@@ -218,6 +218,13 @@ def test_the_slow_average_is_warmed_up_from_a_beta_of_zero():
     assert found == pytest.approx([0.999**10, 0.999**2, 0.999, 0.999])
 
 
+def test_adafactors_mean_of_second_moments_has_a_least_value():
+    # Means of 0.25 count as 0.3, and a root of 0.46 stays what it is.
+    rule, value = rule_of(Adafactor(eps1=0.3, clip_threshold=100.0)), torch.ones(2, 3)
+    rule.update_([value], [torch.full((2, 3), 0.5)], [rule.init_state(value)], replace(HYPER, weight_decay=0.0))
+    torch.testing.assert_close(value, torch.full((2, 3), 1 - 0.01 * 0.5 / math.sqrt(0.25 * 0.25 / 0.3)))
+
+
 def test_adafactor_takes_each_matrix_of_a_stack_for_itself():
     rule, stack = rule_of(Adafactor()), start((3, 6, 4))
     stack[1] *= 50
