@@ -52,11 +52,13 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
-    """One ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows, cols)``; of a single one a view."""
+    """One contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows, cols)``; of a single one that
+    is contiguous a view."""
     if len(matrices) > 1 and all(matrix.dim() == 2 for matrix in matrices):
         return torch.stack(list(matrices))
     batches = [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in matrices]
-    return batches[0] if len(batches) == 1 else torch.cat(batches)
+    # Sums over what is not contiguous are made in another order.
+    return batches[0].contiguous() if len(batches) == 1 else torch.cat(batches)
 
 
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

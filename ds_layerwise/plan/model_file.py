@@ -167,7 +167,7 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
             no parameter at all goes to the matrix optimizer, or ``per_head`` without an override that names a number of
             heads, which a file does not have.
     """
-    if per_head and not any(override.num_heads for override in overrides):
+    if per_head and not any(override.num_heads or override.split for override in overrides):
         raise RoutingError("optimizer.params.per_head_muon is true, but a model file does not have the number of "
                            "heads; name the projections in layerwise.overrides with num_heads")
     merged = overrides_by_name([param.name for param in params], overrides)

@@ -162,7 +162,7 @@ def _hint(forecast: Forecast) -> list[str]:
     idle = sum(1 for numel in forecast.report.whole_numel if not numel) if any(forecast.report.whole_numel) else 0
     return [f"{idle} of {forecast.layout.world_size} ranks own no matrix: there are fewer matrices than ranks, or one "
             "is larger than a rank's share. Splitting fused projections into their parts "
-            "(layerwise.overrides, num_heads) makes more of them."] if idle else []
+            "(layerwise.overrides, split or num_heads) makes more of them."] if idle else []
 
 
 def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig,

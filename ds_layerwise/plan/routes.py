@@ -62,7 +62,8 @@ class Route:
         """All that is computed for it, as far as its group does not say: ranks that hold it must agree."""
         own = ", ".join(f"{key} {getattr(self, key)}" for key in _OF_ROUTES)
         kind, settings = "matrix" if self.whole else "scalar", self.recipe.settings()
-        seen = f", as {self.seen(0)}" if self.parts else ""
+        parts = self.parts
+        seen = f", as {self.seen(0)} in {parts.groups} groups of axis {parts.axis}" if parts else ""
         return f"the {kind} optimizer, {self.recipe.rule}{f' with {settings}' * bool(settings)}, {own}{seen}"
 
     def because(self, more: str) -> Route:

@@ -51,7 +51,8 @@ def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tens
 
     Args:
         config: as transformers' or nanoGPT's models have it; None if the model has none.
-        named: the parameters whose heads the user has counted, in ``routes`` already.
+        named: the parameters whose heads or parts the user has named, in ``routes`` already, as are those that have
+            parts.
 
     Raises:
         RoutingError: ``config`` has no counts, or no projection is known by its name, and none is ``named``.
@@ -75,7 +76,9 @@ def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tens
             count = outputs // width if width and outputs % width == 0 else None
         done = name in named or route.parts is not None
         split[name] = route if done else cut_heads(route, count, params[name], tp_size)
-    if split == routes and not named:
+    per_head = named or any(route.parts and any(part.heads for _, part in route.parts.each)
+                            for route in routes.values())
+    if split == routes and not per_head:
         raise RoutingError("per_head_muon found no query, key or value projection (known: "
                            f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES + _FUSED_NAMES)}); name them in "
                            "layerwise.overrides with num_heads")

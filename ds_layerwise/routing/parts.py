@@ -171,9 +171,8 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
     elif runs == (parts.length,) and parts.groups == 1:
         here, whole = _whole_parts_here(parts, tensor), True
     elif runs == sizes and parts.groups == 1:
-        pieces = [(name, _piece(part, tensor.size)) for name, part in parts.each]
-        here = Parts(parts.axis, tuple((name, piece) for name, piece in pieces if piece is not None))
-    if here is None or len(here.names) < (1 if whole else len(parts.each)) or any(per_head) and not whole:
+        here = _pieces_here(parts, tensor)
+    if here is None or any(per_head) and not whole:
         raise RoutingError(
             f"{route.name}: parts {Split(parts.each, groups=parts.groups)!r} do not lie whole on {tensor.size} tensor-"
             "parallel ranks, which need whole groups, whole parts, or an equal piece of each part, and heads for all "
@@ -181,11 +180,13 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
     return with_parts(route.with_axis(None) if whole else route, here)
 
 
-def _piece(part: Part, size: int) -> Part | None:
-    """What each of ``size`` ranks has of ``part``; None where it is no equal piece, or cuts heads."""
-    if part.size % size or part.heads and part.heads % size:
+def _pieces_here(parts: Parts, tensor: TensorRank) -> Parts | None:
+    """What each rank has of every part; None where those are no equal pieces, or cut heads."""
+    if any(part.size % tensor.size or part.heads and part.heads % tensor.size for _, part in parts.each):
         return None
-    return Part(size=part.size // size, heads=part.heads and part.heads // size)
+    return Parts(parts.axis, tuple((name, Part(size=part.size // tensor.size,
+                                               heads=part.heads and part.heads // tensor.size))
+                                   for name, part in parts.each))
 
 
 def _whole_parts_here(parts: Parts, tensor: TensorRank) -> Parts | None:

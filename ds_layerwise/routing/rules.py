@@ -125,9 +125,10 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                 raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
                                    "model does not have; pass parameters of the model given to initialize()")
             group_of[names[param]] = index
-    homes = _homes(model, elsewhere)
+    homes, tensor = _homes(model, elsewhere), TensorRank(tp_size, tp_rank)
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
+    holders = {name: homes[name].modules[0][1] for name in trained}
     merged = overrides_by_name(trained, overrides, elsewhere=elsewhere.names if elsewhere else (), experts=experts)
     routes: dict[str, Route] = {}
     for name, param in trained.items():
@@ -140,18 +141,14 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         mine = merged[name]
         wanted = _wanted(param, mine.get("optimizer"), group_of[name], param_groups[group_of[name]].get("use_muon"),
                          recipes)
-        route = _decide(name, param, homes[name], wanted, recipes)
-        if tp_size > 1 and is_cut(param):
-            route = _with_cut(route, param, tp_size)
-        holder = homes[name].modules[0][1]
+        route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
-                        transposed=is_transposed(holder, param))
+                        transposed=is_transposed(holders[name], param))
         route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
-        routes[name] = split_as_told(route, mine.get("split"), holder, param, TensorRank(tp_size, tp_rank))
+        routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
     config, named = getattr(model, "config", None), {n for n in trained if not merged[n].keys().isdisjoint(_CUTS)}
     if auto_split:
-        routes = split_known(config, routes, trained, {name: homes[name].modules[0][1] for name in trained},
-                             TensorRank(tp_size, tp_rank), named=named, per_head=per_head)
+        routes = split_known(config, routes, trained, holders, tensor, named=named, per_head=per_head)
     if per_head:
         routes = split_heads(config, routes, trained, tp_size, named=named)
     if elsewhere is None:
@@ -185,6 +182,8 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
 
 
 def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
+    if tp_size == 1 or not is_cut(param):
+        return route
     if route.matrix_shape is None:
         return replace(route, is_cut=True)
     axis = axis_of(route.name, param, route.matrix_shape, tp_size)

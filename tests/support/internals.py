@@ -42,6 +42,11 @@ def shards(engine: Any) -> list[Any]:
     return [owned(engine).masters, owned(engine).reduced]
 
 
+def update_sets(engine: Any) -> list[Any]:
+    """By bucket, the parameters that one rule updates together."""
+    return list(owned(engine)._updates)
+
+
 def host_tensors(engine: Any) -> list[torch.Tensor]:
     """What this rank keeps in the memory of the host."""
     return list(owned(engine).host.tensors)

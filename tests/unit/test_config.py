@@ -256,12 +256,17 @@ def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
 
 @pytest.mark.parametrize("section", [
     {}, {"layout": "lpt"}, {"layout": None}, {"alignment": 0}, {"max_skipped_steps": None}, {"max_skipped_steps": 0},
-    {"rename": {"a.*": "b.*"}}, {"rename": {"a": 3}}, {"rename": []}, {"layuot": "lpt"}, {"overrides": {}}, *(
+    {"rename": {"a.*": "b.*"}}, {"rename": {"a": 3}}, {"rename": []}, {"layuot": "lpt"},
+    {"auto_split": False}, {"auto_split": 0}, {"overrides": {}}, *(
         {"overrides": [{"name": "*", **entry}]} for entry in (
             {"weight_decay": None}, {"weight_decay": 0}, {"lr_scale": -1}, {"num_heads": 0}, {"num_heads": None},
             {"optimizer": "scalar"}, {"optimizer": "sgd"}, {"optimizer": "soup"}, {"optimizer": None},
             {"ns_steps": 3}, {"ns_steps": None}, {"betas": [0.5, 0.5]}, {"momentum": "auto"}, {"settings": []},
-            {"lr_scale": 1, "optional": True}, {"lr_scale": 1, "name": ""}))])
+            {"lr_scale": 1, "optional": True}, {"lr_scale": 1, "name": ""}, {"split": {}}, {"split": {"q": 3}},
+            {"split": {"q": {"size": 4, "heads": 2}}, "split_axis": "in", "split_groups": 2}, {"split": {"q": 0}},
+            {"split": {"q": {"heads": 2}}}, {"split": {"q": {"size": 4, "heads": None}}}, {"split": {"q.k": 3}},
+            {"split": 3}, {"split": None}, {"split": {"q": 3}, "split_axis": "rows"},
+            {"split": {"q": 3}, "split_groups": 0}))])
 def test_the_schema_takes_of_layerwise_what_training_takes(section):
     try:
         LayerWiseConfig.from_section(section)

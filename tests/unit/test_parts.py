@@ -12,13 +12,15 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.muon import Muon as Rule
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.parts import first_state, seen_parts
-from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.forecast import specs_of, workspace_bytes
 from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.parts import Part, Parts, whole_states
 from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
 from ds_layerwise.routing.rules import route_parameters
+from tests.support.fused import by_index
 from tests.support.rooms import rooms
 
 pytestmark = rooms("parts", "routes")
@@ -35,25 +37,6 @@ def random_parts(seed):
     parts, across = Parts(axis, tuple(each), groups), generator.randint(1, 5)
     shape = (parts.length, across) if axis == -2 else (across, parts.length)
     return parts, (*generator.choice(((), (), (1,), (3,))), *shape)
-
-
-def by_index(whole, parts):
-    """Each part, put together matrix by matrix from single rows or columns."""
-    found = {}
-    of_group = parts.length // parts.groups
-    first = 0
-    for name, part in parts.each:
-        lines = [[group * of_group + first + i for i in range(part.size)] for group in range(parts.groups)]
-        if part.heads is None:
-            matrices = [[line for group in lines for line in group]]
-        else:
-            width = part.size // part.heads
-            matrices = [group[head * width:(head + 1) * width] for group in lines for head in range(part.heads)]
-        stacked = whole if whole.dim() == 3 else whole.unsqueeze(0)
-        chosen = [matrix.index_select(parts.axis, torch.tensor(lines)) for matrix in stacked for lines in matrices]
-        found[name] = torch.stack(chosen) if whole.dim() == 3 or part.heads else chosen[0]
-        first += part.size
-    return found
 
 
 def views(param, grad, state, parts, recipe=Muon()):
@@ -143,6 +126,17 @@ def test_cost_is_that_of_the_parts():
     assert spec.work == recipe.work((16, 6)) + recipe.work((4, 2, 6)) and spec.state_bytes == 4 * 24 * 6
 
 
+def test_a_step_works_in_the_copies_of_one_parameter():
+    recipe, parts = Muon(), Parts(-2, (("q", Part(size=200)), ("k", Part(size=100))), 2)
+    routes = {name: Route(name=name, recipe=recipe, reason="", group=0, matrix_shape=(600, 600), parts=parts)
+              for name in ("a", "b")}
+    specs = specs_of([(name, (600, 600), "float32") for name in routes], routes)
+    layout = plan_layout(specs, 1, bucket_numel=10**6)
+    assert len(layout.buckets) == 1
+    # Both parts of both matrices lie in two places.
+    assert workspace_bytes(layout, routes) == (recipe.workspace((1, 400, 600)) + 12 * 600 * 600,)
+
+
 @pytest.mark.parametrize("parts, shape", [
     (Parts(-2, (("q", Part(size=8)), ("k", Part(size=4)), ("v", Part(size=4)))), (16, 6)),
     (Parts(-1, (("q", Part(size=8)), ("k", Part(size=4)), ("v", Part(size=4)))), (6, 16)),
@@ -171,3 +165,178 @@ def test_a_rule_updates_parts_as_the_same_matrices_apart(parts, shape, scale_mod
         assert torch.equal(part, apart[name]), name
     for name, part in by_index(state["momentum_buffer"], parts).items():
         assert torch.equal(part, apart_states[name]["momentum_buffer"]), name
+
+
+# --- what users say ---------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """One fused projection; marked as tensor parallelism marks it, where that has cut it."""
+
+    def __init__(self, shape=(16, 6), **marks):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+        self.other = nn.Parameter(torch.zeros(4, 4))
+        for key, value in marks.items():
+            setattr(self.weight, key, value)
+
+
+def route(model, *entries, **kwargs):
+    overrides = [Override.from_entry(f"layerwise.overrides[{i}]", {"name": "weight", **entry})
+                 for i, entry in enumerate(entries)]
+    return route_parameters(model, [{"params": list(model.parameters())}], overrides=overrides, **kwargs)["weight"]
+
+
+QKV = {"q": 8, "k": 4, "v": {"size": 4, "heads": 2}}
+
+
+def test_an_override_names_parts_of_either_axis_and_in_groups():
+    rows = route(Layer(), {"split": QKV})
+    assert rows.seen(96) == {"q": (8, 6), "k": (4, 6), "v": (2, 2, 6)} and rows.parts.axis == -2
+    assert (rows.matrix_shape, rows.reason) == ((16, 6), "matrix, parts q, k, v")
+    columns = route(Layer((6, 16)), {"split": QKV, "split_axis": "in"})
+    assert columns.seen(96) == {"q": (6, 8), "k": (6, 4), "v": (2, 6, 2)} and columns.parts.axis == -1
+    grouped = route(Layer((48, 6)), {"split": QKV, "split_groups": 3})
+    assert grouped.seen(288) == {"q": (24, 6), "k": (12, 6), "v": (6, 2, 6)}
+    assert grouped.reason == "matrix, parts q, k, v of 3 groups"
+    stack = route(Layer((3, 16, 6)), {"split": QKV})
+    assert stack.seen(288) == {"q": (3, 8, 6), "k": (3, 4, 6), "v": (6, 2, 6)}
+    assert route(Layer(), {"split": {}}).parts is None
+
+
+def test_the_outputs_of_a_transposed_layer_are_its_columns():
+    layer = Layer((6, 16))
+    layer.__class__ = type("Conv1D", (Layer,), {})
+    assert route(layer, {"split": QKV}).parts.axis == -1
+    with pytest.raises(RoutingError, match="it has 6 rows"):
+        route(layer, {"split": QKV, "split_axis": "in"})
+    experts = Layer((3, 6, 16))
+    experts.is_transposed = True
+    assert route(experts, {"split": QKV}).parts.axis == -1
+
+
+@pytest.mark.parametrize("entry, message", [
+    ({"split": {"q": 8, "k": 4}}, r"weight \(16, 6\): layerwise.overrides splits it into q 8, k 4, which is 12 in all, "
+                                  "and it has 16 rows; correct the sizes, or split_axis, or split_groups"),
+    ({"split": QKV, "split_axis": "in"}, 'k 4, v 4 \\(2 heads\\) along "in", which is 16 in all, and it has 6 columns'),
+    ({"split": QKV, "split_groups": 2}, r"v 4 \(2 heads\) x 2, which is 32 in all, and it has 16 rows"),
+    ({"split": QKV, "optimizer": "scalar"}, "which takes no matrices; narrow the pattern"),
+])
+def test_parts_that_do_not_fit(entry, message):
+    with pytest.raises(RoutingError, match=message):
+        route(Layer(), entry)
+
+
+def test_overrides_that_contradict_each_other():
+    with pytest.raises(RoutingError, match=r"overrides\[0\] sets split to q 8, k 8 and .*\[1\] to k 8, q 8; narrow"):
+        route(Layer(), {"split": {"q": 8, "k": 8}}, {"split": {"k": 8, "q": 8}})
+    with pytest.raises(RoutingError, match="sets split to q 8, k 8 and num_heads to 2; count the heads of each part"):
+        route(Layer(), {"split": {"q": 8, "k": 8}}, {"num_heads": 2})
+
+
+@pytest.mark.parametrize("entry, message", [
+    ({"split": 3}, r"layerwise.overrides\[0\].split must be an object like"),
+    ({"split": {"q": 0}}, r"split.q must be a whole number of at least 1, got 0"),
+    ({"split": {"q": {"heads": 2}}}, r"split.q.size must be a whole number of at least 1, got None"),
+    ({"split": {"q": {"size": 2, "head": 2}}}, r"split.q.head is not an option; did you mean 'heads'\?"),
+    ({"split": {"q": {"size": 3, "heads": 2}}}, r"split.q has size 3, which 2 heads do not divide"),
+    ({"split": {"q/k": 3}}, r"split names a part 'q/k'; give it a name of letters, digits and underscores"),
+    ({"split_groups": 2}, r"split_groups says how parts lie, and layerwise.overrides\[0\] names none"),
+    ({"split": {"q": 3}, "split_axis": "rows"}, r"split_axis must be one of 'out', 'in', got 'rows'"),
+    ({"split": {"q": 3}, "num_heads": 3}, r"has split and num_heads; count the heads of each part"),
+])
+def test_what_no_config_can_say(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        route(Layer(), entry)
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def cut(shape, dim, stride=1):
+    return Layer(shape, tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
+
+
+def autotp(shape, before, **meta):
+    return Layer(shape, tensor_model_parallel=True, ds_autotp_universal_checkpoint_meta={
+        "original_shape": before, "conversion": {}, **meta})
+
+
+HEADS = {"q": {"size": 8, "heads": 4}, "k": {"size": 8, "heads": 2}}
+
+
+@pytest.mark.parametrize("layer, entry, seen, axis", [
+    # Across the parts: each is cut as the whole is.
+    (cut((16, 3), 1), {"split": QKV}, {"q": (8, 3), "k": (4, 3), "v": (2, 2, 3)}, -1),
+    # Whole groups: a part is one matrix of all groups, of which ranks have shards, or heads that lie whole on a rank.
+    (cut((16, 6), 0), {"split": {"q": 4, "k": 4}, "split_groups": 4}, {"q": (8, 6), "k": (8, 6)}, -2),
+    (cut((16, 6), 0), {"split": {"q": {"size": 4, "heads": 2}, "k": {"size": 4, "heads": 1}}, "split_groups": 4},
+     {"q": (4, 2, 6), "k": (2, 4, 6)}, None),
+    # Whole parts, as many on each rank.
+    (cut((16, 6), 0), {"split": {"gate": 16, "up": 16}}, {"gate_or_up": (16, 6)}, None),
+    (cut((16, 6), 0), {"split": {"a": 12, "b": 4, "c": 12, "d": 4}}, {"a_or_c": (12, 6), "b_or_d": (4, 6)}, None),
+    # An equal piece of each.
+    (cut((16, 6), 0, 2), {"split": {"gate": 16, "up": 16}}, {"gate": (8, 6), "up": (8, 6)}, -2),
+    (cut((8, 6), 0, 2), {"split": HEADS}, {"q": (2, 2, 6), "k": (1, 4, 6)}, None),
+    (autotp((8, 6), (16, 6), sub_param_sizes=(8, 4, 4), sub_param_shard_widths=[[4, 4], [2, 2], [2, 2]]),
+     {"split": {"q": 8, "k": 4, "v": 4}}, {"q": (4, 6), "k": (2, 6), "v": (2, 6)}, -2),
+    # Experts: each rank has whole ones.
+    (cut((3, 16, 6), 0), {"split": QKV}, {"q": (3, 8, 6), "k": (3, 4, 6), "v": (6, 2, 6)}, None),
+])
+def test_tensor_parallelism_that_does_not_cut_through_parts(layer, entry, seen, axis):
+    routes = [route(layer, entry, tp_size=2, tp_rank=rank) for rank in range(2)]
+    for each in routes:
+        assert (each.seen(0), each.tp_axis, each.is_cut) == (seen, axis, True)
+
+
+@pytest.mark.parametrize("layer, entry", [
+    (cut((16, 6), 0), {"split": {"q": 16, "k": 8, "v": 8}}),
+    (cut((16, 6), 0), {"split": {"q": 24, "k": 8}}),
+    (cut((12, 6), 0), {"split": {"q": 4, "k": 4}, "split_groups": 3}),
+    (cut((16, 6), 0), {"split": {"q": {"size": 4, "heads": 2}, "k": 4}, "split_groups": 4}),
+    (cut((16, 6), 0, 2), {"split": {"gate": 24, "up": 8}}),
+    (cut((9, 6), 0, 2), {"split": {"q": 9, "k": 9}}),
+    (cut((8, 6), 0, 2), {"split": {"q": {"size": 8, "heads": 4}, "k": {"size": 8, "heads": 1}}}),
+    (autotp((8, 6), (16, 6), sub_param_sizes=(8, 4, 4), sub_param_shard_widths=[[4, 4], [3, 1], [1, 3]]),
+     {"split": {"q": 8, "k": 4, "v": 4}}),
+    (autotp((8, 6), (16, 6), conversion={"affine_map": {"segments": []}}), {"split": {"gate": 8, "up": 8}}),
+])
+def test_tensor_parallelism_that_cuts_through_parts(layer, entry):
+    with pytest.raises(RoutingError, match="do not lie whole on 2 tensor-parallel ranks, which need whole groups, "
+                                           r"whole parts, or an equal piece .*\"split\": \{\} in layerwise.overrides"):
+        route(layer, entry, tp_size=2)
+
+
+def test_sizes_are_those_of_all_ranks_together():
+    with pytest.raises(RoutingError, match="which is 16 in all, and it has 32 rows over all tensor-parallel ranks"):
+        route(cut((16, 6), 0), {"split": QKV}, tp_size=2)
+
+
+# --- model files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_models_of_the_package_have_the_parts_that_transformers_finds():
+    gpt2 = route_model(load_model(find_model("gpt2-124m")))
+    assert gpt2["transformer.h.3.attn.c_attn.weight"].seen(0) == dict.fromkeys("qkv", (768, 768))
+    name = "model.layers.7.self_attn.{}.weight"
+    deepseek = load_model(find_model("deepseek-v3"))
+    routes = route_model(deepseek)
+    assert {leaf: routes[name.format(leaf)].seen(0) for leaf in ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa")} == {
+        "q_b_proj": {"nope": (16384, 1536), "rope": (8192, 1536)}, "kv_b_proj": {"k": (16384, 512), "v": (16384, 512)},
+        "kv_a_proj_with_mqa": {"latent": (512, 7168), "rope": (64, 7168)}}
+    assert not any(each.parts for each in route_model(deepseek, auto_split=False).values())
+    told = route_model(deepseek, [Override(name="*.kv_b_proj.weight", num_heads=128),
+                                  Override(name="*.q_b_proj.weight", split={})])
+    assert told[name.format("kv_b_proj")].matrix_shape == (128, 256, 512)
+    assert told[name.format("q_b_proj")].parts is None
+
+
+def test_a_model_file_whose_parts_do_not_fit(tmp_path):
+    (tmp_path / "model.yaml").write_text("""
+model: wrong
+numel: 96
+params:
+  - {name: w, shape: [16, 6], optimizer: matrix, split: {q: 4, k: 4}, split_groups: 3}
+""")
+    with pytest.raises(ConfigError, match=r"w \(16, 6\) is split into q 4, k 4 x 3, 24 in all, and has 16 outputs"):
+        load_model(tmp_path / "model.yaml")

@@ -1,0 +1,135 @@
+"""Checkpoints of fused matrices with named parts: resumed by other numbers of ranks, and by runs without parts."""
+
+import pytest
+import torch
+
+from ds_layerwise.cli import main
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.recipes.registry import REGISTRY, Entry
+from tests.distributed.checkpoint import test_any_state
+from tests.support import internals
+from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.fused import FUSED, OVERRIDES, Fused, parts_in, taken_apart
+from tests.support.harness import DistributedTest, made_once
+from tests.support.rooms import rooms
+from tests.support.training import ds_config, start, train_engine
+from tests.support.universal import convert
+
+pytestmark = rooms("parts", "owned", "regular", "universal", "reshard")
+
+
+def engine_of(*, apart=False, split=True, layerwise=None, **changes):
+    entries = OVERRIDES if split and not apart else []
+    return start(Fused(apart=apart), ds_config(layerwise={"overrides": entries, **(layerwise or {})},
+                                               **{"bucket_numel": 200, **changes}))
+
+
+def with_any_state(monkeypatch, **changes):
+    """An engine of an optimizer whose states have shapes of their own, and a count."""
+    entry = Entry(test_any_state.Recipe_, f"{test_any_state.__name__}:Rule")
+    monkeypatch.setitem(REGISTRY, "preconditioned", entry)
+    params = {"matrix_optimizer": "preconditioned", "fast": 0.25, "lr": 0.003, "muon_lr": 0.01}
+    return engine_of(**changes, optimizer={"type": "LayerWise", "params": params})
+
+
+class TestMomenta(DistributedTest):
+    @pytest.fixture
+    def runs(self, class_tmpdir):
+        """Checkpoints in folders that are called as the number of ranks that saved them, one of them without parts."""
+        return made_once(class_tmpdir / "runs", [1, 3], self.save)
+
+    def save(self, folder):
+        # One rank leaves the run without parts to three.
+        for split, called in ((True, ""), (False, "_whole"))[:torch.distributed.get_world_size()]:
+            engine = engine_of(split=split, layerwise={"save_universal": True})
+            train_engine(engine, 3)
+            own = folder / f"{engine.world_size}{called}"
+            engine.save_checkpoint(own, tag="regular")
+            expected = whole_states(engine)
+            if engine.global_rank == 0:
+                torch.save(expected, own / "expected.pt")
+
+    @pytest.mark.world_size(2)
+    def test_they_are_whole_in_every_checkpoint(self, runs, tmp_path):
+        convert(runs / "3" / "regular", tmp_path / "converted")
+        engine = engine_of(bucket_numel=10**6, layerwise={"layout": "lpt"})
+        train_engine(engine, 1, first=40)
+        folders = [(runs / saved_by, tag) for saved_by in ("1", "3") for tag in ("regular", "regular_universal")]
+        for folder, tag in [*folders, (tmp_path, "converted")]:
+            engine.load_checkpoint(folder, tag=tag)
+            expected = torch.load((runs / "3" if folder == tmp_path else folder) / "expected.pt")
+            assert_equal_states(whole_states(engine), expected, f"{folder} {tag}")
+            train_engine(engine, 1, first=50)
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("split", [True, False])
+    def test_a_run_goes_on_from_one_that_was_split_otherwise(self, runs, split):
+        engine = engine_of(split=split)
+        for tag in ("regular", "regular_universal"):
+            folder = runs / ("3_whole" if split else "3")
+            engine.load_checkpoint(folder, tag=tag)
+            assert_equal_states(whole_states(engine), torch.load(folder / "expected.pt"), tag)
+            train_engine(engine, 1, first=50)
+
+
+class TestStatesOfOtherShapes(DistributedTest):
+    @pytest.fixture
+    def runs(self, class_tmpdir, monkeypatch):
+        return made_once(class_tmpdir / "runs", [1, 3], self.save, monkeypatch=monkeypatch)
+
+    def save(self, folder, monkeypatch):
+        # One rank leaves the run without parts to three.
+        for split, called in ((True, ""), (False, "_whole"))[:torch.distributed.get_world_size()]:
+            engine = with_any_state(monkeypatch, split=split, layerwise={"save_universal": True})
+            train_engine(engine, 3)
+            own = folder / f"{engine.world_size}{called}"
+            engine.save_checkpoint(own, tag="regular")
+            expected = whole_states(engine)
+            if engine.global_rank == 0:
+                torch.save(expected, own / "expected.pt")
+
+    @pytest.mark.world_size(2)
+    def test_resume(self, runs, monkeypatch):
+        engine = with_any_state(monkeypatch, bucket_numel=10**6, layerwise={"layout": "lpt"})
+        train_engine(engine, 1, first=40)
+        for saved_by, tag in (("1", "regular"), ("3", "regular"), ("3", "regular_universal")):
+            engine.load_checkpoint(runs / saved_by, tag=tag)
+            assert_equal_states(whole_states(engine), torch.load(runs / saved_by / "expected.pt"), saved_by)
+            train_engine(engine, 1, first=50)
+            assert main(["verify", str(runs / saved_by / tag)]) == 0
+
+    @pytest.mark.world_size(3)
+    def test_each_part_has_those_that_it_has_as_a_parameter(self, monkeypatch):
+        fused, apart = (with_any_state(monkeypatch, apart=apart) for apart in (False, True))
+        for engine in (fused, apart):
+            train_engine(engine, 3)
+        found, expected = whole_states(fused), whole_states(apart)
+        for key in ("fp32", "exp_avg", "exp_avg_sq", "fast_avg"):
+            of_parts = taken_apart({name: value for (name, own), value in found.items() if own == key})
+            for name, value in of_parts.items():
+                if (name, key) in expected:
+                    assert torch.equal(value.flatten(), expected[name, key]), (name, key)
+        for name in FUSED:
+            for part in parts_in(name).names:
+                for key in ("row_avg", "left", "right", "seen", "step"):
+                    value = expected[f"{name}.{part}", key]
+                    assert torch.equal(found[name, f"{key}.{part}"].view_as(value), value), (name, part, key)
+        held = fused.optimizer.forecast().memory[fused.global_rank]
+        assert held.states == sum(value.nbytes for state in internals.states(fused).values()
+                                  for key, value in state.items() if not key.startswith("step"))
+
+    @pytest.mark.world_size(2)
+    def test_a_run_without_parts_cannot_go_on_from_one_with_them(self, runs, monkeypatch):
+        for split, folder in ((True, "3_whole"), (False, "3")):
+            engine = with_any_state(monkeypatch, split=split)
+            with pytest.raises(LayerWiseError, match=r"was updated by preconditioned \(states .*left.*this run updates "
+                                                     r"it by preconditioned \(.*set layerwise.on_optimizer_change"):
+                engine.load_checkpoint(runs / folder, tag="regular")
+            other = with_any_state(monkeypatch, split=split, layerwise={"on_optimizer_change": "keep_shared"})
+            train_engine(other, 1)
+            other.load_checkpoint(runs / folder, tag="regular")
+            states = whole_states(other)
+            # Averages that are corrected by a count of steps do not go on without it.
+            assert not any(value.any() for (name, key), value in states.items()
+                           if name in FUSED and key.startswith(("exp_avg", "row_avg", "step")))
+            assert torch.equal(states["plain", "left"], torch.load(runs / folder / "expected.pt")["plain", "left"])
