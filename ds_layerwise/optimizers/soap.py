@@ -43,8 +43,8 @@ class Soap(Kronecker):
 
         L <- b L + (1 - b) / cols * G Q_R diag(1 / eigvals_R) Q_Rᵀ Gᵀ,  R <- b R + (1 - b) / rows * Gᵀ Q_L ... G
 
-    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, taken for ``eps``, with which the first gradient
-    outweighs hundreds of later ones.
+    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, taken for ``eps``, with which a first gradient
+    much larger than ``eps`` outweighs hundreds of later ones.
 
     State: ``exp_avg``, ``exp_avg_sq`` like the parameter; ``L``, ``R``, ``Q_L``, ``Q_R`` square, without those of a
     side beyond ``max_side``, which has the identity for a basis; ``eigvals_L``, ``eigvals_R`` for KL-SOAP; ``step``,
