@@ -18,6 +18,7 @@ from torch.distributed import run as torchrun
 from ds_layerwise import cli
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.plan.links import LINKS
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.routing.rules import route_parameters
@@ -133,6 +134,7 @@ def check_ours(arguments):
         assert_file(str(options.config))
         models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.yaml")}
         assert options.model in models or options.model in USERS_FILES
+        assert options.links in {None, *LINKS} or options.links in USERS_FILES
         return
     for path in (getattr(options, "path", None), getattr(options, "other", None), getattr(options, "out", None)):
         assert path is None or str(path) in USERS_FILES
@@ -199,6 +201,10 @@ def check_accelerate(arguments):
 
 
 def check_module(module, script, *arguments):
+    if module == "ds_layerwise.cli":
+        # What is started on every rank.
+        assert script == "links"
+        return check_ours([script, *arguments])
     assert module == "ds_layerwise.run" and importlib.util.find_spec(module)
     check_script(script, *arguments)
 
@@ -232,7 +238,8 @@ def test_the_page_of_the_command_line_has_every_command_and_option():
         for option in options_of(command):
             assert option in whole, f"{command} {option}"
     known = set().union(*map(options_of, COMMANDS))
-    assert set(re.findall(r"(?<![\w-])--[\w-]+", whole)) <= known
+    ours = re.sub(r"^(?:deepspeed|torchrun) .* ds_layerwise\.\w+ ", "", whole, flags=re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[\w-]+", ours)) <= known
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

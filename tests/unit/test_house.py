@@ -36,15 +36,16 @@ FLOORS = (
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
-             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
-             "report"),
+             "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast",
+             "link_fit model_file prediction", "report"),
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder tags", "untrained"),
     "optimizers": ("devices param_groups rule", "elementwise muon", "registry"),
-    "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
-              "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
+    "ranks": ("buffers host_group host_memory leaving profiling side_stream under_way writes", "comm owned",
+              "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
+              "bucket_order measured_links param_sync", "sync"),
     "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
@@ -57,8 +58,9 @@ INSIDE = {
 PURE = {"errors", "output", "recipes", "config", "plan"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"checkpoint", "optimizers.devices", "ranks.comm", "ranks.host_memory", "ranks.side_stream",
-                        "tools.verify", "parallel", "zero", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"checkpoint", "optimizers.devices", "ranks.comm", "ranks.host_memory", "ranks.link_times",
+                        "ranks.measured_links", "ranks.side_stream", "tools.verify", "parallel",
+                        "zero", "engine", "run"}
 
 MAX_AT_THE_TOP = {"files": 8, "folders": 11}
 MAX_FILE_LINES = 400
