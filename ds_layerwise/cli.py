@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     overwrite.add_argument("--overwrite", action="store_true", help="replace an OUT that this command wrote before")
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
 
-    _of_plan(commands.add_parser("plan", help="the start-up table of a run, without its devices"))
+    _of_plan(commands.add_parser("plan", parents=[overwrite], help="the start-up table of a run, without its devices"))
     command = commands.add_parser("links", parents=[overwrite], help="measure the links between the ranks that a "
                                   "launcher has started")
     command.add_argument("out", metavar="OUT", type=Path, help="the file to write, for plan --links and "
@@ -115,6 +115,8 @@ def _of_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
+    command.add_argument("--png", type=Path, metavar="OUT", help="draw seconds and memory by number of ranks, too "
+                         "(with matplotlib)")
 
 
 def _positive(text: str) -> int:
@@ -154,9 +156,16 @@ class _Bars:
 def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table
+    from ds_layerwise.tools import picture
     from ds_layerwise.tools.dry_run import DryRun
+    if options.png is not None:
+        picture.check_picture(options.png, overwrite=options.overwrite)
+    elif options.overwrite:
+        raise LayerWiseError("--overwrite is for what --png writes; leave it out, or name a picture")
     plan = DryRun.of(options.model, options.config, options.ranks, links=options.links, reduction=options.reduction,
                      ranks_per_node=options.ranks_per_node, ep_size=options.ep_size)
+    if options.png is not None:
+        picture.draw(options.png, plan.forecasts, plan.predictions)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
     if options.json:

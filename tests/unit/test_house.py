@@ -46,7 +46,7 @@ INSIDE = {
     "ranks": ("buffers host_group host_memory leaving profiling side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
               "bucket_order measured_links param_sync", "sync"),
-    "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
+    "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading resumed_groups save settings skipped "
              "state_access takeover", "engine_protocol planned products unfinished", "before_update load",

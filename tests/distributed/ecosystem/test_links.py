@@ -168,7 +168,9 @@ SCRIPT = """
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     link_times._LONGEST_ON_HOST = 2**24
-    sys.exit(cli.main())
+    code = cli.main()
+    open(f"came back with {code}", "w").close()
+    sys.exit(code)
 """
 
 
@@ -187,3 +189,5 @@ def test_deepspeeds_launcher_starts_it_and_hears_how_it_ends(code, arguments, tm
         assert f"exits with return code = {code}" in done.stdout + done.stderr
     else:
         assert "written to links.json" in done.stdout and "terminate called" not in done.stderr
+        # Ended by leave(), before the interpreter takes anything apart.
+        assert not list(tmp_path.glob("came back*"))
