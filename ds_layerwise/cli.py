@@ -112,6 +112,8 @@ def _of_plan(command: argparse.ArgumentParser) -> None:
                          "backend's way but on tcp")
     command.add_argument("--ep_size", type=_positive, default=1, metavar="N", help="ranks that share the experts of a "
                          "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
+    command.add_argument("--tp_size", type=_positive, metavar="N", help="ranks that tensor parallelism cuts the model "
+                         "for, beside --ranks; by default what tensor_parallel.autotp_size says")
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
@@ -156,18 +158,22 @@ class _Bars:
 def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table
-    from ds_layerwise.tools import picture
     from ds_layerwise.tools.dry_run import DryRun
     if options.png is not None:
+        from ds_layerwise.tools import picture
         picture.check_picture(options.png, overwrite=options.overwrite)
     elif options.overwrite:
         raise LayerWiseError("--overwrite is for what --png writes; leave it out, or name a picture")
     plan = DryRun.of(options.model, options.config, options.ranks, links=options.links, reduction=options.reduction,
-                     ranks_per_node=options.ranks_per_node, ep_size=options.ep_size)
+                     ranks_per_node=options.ranks_per_node, ep_size=options.ep_size,
+                     tp_size=options.tp_size)
     if options.png is not None:
         picture.draw(options.png, plan.forecasts, plan.predictions)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
+    if plan.tp_size > 1:
+        assumed.append(f"tensor parallelism over {plan.tp_size} ranks: numbers are of one of them, and --ranks are "
+                       "those with the same part of the model")
     if options.json:
         if sys.stderr is not None and assumed:
             say("\n".join(assumed), sys.stderr)

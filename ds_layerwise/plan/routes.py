@@ -203,6 +203,12 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
     return replace(route, matrix_shape=(num_heads, *cut), reason=f"{route.reason}, {num_heads} heads")
 
 
+def with_cut(route: Route, axis: Axis | None, tp_size: int) -> Route:
+    """``route`` of what ``tp_size`` tensor-parallel ranks have a part of each, of its matrices along ``axis``."""
+    cut = {-2: f", rows over {tp_size} ranks", -1: f", columns over {tp_size} ranks", None: ""}[axis]
+    return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
+
+
 def require_a_matrix(routes: Collection[Route]) -> None:
     """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away, or chose for all.
 

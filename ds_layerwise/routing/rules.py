@@ -47,6 +47,7 @@ from ds_layerwise.plan.routes import (
     recipe_named,
     require_a_matrix,
     with_changes,
+    with_cut,
 )
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
@@ -135,7 +136,8 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                          recipes)
         route = _decide(name, param, homes[name], wanted, recipes)
         if tp_size > 1 and is_cut(param):
-            route = _with_cut(route, param, tp_size)
+            shape = route.matrix_shape
+            route = with_cut(route, None if shape is None else axis_of(name, param, shape, tp_size), tp_size)
         route = replace(with_changes(route, mine), group=group_of[name],
                         transposed=is_transposed(homes[name].modules[0][1], param))
         routes[name] = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
@@ -170,14 +172,6 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
     shape, reason = (None, table) if table else _matrix_shape(param, home)
     return Route(name=name, recipe=recipes.scalar if shape is None else recipes.matrix, reason=reason, group=0,
                  matrix_shape=shape)
-
-
-def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
-    if route.matrix_shape is None:
-        return replace(route, is_cut=True)
-    axis = axis_of(route.name, param, route.matrix_shape, tp_size)
-    cut = {-2: f", rows over {tp_size} ranks", -1: f", columns over {tp_size} ranks", None: ""}[axis]
-    return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
 
 
 def _table_or_head(param: Tensor, home: _Home) -> str | None:

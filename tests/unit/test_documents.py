@@ -89,7 +89,7 @@ def test_configs_are_planned(block, tmp_path):
 
     if "tensor_parallel" in config:
         # All that comes before is in order.
-        with pytest.raises(ConfigError, match="autotp_size is not 1, and shapes of a whole model do not say how"):
+        with pytest.raises(ConfigError, match="shapes of a whole model do not say how tensor parallelism cuts it"):
             plan()
         return
     assert plan().run.optimizer == OptimizerConfig.from_section(config["optimizer"])

@@ -37,7 +37,7 @@ INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
     "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast",
-             "link_fit model_file prediction", "report"),
+             "link_fit model_file prediction tensor_cuts", "report"),
     "routing": ("tensor_marks", "heads", "rules"),
     "orthogonalize": ("batching symmetric", "newton_schulz", "tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
