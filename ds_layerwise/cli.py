@@ -1,5 +1,7 @@
 """``ds-layerwise``: what can be said of a run before it starts, and done with its checkpoints, without an engine.
 
+``links`` alone is started on every rank by a launcher: ``deepspeed --module ds_layerwise.cli links OUT.json``.
+
 Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2 for a refusal, in one line on stderr.
 """
 
@@ -25,21 +27,29 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` says, by default that of this process; returns the exit code."""
     options = _parser().parse_args(argv)
-    # All of it works on the host, and DeepSpeed says on stdout that it looks for a device, unless it is told.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if options.command != "links":
+        # All of it works on the host, and DeepSpeed says on stdout that it looks for a device, unless it is told.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "plan": _plan, "schema": _schema, "to-universal": _to_universal, "verify": _verify, "consolidate": _consolidate}
+        "plan": _plan, "links": _links, "schema": _schema, "to-universal": _to_universal, "verify": _verify,
+        "consolidate": _consolidate}
     try:
         return commands[options.command](options)
     except (LayerWiseError, OSError) as e:
-        if sys.stderr is not None:
-            say(f"ds-layerwise: {' '.join(str(e).split())}", sys.stderr)
-        return 2
+        return _refuse(e)
+
+
+def _refuse(error: Exception) -> int:
+    if sys.stderr is not None:
+        say(f"ds-layerwise: {' '.join(str(error).split())}", sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ds-layerwise", description="Plans and checkpoints of ds_layerwise, without an "
                                      "engine.")
+    # DeepSpeed's launcher puts it before everything else.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     every = argparse.ArgumentParser(add_help=False)
     every.add_argument("--workers", type=_positive, metavar="N", default=min(8, len(os.sched_getaffinity(0))),
@@ -51,25 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     overwrite.add_argument("--overwrite", action="store_true", help="replace an OUT that this command wrote before")
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
 
-    command = commands.add_parser("plan", help="the start-up table of a run, without its devices")
-    command.add_argument("--model", required=True, help="a file of names and shapes, the name of one that comes "
-                         "with the package, or Hugging Face's config.json (with transformers)")
-    command.add_argument("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
-    command.add_argument("--ranks", required=True, type=_numbers, metavar="N[,N...]",
-                         help="data-parallel ranks; several numbers give one row each")
-    command.add_argument("--links", metavar="NAME|FILE", help="what seconds are predicted for: nvlink-ib, "
-                         "pcie-ethernet, tcp, or a JSON file with bandwidths and latencies; by default what "
-                         "layerwise.links says, and nvlink-ib for \"auto\"")
-    command.add_argument("--ranks_per_node", type=_positive, metavar="N", help="by default what the links say: 8 of "
-                         "those with a name")
-    command.add_argument("--reduction", choices=("ordered", "native"), help="how sums are made: in float32 and rank "
-                         "order, or the backend's way; by default what layerwise.reduction says, and for \"auto\" the "
-                         "backend's way but on tcp")
-    command.add_argument("--ep_size", type=_positive, default=1, metavar="N", help="ranks that share the experts of a "
-                         "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
-    command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
-                         "decay, learning rate over lr, owner, and why")
-    command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
+    _of_plan(commands.add_parser("plan", parents=[overwrite], help="the start-up table of a run, without its devices"))
+    command = commands.add_parser("links", parents=[overwrite], help="measure the links between the ranks that a "
+                                  "launcher has started")
+    command.add_argument("out", metavar="OUT", type=Path, help="the file to write, for plan --links and "
+                         "layerwise.links")
+    command.add_argument("--like", metavar="NAME|FILE", help="what has the rest where not all can be measured, as on "
+                         "one node what is between nodes: nvlink-ib, pcie-ethernet, tcp, or a file")
 
     commands.add_parser("schema", help="a JSON schema of what a DeepSpeed config may say to this backend, for editors")
 
@@ -96,6 +94,31 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE",
                          help="of one file in a folder, such as 500MB or 2GiB (%(default)s)")
     return parser
+
+
+def _of_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", required=True, help="a file of names and shapes, the name of one that comes "
+                         "with the package, or Hugging Face's config.json (with transformers)")
+    command.add_argument("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
+    command.add_argument("--ranks", required=True, type=_numbers, metavar="N[,N...]",
+                         help="data-parallel ranks; several numbers give one row each")
+    command.add_argument("--links", metavar="NAME|FILE", help="what seconds are predicted for: nvlink-ib, "
+                         "pcie-ethernet, tcp, or a JSON file with bandwidths and latencies; by default what "
+                         "layerwise.links says, and nvlink-ib for \"auto\"")
+    command.add_argument("--ranks_per_node", type=_positive, metavar="N", help="by default what the links say: 8 of "
+                         "those with a name")
+    command.add_argument("--reduction", choices=("ordered", "native"), help="how sums are made: in float32 and rank "
+                         "order, or the backend's way; by default what layerwise.reduction says, and for \"auto\" the "
+                         "backend's way but on tcp")
+    command.add_argument("--ep_size", type=_positive, default=1, metavar="N", help="ranks that share the experts of a "
+                         "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
+    command.add_argument("--tp_size", type=_positive, metavar="N", help="ranks that tensor parallelism cuts the model "
+                         "for, beside --ranks; by default what tensor_parallel.autotp_size says")
+    command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
+                         "decay, learning rate over lr, owner, and why")
+    command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
+    command.add_argument("--png", type=Path, metavar="OUT", help="draw seconds and memory by number of ranks, too "
+                         "(with matplotlib)")
 
 
 def _positive(text: str) -> int:
@@ -136,10 +159,21 @@ def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
+    if options.png is not None:
+        from ds_layerwise.tools import picture
+        picture.check_picture(options.png, overwrite=options.overwrite)
+    elif options.overwrite:
+        raise LayerWiseError("--overwrite is for what --png writes; leave it out, or name a picture")
     plan = DryRun.of(options.model, options.config, options.ranks, links=options.links, reduction=options.reduction,
-                     ranks_per_node=options.ranks_per_node, ep_size=options.ep_size)
+                     ranks_per_node=options.ranks_per_node, ep_size=options.ep_size,
+                     tp_size=options.tp_size)
+    if options.png is not None:
+        picture.draw(options.png, plan.forecasts, plan.predictions)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]
+    if plan.tp_size > 1:
+        assumed.append(f"tensor parallelism over {plan.tp_size} ranks: numbers are of one of them, and --ranks are "
+                       "those with the same part of the model")
     if options.json:
         if sys.stderr is not None and assumed:
             say("\n".join(assumed), sys.stderr)
@@ -153,6 +187,26 @@ def _plan(options: argparse.Namespace) -> int:
         table = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer,
                            without_effect=plan.run.without_effect, predictions=plan.predictions)
         say_last("\n".join([*assumed, table]))
+    return 0
+
+
+def _links(options: argparse.Namespace) -> int:
+    from ds_layerwise.errors import LayerWiseError
+    from ds_layerwise.ranks import comm, measured_links
+    from ds_layerwise.ranks.leaving import leave
+    joined = measured_links.join()
+    try:
+        text = measured_links.write_links(options.out, like=options.like, overwrite=options.overwrite)
+    except LayerWiseError as e:
+        # All ranks raise alike, and one says it for all. A launcher ends the others with the first that ends.
+        if comm.rank_of(None) == 0:
+            _refuse(e)
+        comm.gather_objects(None, group=None)
+        return 2
+    if comm.rank_of(None) == 0:
+        say_last(text)
+    if joined:
+        leave()
     return 0
 
 

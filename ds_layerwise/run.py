@@ -2,23 +2,16 @@
 
 Under the launcher: ``deepspeed --module ds_layerwise.run script.py [args]``. A module instead of a file:
 ``ds_layerwise.run -m package.module [args]``.
-
-Note: threads under an interpreter that ends
-    A gloo group has threads, which live as long as anything refers to it, ended or not; DeepSpeed's modules do. One
-    that lets go of a tensor of Python's while the interpreter is taken apart ends the process with SIGABRT ("terminate
-    called without an active exception"), and the launcher reports a finished run as failed. So a script that comes to
-    its end, or to ``sys.exit(0)``, is ended by :func:`leave`, after which nothing is taken apart. An error goes its
-    own way: ending a group may wait for ranks that wait for this one.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import runpy
 import sys
-import threading
 from typing import NoReturn
+
+from ds_layerwise.ranks.leaving import leave
 
 _USAGE = "usage: python -m ds_layerwise.run [-m] SCRIPT_OR_MODULE [args ...]"
 
@@ -47,26 +40,6 @@ def main(argv: list[str]) -> None:
         # As `python script.py` does: the script's own folder comes first.
         sys.path[0] = os.path.dirname(os.path.abspath(target))
         runpy.run_path(target, run_name="__main__")
-
-
-def leave() -> NoReturn:
-    """End the process with exit code 0 once its threads, and what ``atexit`` knows of, are done, and groups ended.
-
-    For the last line of a script; its output is written, and the interpreter is not taken apart.
-    """
-    # As multiprocessing ends its processes.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    from torch import distributed
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
-    code = 0
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            code = 120  # as the interpreter's own
-    os._exit(code)
 
 
 def main_and_leave(argv: list[str]) -> NoReturn:

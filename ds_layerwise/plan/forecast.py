@@ -198,10 +198,11 @@ def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucke
 
 
 def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
-             links: Links | None = None, reduction: Reduction = "ordered") -> Forecast:
+             links: Links | None = None, reduction: Reduction = "ordered", tp_size: int = 1) -> Forecast:
     """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
 
     Args:
+        tp_size: how many parts tensor parallelism has cut matrices into.
         links, reduction: see :func:`.plan.planner.plan_layout`.
 
     Raises:
@@ -210,4 +211,4 @@ def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
-                       stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})
+                       tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

@@ -66,7 +66,8 @@ TCP = Links(inside_gb_s=1.0, between_gb_s=1.25, inside_us=30.0, between_us=100.0
 LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}
 
 
-def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where: str = "layerwise.links") -> Links:
+def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where: str = "layerwise.links",
+                 places: int = 1) -> Links:
     """The links that a run plans with: as ``links`` says, or for "auto" by what talks.
 
     Their nodes are those of the run. Links with a name have an interface a device then; what a file says of interfaces
@@ -77,6 +78,8 @@ def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where
         on_host: whether what travels lies in host memory.
         ranks_per_node: of the run; as the links have it if None.
         where: who says so, for errors.
+        places: as many groups of ``ranks_per_node`` ranks are on a node, at work at the same time, as those with the
+            other parts of a model that tensor parallelism has cut: they share the interfaces that stay.
 
     Raises:
         ConfigError: as :func:`find_links`.
@@ -86,9 +89,11 @@ def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where
     found = find_links(links, where=where)
     if ranks_per_node is None:
         return found
-    nodes = {"ranks_per_node": ranks_per_node}
-    per_device = links in LINKS and not found.on_host
-    return found.model_copy(update={**nodes, "rails": ranks_per_node} if per_device else nodes)
+    if links in LINKS and not found.on_host:
+        return found.model_copy(update={"ranks_per_node": ranks_per_node, "rails": ranks_per_node})
+    rails = max(1, found.rails // places)
+    return found.model_copy(update={"ranks_per_node": ranks_per_node, "rails": rails,
+                                    "between_gb_s": found.between_gb_s * found.rails / places / rails})
 
 
 def find_links(links: str, *, where: str = "links") -> Links:

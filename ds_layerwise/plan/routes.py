@@ -280,6 +280,12 @@ def with_parts(route: Route, parts: Parts | None) -> Route:
     return replace(route, parts=parts, reason=f"{route.reason}, parts {', '.join(parts.names)}{groups}")
 
 
+def with_cut(route: Route, axis: Axis | None, tp_size: int) -> Route:
+    """``route`` of what ``tp_size`` tensor-parallel ranks have a part of each, of its matrices along ``axis``."""
+    cut = {-2: f", rows over {tp_size} ranks", -1: f", columns over {tp_size} ranks", None: ""}[axis]
+    return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
+
+
 def require_a_matrix(routes: Collection[Route]) -> None:
     """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away, or chose for all.
 

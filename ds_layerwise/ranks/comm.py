@@ -96,6 +96,16 @@ class Pending:
         return self
 
 
+def has_started() -> bool:
+    """Whether this process is in a group of ranks."""
+    return bool(dist.is_initialized())
+
+
+def start() -> None:
+    """Join the group of all ranks that a launcher has started, over the accelerator's own backend."""
+    dist.init_distributed()
+
+
 def rank_of(group: Group) -> int:
     """This process's rank within ``group``."""
     return int(dist.get_rank(group=group))

@@ -144,7 +144,7 @@ class Wire:
             return Pending([comm.all_gather(memory, own, group=self.group)])
         if self.inside is not None:
             return self._gather_in_two_levels(memory, own)
-        work, kept = _gather_between_nodes(memory, own, self.group)
+        work, kept = gather_between_nodes(memory, own, self.group)
         return Pending([work], keep=kept)
 
     def _gather_in_two_levels(self, memory: Tensor, own: Tensor) -> Pending:
@@ -161,7 +161,7 @@ class Wire:
             return Pending([comm.all_gather(everything.view(-1), of_my_place, group=self.inside)], in_rank_order,
                            keep=of_my_place)
 
-        work, kept = _gather_between_nodes(of_my_place, own, self.across)
+        work, kept = gather_between_nodes(of_my_place, own, self.across)
         return Pending([work], inside_the_node, keep=kept, is_chained=True)
 
 
@@ -184,7 +184,7 @@ def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, devic
             for key, group in groups.items()}
 
 
-def _gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, Tensor]:
+def gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, Tensor]:
     """Begin to gather equal parts of ranks on a node each, and say what is read until that is over."""
     size = comm.size_of(group)
     if size != 2:

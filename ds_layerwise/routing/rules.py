@@ -48,6 +48,7 @@ from ds_layerwise.plan.routes import (
     recipe_named,
     require_a_matrix,
     with_changes,
+    with_cut,
 )
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
@@ -196,11 +197,8 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
 def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     if tp_size == 1 or not is_cut(param):
         return route
-    if route.matrix_shape is None:
-        return replace(route, is_cut=True)
-    axis = axis_of(route.name, param, route.matrix_shape, tp_size)
-    cut = {-2: f", rows over {tp_size} ranks", -1: f", columns over {tp_size} ranks", None: ""}[axis]
-    return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
+    shape = route.matrix_shape
+    return with_cut(route, None if shape is None else axis_of(route.name, param, shape, tp_size), tp_size)
 
 
 def _table_or_head(param: Tensor, home: _Home) -> str | None:

@@ -12,13 +12,14 @@ from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.links import links_of_run
+from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_floors, check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.tensor_cuts import Cutter, cut
 from ds_layerwise.plan.ways import Reduction, reduction_of_run
 
 
@@ -34,10 +35,13 @@ class DryRun:
     """By path in the config, the values that were taken for "auto"."""
     predictions: Sequence[Prediction]
     """What each of the forecasts takes."""
+    tp_size: int
+    """How many ranks have a part of the model each, where the forecasts speak of one."""
 
     @classmethod
     def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: str | None = None,
-           reduction: Reduction | None = None, ranks_per_node: int | None = None, ep_size: int = 1) -> DryRun:
+           reduction: Reduction | None = None, ranks_per_node: int | None = None, ep_size: int = 1,
+           tp_size: int | None = None) -> DryRun:
         """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
 
         Args:
@@ -46,6 +50,7 @@ class DryRun:
             reduction: what the config says if None.
             ranks_per_node: as the links have it if None.
             ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
+            tp_size: how many ranks tensor parallelism cuts the model for, beside ``ranks``; as the config says if None.
 
         Raises:
             ConfigError: a file cannot be read, or says what training would refuse.
@@ -59,8 +64,11 @@ class DryRun:
             hf = HfShapes(path)
         filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
         run = _read(filled)
-        talks = links_of_run(links or run.layerwise.links, on_host=False, ranks_per_node=ranks_per_node,
-                             where="links" if links else "layerwise.links")
+        tp_size, cutter = _tensor_parallel(filled, tp_size)
+        if tp_size > 1 and ep_size > 1:
+            raise ConfigError(f"ep_size is {ep_size} and tp_size {tp_size}; experts and tensor parallelism do not go "
+                              "together here: plan with one of them")
+        talks = _links(links, run, ranks_per_node, tp_size)
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks.on_host)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
         by_kind = ByKind.of(run.optimizer, run.layerwise)
@@ -81,11 +89,15 @@ class DryRun:
         check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
         shapes, experts = deal_out_experts(shapes, ep_size)
-        routes = {name: routes[name] for name, _ in shapes if name in routes}
-        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts)
-        forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums) for num_ranks in ranks]
+        if hf is not None:
+            hf.check_heads(tp_size)
+        shapes, routes = cut(shapes, {name: routes[name] for name, _ in shapes if name in routes}, tp_size, cutter)
+        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts,
+                         tp_size=tp_size)
+        forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums, tp_size=tp_size)
+                     for num_ranks in ranks]
         return cls(run, routes, specs, forecasts, assumed, [
-            predict(each, specs, run, links=talks, reduction=sums) for each in forecasts])
+            predict(each, specs, run, links=talks, reduction=sums) for each in forecasts], tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
@@ -102,7 +114,42 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
     if run.autocast:
         raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
                           "gradients in half precision; plan without it")
-    if (given.get("tensor_parallel") or {}).get("autotp_size") not in (None, 0, 1):
-        raise ConfigError("tensor_parallel.autotp_size is not 1, and shapes of a whole model do not say how AutoTP "
-                          "cuts them; plan without it")
     return run
+
+
+def _tensor_parallel(given: Mapping[str, Any], tp_size: int | None) -> tuple[int, Cutter]:
+    """For how many ranks a model is cut, and by whom.
+
+    Raises:
+        ConfigError: the config is none that shapes tell the outcome of, or says something else than ``tp_size``.
+    """
+    section = given.get("tensor_parallel") or {}
+    of_config = section.get("autotp_size")
+    if of_config in (None, 0):
+        return tp_size or 1, "megatron"
+    if type(of_config) is not int or of_config < 1:
+        raise ConfigError(f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}")
+    if tp_size not in (None, of_config):
+        raise ConfigError(f"tensor_parallel.autotp_size is {of_config}, and tp_size {tp_size}; leave one of them out")
+    if of_config > 1 and (others := sorted(section.keys() - {"autotp_size"})):
+        raise ConfigError(f"tensor_parallel.{others[0]} may change how AutoTP cuts the model, which shapes do not say; "
+                          "plan without it")
+    return of_config, "autotp"
+
+
+def _links(links: str | None, run: RunConfig, ranks_per_node: int | None, tp_size: int) -> Links:
+    """Of the ranks with the same part of the model.
+
+    Raises:
+        ConfigError: as :func:`.plan.links.find_links`; or tensor-parallel ranks would lie unevenly on nodes.
+    """
+    named, where = links or run.layerwise.links, "links" if links else "layerwise.links"
+    found = links_of_run(named, on_host=False, ranks_per_node=ranks_per_node, where=where)
+    if tp_size == 1:
+        return found
+    per_node = found.ranks_per_node
+    if per_node % tp_size and tp_size % per_node:
+        raise ConfigError(f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide each other; "
+                          "plan with another tp_size, or say with ranks_per_node how many there are")
+    alike = max(1, per_node // tp_size)
+    return links_of_run(named, on_host=False, ranks_per_node=alike, where=where, places=per_node // alike)

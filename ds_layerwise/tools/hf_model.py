@@ -55,6 +55,18 @@ class HfShapes:
         text = getattr(config, "text_config", config)
         size = getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
         self.hidden_size: int | None = size if isinstance(size, int) else None
+        self._heads = {key: getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+
+    def check_heads(self, tp_size: int) -> None:
+        """Refuse a ``tp_size`` for which heads of attention would have to be cut, or copied.
+
+        Raises:
+            ConfigError: it does not divide a number of heads.
+        """
+        for key, count in self._heads.items():
+            if isinstance(count, int) and count % tp_size:
+                raise ConfigError(f"tensor parallelism over {tp_size} ranks does not divide {key} {count} of the "
+                                  "model; plan with another tp_size")
 
     def route(self, overrides: Sequence[Override], *, per_head: bool, auto_split: bool = True,
               recipes: Recipes = Recipes(), by_kind: ByKind = ByKind()) -> dict[str, Route]:

@@ -79,8 +79,9 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
-        links = links_of_run(config.links, on_host=on_host,
-                             ranks_per_node=nodes.ranks_per_node(comm.ranks_of(settings.group), where))
+        on_node = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
+        links = links_of_run(config.links, on_host=on_host, ranks_per_node=on_node, places=1 if tp_size == 1 else max(
+            1, nodes.ranks_per_node(range(len(where)), where) // on_node))
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment, links=links, reduction=reduction,
                              in_rows=settings.stage == 1)

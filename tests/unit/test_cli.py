@@ -54,6 +54,21 @@ def test_a_refusal_is_one_line_and_exit_code_2(argv, tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
 
 
+def test_links_without_a_launcher_say_how_to_start_them(tmp_path, monkeypatch, capsys):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["links", str(tmp_path / "links.json")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "ds-layerwise: links are measured between processes, and no launcher has started this "
+                              "one; start it with: deepspeed --module ds_layerwise.cli links OUT.json\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_deepspeeds_launcher_puts_first_is_taken():
+    options = cli._parser().parse_args(["--local_rank=3", "links", "links.json", "--like", "tcp"])
+    assert (options.command, str(options.out), options.like, options.overwrite) == ("links", "links.json", "tcp", False)
+
+
 @pytest.mark.parametrize("pointer", ["latest", "latest_universal"])
 @pytest.mark.parametrize("tag", ["", "gone", "\udcff\udcfe", "a\0b"])
 def test_a_pointer_to_nothing_is_refused(pointer, tag, tmp_path, capsys):

@@ -18,6 +18,7 @@ from torch.distributed import run as torchrun
 from ds_layerwise import cli
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.plan.links import LINKS
 from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
@@ -95,7 +96,7 @@ def test_configs_are_planned(block, tmp_path):
 
     if "tensor_parallel" in config:
         # All that comes before is in order.
-        with pytest.raises(ConfigError, match="autotp_size is not 1, and shapes of a whole model do not say how"):
+        with pytest.raises(ConfigError, match="shapes of a whole model do not say how tensor parallelism cuts it"):
             plan()
         return
     assert plan().run.optimizer == OptimizerConfig.from_section(config["optimizer"])
@@ -140,6 +141,8 @@ def check_ours(arguments):
         assert_file(str(options.config))
         models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.yaml")}
         assert options.model in models or options.model in USERS_FILES
+        assert options.png is None or str(options.png) in USERS_FILES
+        assert options.links in {None, *LINKS} or options.links in USERS_FILES
         return
     for path in (getattr(options, "path", None), getattr(options, "other", None), getattr(options, "out", None)):
         assert path is None or str(path) in USERS_FILES
@@ -206,6 +209,10 @@ def check_accelerate(arguments):
 
 
 def check_module(module, script, *arguments):
+    if module == "ds_layerwise.cli":
+        # What is started on every rank.
+        assert script == "links"
+        return check_ours([script, *arguments])
     assert module == "ds_layerwise.run" and importlib.util.find_spec(module)
     check_script(script, *arguments)
 
@@ -239,7 +246,8 @@ def test_the_page_of_the_command_line_has_every_command_and_option():
         for option in options_of(command):
             assert option in whole, f"{command} {option}"
     known = set().union(*map(options_of, COMMANDS))
-    assert set(re.findall(r"(?<![\w-])--[\w-]+", whole)) <= known
+    ours = re.sub(r"^(?:deepspeed|torchrun) .* ds_layerwise\.\w+ ", "", whole, flags=re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[\w-]+", ours)) <= known
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ INSIDE = {
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",
              "by_kind drafts hosting listing rates run_config", "rows ways", "planner", "cost", "forecast",
-             "model_file prediction", "report"),
+             "link_fit model_file prediction tensor_cuts", "report"),
     "routing": ("tensor_marks", "facts heads", "parts", "rules"),
     "orthogonalize": ("batching parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
@@ -48,9 +48,10 @@ INSIDE = {
     "optimizers": ("devices param_groups rule update_hooks", "decay",
                    "adafactor elementwise kronecker orthogonalized probe",
                    "adamuon any_torch muon namo normuon polargrad scion shampoo soap", "registry"),
-    "ranks": ("buffers host_group host_memory profiling side_stream under_way writes", "comm owned",
-              "agreement disks nodes own_groups same_weights", "wires", "exchange", "bucket_order param_sync", "sync"),
-    "tools": ("companions contents hf_model to_universal", "consolidate dry_run verify", "compare"),
+    "ranks": ("buffers host_group host_memory leaving profiling side_stream under_way writes", "comm owned",
+              "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
+              "bucket_order measured_links param_sync", "sync"),
+    "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings skipped "
              "state_access takeover", "engine_protocol planned products unfinished", "before_update load start_up",
@@ -62,8 +63,9 @@ INSIDE = {
 PURE = {"errors", "output", "recipes", "config", "plan"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = {"checkpoint", "optimizers.devices", "ranks.comm", "ranks.host_memory", "ranks.side_stream",
-                        "tools.verify", "parallel", "zero", "engine", "run"}
+MAY_IMPORT_DEEPSPEED = {"checkpoint", "optimizers.devices", "ranks.comm", "ranks.host_memory", "ranks.link_times",
+                        "ranks.measured_links", "ranks.side_stream", "tools.verify", "parallel",
+                        "zero", "engine", "run"}
 
 MAX_AT_THE_TOP = {"files": 8, "folders": 11}
 MAX_FILE_LINES = 400

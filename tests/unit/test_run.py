@@ -13,7 +13,7 @@ import torch
 from ds_layerwise.run import main_and_leave
 from tests.support.rooms import rooms
 
-pytestmark = rooms("run")
+pytestmark = rooms("run", "leaving")
 
 ROOT = Path(__file__).parents[2]
 
