@@ -6,7 +6,7 @@ from itertools import product
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
 from ds_layerwise.plan.layout import Bucket, Slot
 from ds_layerwise.ranks import comm, nodes
@@ -241,6 +241,18 @@ class TestTraining(DistributedTest):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
             else:
                 assert torch.equal(found, wanted)
+
+    def test_averages_that_were_written_stay_when_they_are_asked_for_again(self, monkeypatch):
+        for way in ("as planned", "all in cuts"):
+            engine, *_ = self.train(monkeypatch, way=way)
+            params = [param for param in engine.module.parameters() if param.numel()]
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine((7, 0, dist.get_rank())))
+            for param in params:
+                safe_set_full_grad(param, torch.full_like(param, 100.5))
+            engine.allreduce_gradients()
+            for param in params:
+                assert torch.equal(safe_get_full_grad(param), torch.full_like(param, 100.5))
 
     @pytest.mark.world_size(4)
     @pytest.mark.parametrize("stage", [1, 2])
