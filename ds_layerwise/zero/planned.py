@@ -61,6 +61,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     """
     rules, elsewhere = optimizer.config, pipeline.elsewhere(model, settings.model_group)
     where = nodes.node_of_each_rank()
+    per_node = _ranks_per_node(settings, where)
     tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
     with comm.Alike(None):
         ep_size = _ep_sizes(model, optimizer, settings)
@@ -75,7 +76,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment,
-                             **_sent(config, settings, where, next(iter(trained.values())).device))
+                             **_sent(config, settings, per_node, next(iter(trained.values())).device))
     recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings)
@@ -89,9 +90,14 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
 
 
-def _sent(config: LayerWiseConfig, settings: Settings, where: Sequence[int], device: torch.device) -> dict[str, Any]:
+def _ranks_per_node(settings: Settings, where: Sequence[int]) -> int:
+    """What a plan takes nodes to have; the least of those that hold parts of the same matrices, which plan alike."""
+    own = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
+    return own if settings.tensor_group is None else min(comm.gather_objects(own, group=settings.tensor_group))
+
+
+def _sent(config: LayerWiseConfig, settings: Settings, per_node: int, device: torch.device) -> dict[str, Any]:
     """What a plan has to know of how buckets are sent."""
-    per_node = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
     return {"links": links_of_run(config.links, on_host=device.type == "cpu", ranks_per_node=per_node),
             "in_rows": settings.stage == 1, "reduction": "native" if is_native(config.reduction, device) else "ordered"}
 
