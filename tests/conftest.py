@@ -26,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is not None and issubclass(metafunc.cls, OwnDistributedTest):
         sizes = num_ranks_of(metafunc.cls, metafunc.function)
-        rarely = getattr(metafunc.cls, "thorough_on", ())
+        # What runs on one number of ranks alone runs always: there is no other that stands for it.
+        rarely = getattr(metafunc.cls, "thorough_on", ()) if len(sizes) > 1 else ()
         metafunc.parametrize("_num_ranks", indirect=True, argvalues=[
             pytest.param(n, id=f"{n}rank{'s' * (n > 1)}", marks=[pytest.mark.thorough] * (n in rarely))
             for n in sizes])

@@ -13,9 +13,16 @@ import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.settings import Count, NonNegative, Positive, Section, build
+from ds_layerwise.recipes.settings import Count, Section, build
+
+#: In 10^9 a second, or 10^12 of operations, and in microseconds: within these bounds every time is a finite number.
+Rate = Annotated[float, Field(ge=1e-9, le=1e9)]
+Latency = Annotated[float, Field(ge=0, le=1e9)]
 
 #: Bytes that a rank hands on at a time in NCCL's pipelined rings: a slice of a chain starts when the one before it is
 #: that far.
@@ -28,25 +35,25 @@ class Links(Section):
     A file has the same keys. Those without a default must be there.
     """
 
-    inside_gb_s: Positive
+    inside_gb_s: Rate
     """From one rank to others of its node, GB/s a direction."""
-    between_gb_s: Positive
+    between_gb_s: Rate
     """The bandwidth of one network interface (rail), GB/s a direction."""
-    inside_us: NonNegative
+    inside_us: Latency
     """The latency of a message inside a node, microseconds."""
-    between_us: NonNegative
+    between_us: Latency
     """The latency of a message between nodes, microseconds."""
     ranks_per_node: Count
     rails: Count
     """Network interfaces of a node. Rings leave a node through all of them, all its ranks share them evenly."""
-    peer_us: NonNegative = 0.5
+    peer_us: Latency = 0.5
     """What each peer of an all-to-all, and each collective that is fused with others, adds; microseconds."""
-    memory_gb_s: Positive = 2000.0
+    memory_gb_s: Rate = 2000.0
     """At which a rank reads and writes its own memory to add up what it has received, GB/s."""
     on_host: bool = False
     """Whether what travels lies in host memory, where gloo sends it: all-gathers go inside nodes and between them one
     after the other, and shards of any length by all-to-all, however sums are made."""
-    tflops: Positive = 200.0
+    tflops: Rate = 200.0
     """The rate of matrix products in Newton-Schulz, TFLOP/s a rank, as it is reached, not as it is advertised."""
 
 
@@ -107,11 +114,13 @@ def find_links(links: str, *, where: str = "links") -> Links:
     """
     if links in LINKS:
         return LINKS[links]
-    path = Path(links)
-    if not path.is_file():
-        raise ConfigError(f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}")
+    path, wanted = Path(links), f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}"
     try:
+        if not path.is_file():
+            raise ConfigError(wanted)
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{wanted}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path.name} is no JSON: {e}") from e
     if not isinstance(content, dict):

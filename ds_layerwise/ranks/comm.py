@@ -67,9 +67,10 @@ class Pending:
         """Wait for the transfer at hand, do what follows it, and say whether that is another transfer."""
         for work in self._works:
             work.wait()
-        self._works, self._keep, self.is_chained = (), None, False
-        finish, self._finish = self._finish, None
-        following = None if finish is None else finish()
+        self._works, self._keep = (), None
+        # Before it is forgotten: it may find no memory, and who waits again is not to miss it.
+        following = None if self._finish is None else self._finish()
+        self._finish, self.is_chained = None, False
         if following is None:
             return False
         self._works, self._finish, self._keep = following._works, following._finish, following._keep

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import distributed
 
 from ds_layerwise.ranks import comm
+
+#: By group of all ranks, those that were made for whoever has it, by their ranks: torch lets go of none before its end.
+_levels: weakref.WeakKeyDictionary[comm.Group, dict[tuple[int, ...], comm.Group]] = weakref.WeakKeyDictionary()
 
 
 def node_of_each_rank() -> list[int]:
@@ -43,7 +47,8 @@ def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:
 def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int]) -> dict[int, tuple[comm.Group, comm.Group]]:
     """By key of ``groups``, the group of this rank's node and that of the ranks in its place on the other nodes.
 
-    Only for groups of which several nodes have several ranks each. Every rank of the world must call this.
+    Only for groups of which several nodes have several ranks each. The same ``groups`` get the same ones again. Every
+    rank of the world must call this.
     """
     wanted: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for key, group in groups.items():
@@ -53,7 +58,8 @@ def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int]) -> dict[
             place = comm.rank_of(group)
             first = place - place % per_node
             wanted[key] = tuple(ranks[first:first + per_node]), tuple(ranks[place % per_node::per_node])
-    made = _make_groups(ranks for levels in wanted.values() for ranks in levels)
+    made = _levels.setdefault(distributed.group.WORLD if groups[1] is None else groups[1], {})
+    made.update(_make_groups(ranks for levels in wanted.values() for ranks in levels if ranks not in made))
     return {key: (made[inside], made[across]) for key, (inside, across) in wanted.items()}
 
 

@@ -66,7 +66,10 @@ class ParamSync:
         self._lock = threading.RLock()
 
     def launch(self, index: int) -> None:
-        """Start sending bucket ``index``; its shards must not be written until it has been waited for."""
+        """Start sending bucket ``index``; its shards must not be written until it has been waited for.
+
+        It may find no memory for what travels, and goes on from there when it is called again.
+        """
         bucket = self.layout.buckets[index]
         memory = self._values.bucket(bucket)
         if self._views is not None:
@@ -87,20 +90,21 @@ class ParamSync:
 
     def _start_rounds(self) -> None:
         self._memory: dict[int, Tensor] = {}
-        self._missing = [len(each.buckets) for each in self._exchange.rounds]
-        self._incomplete = {index: len(rounds) for index, rounds in self._rounds.items()}
+        self._missing = [set(each.buckets) for each in self._exchange.rounds]
+        self._incomplete = {index: set(rounds) for index, rounds in self._rounds.items()}
         self._under_way: deque[tuple[int, comm.Pending]] = deque()
-        self._num_started = 0
+        self._started: set[int] = set()
 
     def _launch_in_cuts(self, bucket: Bucket, memory: Tensor) -> None:
         self._memory[bucket.index] = memory
+        self._end_rounds(but=1)
         for number in self._rounds[bucket.index]:
-            self._missing[number] -= 1
-            if not self._missing[number]:
+            self._missing[number].discard(bucket.index)
+            if not self._missing[number] and number not in self._started:
                 self._start_round(number)
-        if self._num_started == len(self._exchange.rounds):
-            while self._under_way:
-                self._end_round()
+                self._end_rounds(but=1)
+        if len(self._started) == len(self._exchange.rounds):
+            self._end_rounds(but=0)
             self._start_rounds()
 
     def _start_round(self, number: int) -> None:
@@ -113,17 +117,18 @@ class ParamSync:
             shard = self._memory[each.own][start - bucket.start:stop - bucket.start]
         cuts = {index: cut_of(self._memory[index], self.layout.buckets[index], self.rank) for index, *_ in each.runs}
         self._under_way.append((number, self._exchange.to_cuts(each, shard, cuts)))
-        self._num_started += 1
-        if len(self._under_way) > 1:
-            self._end_round()
+        self._started.add(number)
 
-    def _end_round(self) -> None:
-        number, pending = self._under_way.popleft()
-        pending.wait()
-        for index in sorted(self._exchange.rounds[number].buckets, reverse=True):
-            self._incomplete[index] -= 1
-            if not self._incomplete[index]:
-                self._gather(self.layout.buckets[index], self._memory[index])
+    def _end_rounds(self, *, but: int) -> None:
+        """End those under way, the latest ``but`` excepted."""
+        while len(self._under_way) > but:
+            number, pending = self._under_way[0]
+            pending.wait()
+            for index in sorted(self._exchange.rounds[number].buckets, reverse=True):
+                self._incomplete[index].discard(number)
+                if not self._incomplete[index] and index not in self._pending:
+                    self._gather(self.layout.buckets[index], self._memory[index])
+            self._under_way.popleft()
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is under way."""

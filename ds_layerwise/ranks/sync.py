@@ -130,7 +130,9 @@ class GradSync(BucketOrder):
         param.grad = None
 
     def _end_pass(self) -> None:
-        self._to_owners(self.reduced.bucket)
+        if not self._finished:
+            # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves averages alone.
+            self._to_owners(self.reduced.bucket)
         self._finished = True
 
     def finish(self, *, aside: bool = False) -> None:

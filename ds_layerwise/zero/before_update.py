@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.agreement import Agreement
@@ -80,7 +81,11 @@ class BeforeUpdate:
         except RuntimeError as found:
             error = found
         try:
+            # What else it may raise ends a collective, in which the others are: they are not on their way to the sum.
             self._grad_sync.finish(aside=error is not None)
+        except StepError as found:
+            error = error or found
+        try:
             if error is None:
                 idle = self._guard.check(self._grad_sync.got)
                 if self._settings.compute_grad_norm or self._settings.check_overflow:

@@ -258,7 +258,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 while left:
                     with profiled("update"):
                         self._owned.update(left[-1], groups, factor, leave_out=frozen)
-                    self._param_sync.launch(left.pop())
+                    self._param_sync.launch(left[-1])
+                    left.pop()
                 self.optimizer.mark_step()
         if self.interrupted:
             try:

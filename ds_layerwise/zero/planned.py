@@ -63,6 +63,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     rules, elsewhere = optimizer.config, pipeline.elsewhere(
         model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
+    per_node = _ranks_per_node(settings, where)
     tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
     with comm.Alike(None):
         ep_size = _ep_sizes(model, optimizer, settings)
@@ -79,9 +80,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
-        on_node = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
-        links = links_of_run(config.links, on_host=on_host, ranks_per_node=on_node, places=1 if tp_size == 1 else max(
-            1, nodes.ranks_per_node(range(len(where)), where) // on_node))
+        links = links_of_run(config.links, on_host=on_host, ranks_per_node=per_node, places=1 if tp_size == 1 else max(
+            1, nodes.ranks_per_node(range(len(where)), where) // per_node))
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment, links=links, reduction=reduction,
                              in_rows=settings.stage == 1)
@@ -96,6 +96,12 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, where=tuple(where), names=names,
                    routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
+
+
+def _ranks_per_node(settings: Settings, where: Sequence[int]) -> int:
+    """What a plan takes nodes to have; the least of those that hold parts of the same matrices, which plan alike."""
+    own = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
+    return own if settings.tensor_group is None else min(comm.gather_objects(own, group=settings.tensor_group))
 
 
 def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> dict[str, int]:

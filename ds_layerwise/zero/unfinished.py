@@ -130,8 +130,11 @@ def agree(point: Point, steps: tuple[int, int]) -> Point:
 def to_record(point: Point, grad_sync: GradSync | EagerGradSync, *, engine: Any, owned: Owned,
               settings: Settings) -> dict[str, Any] | None:
     """What the file of this rank says of the gradients so far; None between two steps. Tensors share their memory."""
+    if point.dropped:
+        # Ranks may be at different points, and sums that are in cuts take all of them.
+        return None
     gradients = grad_sync.accumulated()
-    if point.dropped or not (point.micro_batches or gradients):
+    if not (point.micro_batches or gradients):
         return None
     starts = {p.name: p.param_start for p in owned.record().pieces} if settings.stage == 2 else {}
     return {"micro_batches": point.micro_batches, "of": engine.gradient_accumulation_steps(), "passes": point.passes,

@@ -101,6 +101,9 @@ def test_ranks_agree_on_rounds(seed):
     of_ranks = [rounds_of(layout.buckets, rank) for rank in range(layout.world_size)]
     for of_all in zip(*of_ranks, strict=True):
         assert len({(each.ep_size, each.dtype, each.buckets) for each in of_all}) == 1
+        # What goes to all owners in one round is one tensor, and one group's.
+        kinds = {(layout.buckets[index].ep_size, layout.buckets[index].dtype) for index in of_all[0].buckets}
+        assert kinds == {(of_all[0].ep_size, of_all[0].dtype)}
     for rounds in of_ranks:
         owned = [each.own for each in rounds if each.own is not None]
         assert len(set(owned)) == len(owned)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -165,8 +166,9 @@ def test_links_come_by_name_or_from_a_file(tmp_path):
     ("[1]", r"mine.json must be an object with inside_gb_s, .*, got \[1\]"),
     ({"rails": None}, "mine.json.rails is missing; it needs inside_gb_s, between_gb_s, "),
     ({"inside_gbs": 3}, "mine.json.inside_gbs is not an option; did you mean 'inside_gb_s'?"),
-    ({"between_gb_s": 0}, r"mine.json.between_gb_s must be in \(0, inf\), got 0"),
-    ({"between_us": -1}, r"mine.json.between_us must be in \[0, inf\), got -1"),
+    ({"between_gb_s": 0}, r"mine.json.between_gb_s must be in \[1e-09, 1e\+09\], got 0"),
+    ({"between_us": -1}, r"mine.json.between_us must be in \[0, 1e\+09\], got -1"),
+    ({"peer_us": math.nan}, r"mine.json.peer_us must be in \[0, 1e\+09\], got nan"),
     ({"ranks_per_node": 0}, "mine.json.ranks_per_node must be a whole number of at least 1, got 0"),
     ({"rails": "8"}, "mine.json.rails must be a whole number of at least 1, got '8'"),
 ])
@@ -179,6 +181,31 @@ def test_a_file_that_describes_no_links_is_refused(tmp_path, content, message):
         file.write_text(content)
     with pytest.raises(ConfigError, match=message):
         find_links(str(file))
+
+
+def test_a_name_that_can_be_no_file_is_refused():
+    with pytest.raises(ConfigError, match="layerwise.links must be one of .* a file, got .*: File name too long"):
+        find_links("{" * 300, where="layerwise.links")
+
+
+#: By the unit in its name, the least and the most that a key may say, and what is beyond.
+BOUNDS = {"gb_s": (1e-9, 1e9, 9e-10, 1.1e9), "flops": (1e-9, 1e9, 9e-10, 1.1e9), "us": (0, 1e9, -1e-9, 1.1e9)}
+
+
+@pytest.mark.parametrize("key", [key for key, field in Links.model_fields.items() if field.annotation is float])
+def test_whatever_links_a_file_may_have_can_be_planned_for(key, tmp_path):
+    file = tmp_path / "mine.json"
+    specs = [ParamSpec(f"{i}", (64 + i % 3, 64), "float32", True, work=9**6) for i in range(7)]
+    *within, less, more = next(bounds for unit, bounds in BOUNDS.items() if key.endswith(unit))
+    for value in within:
+        file.write_text(json.dumps({**TCP.model_dump(), key: value}))
+        for reduction, ranks in itertools.product(("ordered", "native"), (2, 16)):
+            links = find_links(str(file))
+            assert plan_layout(specs, ranks, bucket_numel=5000, links=links, reduction=reduction).buckets
+    for value in (less, more):
+        file.write_text(json.dumps({**TCP.model_dump(), key: value}))
+        with pytest.raises(ConfigError, match=f"mine.json.{key} must be in"):
+            find_links(str(file))
 
 
 # --- ways ------------------------------------------------------------------------------------------------------------

@@ -494,6 +494,19 @@ def test_experts_go_where_dense_matrices_leave_room():
     assert report.work[2:] == (6, 6)
 
 
+@pytest.mark.parametrize("dense, experts", [((9, 8, 4, 2), (5, 6, 3)), ((4, 6, 5), (2, 5, 2))])
+def test_ranks_that_share_experts_are_as_busy_as_the_busiest_of_them(dense, experts):
+    """Where the first of two that share is not: no placement of all that there are leaves the busiest with less."""
+    specs = [ParamSpec(f"d{i}", (work,), "float32", True, work) for i, work in enumerate(dense)]
+    specs += [ParamSpec(f"e{i}", (work,), "float32", True, work, 2) for i, work in enumerate(experts)]
+    least = sum(dense) + sum(experts)
+    for owners_of, pairs in product(product(range(4), repeat=len(dense)), product(range(2), repeat=len(experts))):
+        least = min(least, max(sum(work for work, owner in zip(dense, owners_of) if owner == rank)
+                               + sum(work for work, pair in zip(experts, pairs) if pair == rank // 2)
+                               for rank in range(4)))
+    assert max(LayoutReport.of(plan_layout(specs, 4, bucket_numel=10**9, alignment=1), specs).work) == least
+
+
 def random_experts(seed):
     rng = random.Random(seed)
     return [ParamSpec(f"w{i}", (rng.randint(1, 9),), "float32", True, rng.randint(0, 9), rng.choice([1, 1, 2, 4, 6]))

@@ -16,6 +16,7 @@ from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("unfinished")
 
@@ -160,6 +161,20 @@ class TestEveryPoint(DistributedTest):
         resumed.load_checkpoint(tmp_path)
         assert resumed.micro_steps % GAS == 0 and resumed.global_steps == 1
         run(resumed, 2 * GAS)
+        assert_same_run(resumed, unbroken)
+
+    def test_a_rank_that_forgot_its_gradients_is_not_waited_for(self, tmp_path, monkeypatch):
+        """At stage 2 the sums of buckets in cuts take all ranks to be saved."""
+        plan_in_cuts(monkeypatch)
+        unbroken, engine, resumed = (start(Net(), ds_config(stage=2, gas=2)) for _ in range(3))
+        run(unbroken, 4, gas=2)
+        run(engine, 3, gas=2)
+        if dist.get_rank() == 1:
+            engine.optimizer.zero_grad()
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.micro_steps % 2 == 0 and resumed.global_steps == 1
+        run(resumed, 4, gas=2)
         assert_same_run(resumed, unbroken)
 
     def test_ranks_at_different_steps_are_refused(self, tmp_path):

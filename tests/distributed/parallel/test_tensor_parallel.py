@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.ranks import nodes
 from tests.support import internals
 from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
@@ -295,7 +296,11 @@ def llama():
 class TestAutoTp(DistributedTest):
     world_size = 4
 
-    def test_a_language_model_against_the_whole_one(self, tmp_path):
+    @pytest.mark.parametrize("per_node", [4, 3])
+    def test_a_language_model_against_the_whole_one(self, per_node, tmp_path, monkeypatch):
+        """With three ranks on one node and one on the other, ranks 0 and 2 share one, and ranks 1 and 3 do not."""
+        monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [rank // per_node for rank in range(4)])
+
         def data(step, micro, rank):
             seed = 1 + rank + 10 * step
             return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(seed))

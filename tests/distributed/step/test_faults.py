@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from ds_layerwise.ranks import exchange
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.forks import fork_ranks
@@ -32,6 +33,7 @@ from tests.support.training import (
     train_engine,
     weights,
 )
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("agreement", "comm", "optimizer", "skipped")
 
@@ -220,8 +222,11 @@ class TestOrderOfData(DistributedTest):
 
 
 def train_until_it_ends(how, moment, folder):
-    """Rank 1 ends in step 2, or stops until the others have ended: while gradients are reduced, or while it updates."""
-    engine = start(Net(), ds_config(bucket_numel=1))
+    """Rank 1 ends in step 2, or stops until the others have ended: while gradients are reduced, while it updates, or
+    where their sums go from cuts to owners."""
+    if moment == "sums":
+        plan_in_cuts(pytest.MonkeyPatch())
+    engine = start(Net(), ds_config(bucket_numel=1, stage=2 if moment == "sums" else 1))
     train_engine(engine, 2)
 
     def end(*_, **__):
@@ -233,9 +238,14 @@ def train_until_it_ends(how, moment, folder):
             time.sleep(0.1)
         raise ZeroDivisionError("rank 1 ends here")
 
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("rank 1 ends here")
+
     if dist.get_rank() == 1:
         if moment == "backward":
             engine.module.tall.weight.register_hook(end)
+        elif moment == "sums":
+            exchange.pack = no_memory
         else:
             internals.owned(engine).update = end
     try:
@@ -253,11 +263,12 @@ class TestEnd(OwnDistributedTest):
     @pytest.mark.parametrize("how, moment, collective_timeout", [
         # A rank that is gone closes its connections; one that hangs is found out by the timeout alone.
         ("is killed", "backward", 300), ("is killed", "update", 300), ("raises", "backward", 300),
-        ("raises", "update", 300), ("hangs", "update", 20)])
+        ("raises", "update", 300), ("raises", "sums", 300), ("hangs", "update", 20)])
     def test_the_others_end_with_an_error(self, how, moment, collective_timeout, tmp_path):
         ranks = fork_ranks(3, train_until_it_ends, how, moment, tmp_path, collective_timeout=collective_timeout)
         assert ranks[1][0] == (-signal.SIGKILL if how == "is killed" else 1)
-        assert how == "is killed" or ranks[1][1] == "ZeroDivisionError: rank 1 ends here"
+        kind = "OutOfMemoryError" if moment == "sums" else "ZeroDivisionError"
+        assert how == "is killed" or ranks[1][1] == f"{kind}: rank 1 ends here"
         for code, raised in (ranks[0], ranks[2]):
             assert code == 1 and raised.startswith(("RuntimeError", "DistBackendError")), raised
 

@@ -13,21 +13,31 @@ import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.optimizers import muon
-from tests.support import internals
+from ds_layerwise.ranks import exchange
+from ds_layerwise.ranks.host_memory import HostMemory
+from ds_layerwise.ranks.wires import Wire
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("interrupted")
 
-#: What is set, and the orthogonalisation of a step, or the taking of host memory, that finds no memory.
+#: What is set, and which call of what finds no memory in a step.
 CASES = {
     "first bucket, stage 1": ({"stage": 1}, "newton_schulz", 0),
     "later bucket, late wait, stage 2": ({"stage": 2, "layerwise": {"overlap_param_gather": True}}, "newton_schulz", 1),
     "on the host": ({"stage": 1, "bf16": {"enabled": True}}, "newton_schulz", 1),
     "before the first": ({"stage": 1, "bf16": {"enabled": True}}, "slots", 0),
+    "what travels": ({"stage": 1}, "gather", 1),
+    "what travels in cuts": ({"stage": 2}, "to_cuts in cuts", 0),
+    "what travels after a round": ({"stage": 1}, "gather in cuts", 0),
+    "what has arrived in a round": ({"stage": 1}, "unpack in cuts", 0),
 }
+
+PLACES = {"newton_schulz": (muon, "newton_schulz"), "slots": (HostMemory, "__enter__"), "gather": (Wire, "gather"),
+          "to_cuts": (exchange.Exchange, "to_cuts"), "unpack": (exchange, "unpack")}
 
 
 class OutOfMemory:
@@ -46,13 +56,11 @@ class OutOfMemory:
         return self.original(*args, **kwargs)
 
 
-def hooked(engine, where, monkeypatch):
-    if where == "newton_schulz":
-        memory = OutOfMemory(muon.newton_schulz)
-        monkeypatch.setattr(muon, "newton_schulz", memory)
-    else:
-        memory = OutOfMemory(type(internals.owned(engine).host).__enter__)
-        monkeypatch.setattr(type(internals.owned(engine).host), "__enter__", lambda self: memory(self))
+def hooked(where, monkeypatch):
+    place, name = PLACES[where.partition(" ")[0]]
+    memory = OutOfMemory(getattr(place, name))
+    # Not itself: what is no function is no method either.
+    monkeypatch.setattr(place, name, lambda *args, **kwargs: memory(*args, **kwargs))
     return memory
 
 
@@ -65,9 +73,11 @@ class TestInterrupted(DistributedTest):
         config = ds_config(clip=1.0, wall_clock_breakdown=True, **settings)
         if "bf16" in settings:
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if where.endswith("in cuts"):
+            plan_in_cuts(monkeypatch)
         healthy, engine = start(Net(), config), start(Net(), config)
         train_engine(healthy, 4)
-        memory = hooked(engine, where, monkeypatch)
+        memory = hooked(where, monkeypatch)
         train_engine(engine, 2)
         engine.save_checkpoint(str(tmp_path))
         engine.backward(engine((2, 0, dist.get_rank())))
@@ -102,7 +112,7 @@ class TestInterrupted(DistributedTest):
 
     def test_weights_alone_do_not_make_it_whole(self, tmp_path, monkeypatch):
         engine = start(Net(), ds_config())
-        memory = hooked(engine, "newton_schulz", monkeypatch)
+        memory = hooked("newton_schulz", monkeypatch)
         engine.save_checkpoint(str(tmp_path))
         engine.backward(engine((0, 0, dist.get_rank())))
         memory.left = 0

@@ -151,8 +151,11 @@ class TestAnExceptionInBackward(DistributedTest):
 class TestALateGradient(DistributedTest):
     world_size = 2
 
-    def test_on_one_rank_is_an_error_on_all(self):
+    @pytest.mark.parametrize("cuts", [False, True])
+    def test_on_one_rank_is_an_error_on_all(self, cuts, monkeypatch):
         """The second pass of rank 0 comes when the gradients of the first are on their way."""
+        if cuts:
+            plan_in_cuts(monkeypatch)
         engine = start(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), ds_config(bucket_numel=1))
         engine.backward(engine(torch.ones(1, 8)).sum())
         if dist.get_rank() == 0:
