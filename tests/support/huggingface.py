@@ -20,10 +20,10 @@ AUTO, FINE_TUNE = (json.loads((Path(__file__).parents[2] / "ds_configs" / f"{nam
 
 WIDTH, VOCAB, LENGTH = 32, 64, 16
 
-#: GPT-2's linear layers hold (in, out) matrices.
-GPT2_MATRICES = {f"transformer.h.{i}.{name}.weight": (1, rows, cols) for i in range(2) for name, rows, cols in (
-    ("attn.c_attn", WIDTH, 3 * WIDTH), ("attn.c_proj", WIDTH, WIDTH), ("mlp.c_fc", WIDTH, 4 * WIDTH),
-    ("mlp.c_proj", 4 * WIDTH, WIDTH))}
+#: GPT-2's linear layers hold (in, out) matrices, one of them the queries, keys and values.
+GPT2_MATRICES = {f"transformer.h.{i}.{name}.weight": view for i in range(2) for name, view in (
+    ("attn.c_attn", (3, WIDTH, WIDTH)), ("attn.c_proj", (1, WIDTH, WIDTH)), ("mlp.c_fc", (1, WIDTH, 4 * WIDTH)),
+    ("mlp.c_proj", (1, 4 * WIDTH, WIDTH)))}
 
 
 def gpt2(dropout=0.0, seed=0):

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: A matrix parameter's shape for Muon: (batch, rows, cols). Each of the batch is orthogonalised on its own.
+#: A matrix parameter's shape for Muon: (batch, rows, cols). Each of the batch is orthogonalised on its own. A matrix
+#: with as many rows as each of a batch is cut into blocks of columns.
 View = tuple[int, int, int]
 
 #: Of one micro-batch on one rank, by parameter name; a parameter that took no part is missing or None.
@@ -197,7 +198,10 @@ class Reference:
         direction = grad.lerp(m, mu) if self.recipe.nesterov else m
         view = self.recipe.matrices[name]
         _, rows, cols = view
-        orthogonal = newton_schulz(direction.reshape(view), self.recipe.ns_coefficients, self.recipe.ns_dtype)
+        by_columns = p.dim() == 2 and p.shape[0] == rows
+        matrices = direction.reshape(rows, -1, cols).transpose(0, 1) if by_columns else direction.reshape(view)
+        orthogonal = newton_schulz(matrices, self.recipe.ns_coefficients, self.recipe.ns_dtype)
+        orthogonal = orthogonal.transpose(0, 1) if by_columns else orthogonal
         p.mul_(1 - lr * self.recipe.wd_of(name))
         p.sub_(lr * math.sqrt(max(1, rows / cols)) * orthogonal.reshape(p.shape))
 
