@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL_CPU, batches, stack, unstack
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL_CPU, Some, batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
     Coefficients,
@@ -117,13 +117,21 @@ class Muon:
         shapes = [tuple(p.shape) if self.cut is None else whole_shape(tuple(p.shape), self.cut[0], self.cut[1].size)
                   for p in params]
         for group in batches(shapes, max_numel):
-            direction = stack([some.of(momenta) for some in group])
-            if self.nesterov:
-                direction = torch.lerp(stack([some.of(grads) for some in group]), direction, hyper.momentum)
-            orthogonal = self._orthogonal(direction)
             batch = [some.of(params) for some in group]
             scale = self.extra_scale_factor * scale_factor(self.scale_mode, *shapes[group[0].tensor][-2:])
-            torch._foreach_add_(batch, unstack(orthogonal, batch), alpha=-hyper.lr * scale)
+            torch._foreach_add_(batch, self._directions(group, grads, momenta, hyper.momentum, like=batch),
+                                alpha=-hyper.lr * scale)
+
+    def _directions(self, group: Sequence[Some], grads: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, *,
+                    like: Sequence[Tensor]) -> list[Tensor]:
+        """Orthogonalised directions of ``group``, shaped ``like`` its parameters.
+
+        Who has no name for them when the next batch begins has no memory for both.
+        """
+        direction = stack([some.of(momenta) for some in group])
+        if self.nesterov:
+            direction = torch.lerp(stack([some.of(grads) for some in group]), direction, momentum)
+        return unstack(self._orthogonal(direction), like)
 
     def _orthogonal(self, direction: Tensor) -> Tensor:
         if self.cut is None:
