@@ -1,4 +1,4 @@
-"""Time of what several ranks do together, and their memory, sampled from outside.
+"""Time of what several ranks do together, or one does in turns, and their memory, sampled from outside.
 
 Memory is anonymous memory: what a process allocated, not what files mapped for reading cost. It is ``Pss_Anon`` in
 /proc, so Linux alone; where forks share some, each counts a fair part of that.
@@ -11,9 +11,10 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -90,39 +91,82 @@ def settle() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run_ranks(folder: str, size: int, work: Callable[[Any], None]) -> Samples:
+def in_turns(sides: Mapping[str, Callable[[], object]], repetitions: int, *, finish: Callable[[], object],
+             before: Mapping[str, Callable[[], object]] | None = None) -> dict[str, float]:
+    """The median of each side, in milliseconds; all take turns, so that a disturbance of the machine hits them all.
+
+    Args:
+        finish: waits until what was begun is done.
+        before: by side, what comes before it each time and does not count.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(repetitions + 1):
+        for name, side in sides.items():
+            if before is not None:
+                before[name]()
+            finish()
+            start = time.perf_counter()
+            side()
+            finish()
+            # The first turn loads and compiles what all need.
+            if turn:
+                taken[name].append(1000 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def run_ranks(folder: str, size: int, work: Callable[[Any], None], *, device: str = "cpu",
+              env: Mapping[str, str] | None = None, limit_s: float = float("inf")) -> Samples:
     """Do ``work`` on ``size`` ranks, forks of this process that meet in ``folder``.
 
     It is handed an event; while that is set, the ranks' memory is sampled.
+
+    Args:
+        device: "cpu", over gloo; or "cuda", over NCCL, each rank on the device of its number. This process must not
+            have used them.
+        env: what each rank has in its environment, too, before it uses a device.
+
+    Raises:
+        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed then.
     """
     watched = FORK.Event()
-    ranks = [FORK.Process(target=_rank, args=(rank, size, folder, watched, work)) for rank in range(size)]
+    ranks = [FORK.Process(target=_rank, args=(rank, size, folder, watched, work, device, env or {}))
+             for rank in range(size)]
     for process in ranks:
         process.start()
-    return watch(ranks, watched)
+    return watch(ranks, watched, limit_s)
 
 
-def _rank(rank: int, size: int, folder: str, watched: Any, work: Callable[[Any], None]) -> None:
+def _rank(rank: int, size: int, folder: str, watched: Any, work: Callable[[Any], None], device: str,
+          env: Mapping[str, str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **env)
     torch.set_num_threads(1)
     # Only inference uses this operator, building it takes a minute, and the memory of it would be all runs' together.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=600),
-                          init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_distributed("gloo" if device == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False,
+                          timeout=timedelta(seconds=600), init_method=f"file://{folder}/store-{size}", rank=rank,
+                          world_size=size)
     work(watched)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def watch(processes: Sequence[BaseProcess], watched: Any) -> Samples:
+def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float("inf")) -> Samples:
     """Wait for all ``processes``, and sample them while the event ``watched`` is set.
 
     Raises:
-        RuntimeError: one failed. The others are killed then.
+        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed then.
     """
     samples: Samples = defaultdict(list)
+    until = time.monotonic() + limit_s
     while any(process.is_alive() for process in processes):
+        if time.monotonic() > until:
+            for process in processes:
+                process.kill()
+                process.join()
+            raise RuntimeError(f"not done after {limit_s:g} seconds")
         for process in processes:
             if process.exitcode:
                 for other in processes:

@@ -132,7 +132,7 @@ def start(job: Job) -> tuple[Any, nn.Module]:
 def train(engine: Any, job: Job) -> None:
     """One step of two micro-batches."""
     for _ in range(2):
-        tokens = torch.randint(256, (1, job.context + 1))
+        tokens = torch.randint(256, (1, job.context + 1)).to(engine.device)
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
         engine.step()
 

@@ -1,6 +1,8 @@
-"""Reductions on a device with streams, played by streams that only know what was done before they go on."""
+"""Reductions, and parameters on their way, on a device with streams, on which nothing may be in order by luck."""
 
 import random
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,115 +12,192 @@ from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import comm, side_stream, wires
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import Wire
-from tests.support import streams
+from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("sync", "side_stream")
+pytestmark = rooms("sync", "side_stream", "param_sync", "wires", "exchange")
 
-SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2)}
+SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2), "g": (8, 8), "h": (6, 2)}
 
-
-class Device(streams.Device):
-    """An accelerator, and a group of two ranks of which this is the first, where nothing arrives but time."""
-
-    def __init__(self):
-        super().__init__()
-        self.log, self.kept = [], []
-
-    def all_to_all_single(self, out, sent, *, output_split_sizes, input_split_sizes, group, async_op):
-        assert async_op, "a collective that is not asynchronous holds up the stream that it is called on"
-        for splits, tensor in ((output_split_sizes, out), (input_split_sizes, sent)):
-            assert splits is None or sum(splits) == tensor.numel()
-        out.zero_()
-        self.log.append(("collective", self.current, set(self.current.knows)))
-        return Work(self, len(self.log))
+#: Of four ranks, two on each node, every other one holds the same of these.
+EXPERTS = ("g", "h")
 
 
-class Work:
-    def __init__(self, device, number):
-        self.device, self.number = device, number
+class Group(NamedTuple):
+    """Ranks, as one of them sees them."""
 
-    def wait(self):
-        self.device.current.knows.add(("arrived", self.number))
+    name: str
+    size: int
+    rank: int
 
-    def is_completed(self):
-        raise AssertionError("asks the device from the host")
+
+#: How sums are made, and parts gathered, on rank 1 of four.
+WIRES = {
+    "ordered": {},
+    "native": {"native": True},
+    "levels": {"inside": Group("inside", 2, 1), "across": Group("across", 2, 0)},
+}
 
 
 @pytest.fixture
-def device(monkeypatch):
-    fake = Device()
-    average = wires.average
+def machine(monkeypatch):
+    """A device, and groups in which nothing arrives but time."""
+    machine = Machine()
+
+    def begin(reads, writes, group, async_op):
+        assert async_op, "a collective that is not asynchronous holds up the stream that it is called on"
+        return machine.collective(reads, writes, group)
+
+    def all_to_all_single(out, sent, *, output_split_sizes, input_split_sizes, group, async_op):
+        return begin([sent], [out], group, async_op)
+
+    def one(out, sent, *, group, async_op):
+        return begin([sent], [out], group, async_op)
+
+    monkeypatch.setattr(side_stream, "get_accelerator", lambda: machine)
+    monkeypatch.setattr(side_stream.SideStream, "keep", lambda self, tensor: machine.record_stream(
+        tensor, self._stream))
+    monkeypatch.setattr(comm, "size_of", lambda group: group.size)
+    monkeypatch.setattr(comm, "rank_of", lambda group: group.rank)
+    monkeypatch.setattr(comm, "opposite_of", lambda group: None)
+    monkeypatch.setattr(comm.dist, "all_to_all_single", all_to_all_single)
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        monkeypatch.setattr(comm.dist, name, one)
+    monkeypatch.setattr(comm.dist, "reduce_scatter", lambda out, sent, *, group, async_op: begin(
+        sent, [out], group, async_op))
+    monkeypatch.setattr(comm.dist, "all_gather", lambda out, own, *, group, async_op: begin(
+        [own], out, group, async_op))
+    return machine
+
+
+def a_layout(way):
+    layout = plan_layout([ParamSpec(name, shape, "float32", len(shape) == 2, 10 * (len(shape) == 2),
+                                    2 if name in EXPERTS else 1) for name, shape in SHAPES.items()], 4, bucket_numel=1)
+    layout = replace(layout, buckets=tuple(
+        replace(bucket, way="ragged" if bucket.whole else "even") for bucket in layout.buckets))
+    return in_cuts(layout, {"ragged": lambda bucket: False, "cuts": lambda bucket: True,
+                            "mixed": lambda bucket: bucket.index % 2}[way])
+
+
+def make_syncs(stage, way, how, wire_dtype=torch.bfloat16):
+    layout, rank = a_layout(way), 1
+    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    # Of those that hold the same experts there is one on each node.
+    by_ep_size = {1: Wire(Group("all", 4, rank), on_host=False, **WIRES[how]),
+                  2: Wire(Group("experts", 2, 0), on_host=False, native=how == "native")}
+    grads = FlatBuffer(layout, torch.device("cpu"))
+    reduced = ShardBuffer(layout, rank, [grads.shard(bucket, rank) if stage == 1 else torch.zeros(
+        bucket.shard(rank)[1] - bucket.shard(rank)[0]) for bucket in layout.buckets])
+    kwargs = {"wires": by_ep_size, "divide_by": 2.0, "wire_dtype": lambda bucket: wire_dtype}
+    grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs) if stage == 2 else GradSync(
+        layout, rank, params, grads, reduced, **kwargs)
+    values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
+        params[name], "data", place.view(SHAPES[name])))
+    return grad_sync, ParamSync(layout, rank, params, values, wires=by_ep_size), params, values
+
+
+@pytest.mark.parametrize("how", WIRES)
+@pytest.mark.parametrize("way", ["ragged", "cuts", "mixed"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage, way, how, monkeypatch):
+    computing, sums, average = machine.current, [], wires.average
 
     def averaging(*args):
-        fake.log.append(("sum", fake.current, set(fake.current.knows)))
-        fake.current.knows.add(("summed", sum(kind == "sum" for kind, *_ in fake.log)))
+        sums.append(machine.current)
         average(*args)
 
-    monkeypatch.setattr(side_stream, "get_accelerator", lambda: fake)
-    monkeypatch.setattr(side_stream.SideStream, "keep", lambda self, tensor: fake.kept.append(tensor.data_ptr()))
     monkeypatch.setattr(wires, "average", averaging)
-    monkeypatch.setattr(comm, "size_of", lambda group: 2)
-    monkeypatch.setattr(comm, "rank_of", lambda group: 0)
-    monkeypatch.setattr(comm.dist, "all_to_all_single", fake.all_to_all_single)
-    return fake
+    for seed in range(4):
+        with machine, torch.no_grad():
+            sync, param_sync, params, values = make_syncs(stage, way, how, random.Random(seed).choice(
+                [torch.bfloat16, torch.float32]))
+            param_sync.overlap_with_forward(nn.ParameterDict(params))
+            side, layout = sync._side._stream, sync.layout
+            order = random.Random(seed).sample(sorted(params), len(params))
+            for step in range(3):
+                computing.waits = 0
+                machine.launched.clear(), sums.clear()
+                for last in [False, True][-stage:]:
+                    for name in order[seed % 3:]:
+                        params[name].grad = torch.ones(SHAPES[name])
+                        sync.accumulate(name, launch=True)
+                    assert not computing.waits
+                    assert {stream for _, stream in machine.launched} <= {side} and set(sums) <= {side}
+                    # The end of the pass, and the step, may be on other streams than the hooks.
+                    ending = machine.Stream()
+                    ending.wait_stream(computing)
+                    with machine.stream(ending):
+                        sync.reduce()
+                    if not last:
+                        computing.wait_stream(ending)
+                        computing.waits = 0
+                stepping = machine.Stream()
+                stepping.wait_stream(computing)
+                with machine.stream(stepping):
+                    sync.finish()
+                    assert {stream for _, stream in machine.launched} == set(sums) == {side}
+                    param_sync.finish()
+                    for bucket in reversed(layout.buckets):
+                        sync.reduced.bucket(bucket.index).mul_(2)
+                        values.shard(bucket, 1).add_(sync.reduced.bucket(bucket.index))
+                        param_sync.launch(bucket.index)
+                    param_sync.leave_under_way()
+                    sync.reset()
+                # The next step is on the stream that computes, and reads some of the parameters in a forward pass.
+                computing.wait_stream(stepping)
+                for name in order[:3]:
+                    params[name].sum()
 
 
-def make_sync(stage, cuts=False):
-    layout = plan_layout([ParamSpec(name, shape, "float32", len(shape) == 2, 10 * (len(shape) == 2))
-                          for name, shape in SHAPES.items()], 2, bucket_numel=1)
-    layout = in_cuts(layout) if cuts else layout
-    params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    reduced = ShardBuffer(layout, 0, [torch.zeros(bucket.shard_numels[0]) for bucket in layout.buckets])
-    kwargs = {"wires": {1: Wire(None)}, "divide_by": 2.0, "wire_dtype": lambda bucket: torch.bfloat16}
-    if stage == 2:
-        return EagerGradSync(layout, 0, params, reduced, **kwargs), params
-    return GradSync(layout, 0, params, FlatBuffer(layout, torch.device("cpu")), reduced, **kwargs), params
+def test_a_race_is_seen():
+    machine = Machine()
+    other = machine.Stream()
+    with machine:
+        values = torch.ones(8)
+        with machine.stream(other), pytest.raises(Race, match="reads what"):
+            values[2:4].sum()
+        other.wait_stream(machine.current)
+        with machine.stream(other):
+            values[2:4].sum()
+        values[:2].zero_()
+        with pytest.raises(Race, match="writes what"):
+            values[3:].zero_()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("cuts", [False, True])
-def test_computation_waits_for_nothing_before_the_end_of_its_pass(device, stage, cuts):
-    for seed in range(20):
-        sync, params = make_sync(stage, cuts)
-        order = random.Random(seed).sample(sorted(params), len(params))
-        computing, side = device.current, sync._side._stream
-        unused = set(order[:seed % 3])
-        for step in range(2):
-            device.log.clear(), device.kept.clear()
-            computing.waits, made = 0, []
-            for name in order:
-                if name not in unused:
-                    params[name].grad = torch.ones(SHAPES[name])
-                    made.append(params[name].grad.data_ptr())
-                    computing.knows.add((step, name))
-                    sync.accumulate(name, launch=True)
-            assert not computing.waits and all(stream is side for _, stream, _ in device.log)
-            # The end of the pass, and the step, may be on other streams than the hooks.
-            for finish in (sync.reduce, sync.finish):
-                device.current = streams.Stream()
-                device.current.wait_stream(computing)
-                finish()
-                last = device.current
-                assert all(stream is side for _, stream, _ in device.log)
-                assert last.knows >= side.knows
-            sums = [entry for entry in device.log if entry[0] == "sum"]
-            assert len(sums) == len(sync.layout.buckets)
-            for bucket, (_, _, knows) in zip(sync.layout.buckets, sums, strict=True):
-                assert knows >= {(step, slot.name) for slot in bucket.slots if slot.name not in unused}
-            for index, (kind, _, knows) in enumerate(device.log):
-                if kind == "sum" or index and device.log[index - 1][0] == "sum":
-                    # What it reads has arrived, or was summed.
-                    assert ("arrived", index) in knows or ("summed", sum(k == "sum" for k, *_ in device.log[:index])) \
-                        in knows
-            if stage == 2:
-                assert set(made) <= set(device.kept)
-            # The next step writes to the same memory, on the stream that computes.
-            computing.wait_stream(last)
-            sync.reset()
-            device.current = computing
-            for stream in (computing, side):
-                stream.knows.clear()
+@pytest.mark.parametrize("how", ["waited for", "told", "neither"])
+def test_memory_that_another_stream_still_reads_is_not_free(how):
+    machine = Machine()
+    other = machine.Stream()
+    with machine:
+        values = torch.ones(8)
+        other.wait_stream(machine.current)
+        with machine.stream(other):
+            values.sum()
+        if how == "waited for":
+            machine.current.wait_stream(other)
+        elif how == "told":
+            machine.record_stream(values, other)
+        del values
+        if how == "neither":
+            with pytest.raises(Race, match="is free"):
+                torch.ones(2)
+        else:
+            torch.ones(2)
+
+
+def test_what_a_collective_reads_and_writes_waits_for_it():
+    machine = Machine()
+    with machine:
+        sent, out = torch.ones(4), torch.empty(4)
+        work = machine.collective([sent], [out], "all")
+        sent.sum()
+        for touch in (sent.zero_, out.sum):
+            with pytest.raises(Race, match="a collective"):
+                touch()
+        del sent
+        work.wait()
+        out.sum()

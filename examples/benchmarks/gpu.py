@@ -1,0 +1,328 @@
+"""What no CPU can show: tests over NCCL, speed, streams that race, and memory, on the GPUs of one node.
+
+    python examples/benchmarks/gpu.py --out examples/benchmarks/results/YYYY-MM_<hardware>_gpu.md
+
+One command, on one GPU or on all of a node. What is not done in time is given up, so that all of it takes less than
+ten minutes. All sides of a table take turns in the same processes; what is printed are medians, of the slowest rank. A
+section that fails says so in the report, the others run all the same, and the exit code is 1. On a CPU, ``--device cpu
+--tiny`` goes through everything once, and measures nothing. Nothing is compiled by torch, on no side, unless
+``--compile`` says so, which takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpu_ranks import Place
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = "tests/distributed/step/test_on_device.py"
+#: Ranks that the tests come with.
+TEST_RANKS = (1, 2, 4)
+#: How far what a rank holds may be from what is predicted, in percent.
+MEMORY_BAR_PERCENT = 2.0
+
+
+@dataclass
+class Found:
+    """What a section has to say, and what is wrong."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def on_ranks(place: Place, work: Callable[[Place], Any], *, limit_s: float, ranks: int | None = None,
+             env: Mapping[str, str] | None = None) -> list[Any]:
+    """What ``work`` returns on each rank, each in a process of its own.
+
+    Raises:
+        RuntimeError: one failed, with its traceback; or all were not done in time.
+    """
+    from measuring import run_ranks
+
+    ranks = ranks or place.ranks
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_ranks(folder, ranks, functools.partial(_write, Path(folder), place, work), device=place.device,
+                      env=env, limit_s=limit_s)
+        except RuntimeError as error:
+            said = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+            raise RuntimeError(f"{error}\n{said[0] if said else ''}".strip()) from error
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _write(folder: Path, place: Place, work: Callable[[Place], Any], _watched: object) -> None:
+    rank = os.environ["RANK"]
+    try:
+        (folder / f"{rank}.json").write_text(json.dumps(work(place)))
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def slowest(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By side, the most that a rank took."""
+    return {name: max(each["ms"][name] for each in everyone) for name in everyone[0]["ms"]}
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+def tests(place: Place, limit_s: float) -> Found:
+    """Tests that are there for any device, on the largest number of ranks that has one each."""
+    from measuring import family
+
+    ranks = max(number for number in TEST_RANKS if number <= place.ranks)
+    chosen = f"{ranks}rank" + ("s" if ranks > 1 else "")
+    if place.tiny:
+        chosen = f"exact and {chosen}-2-native"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        env = {**os.environ, "THOROUGH": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "pytest", TESTS, "-m", "gpu", "-k", chosen, "-q", "-p", "no:cacheprovider",
+                   f"--junitxml={report}"]
+        with open(Path(folder, "output"), "w+") as output:
+            done = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                done.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                # Its ranks would outlive it, and keep the devices.
+                for process in reversed(family(done.pid)):
+                    os.kill(process, signal.SIGKILL)
+                done.wait()
+                return Found(problems=[f"not done after {limit_s:g} seconds"])
+            output.seek(0)
+            if not report.exists():
+                return Found(problems=[f"pytest ended with code {done.returncode}: {output.read()[-2000:]}"])
+        found = read_report(report.read_text())
+    found.lines.append(f"\n`{' '.join(['pytest', *command[3:9]])}`")
+    return found
+
+
+def read_report(xml: str) -> Found:
+    """Counts of a report of pytest's; whatever did not pass is a problem, also what was skipped."""
+    counts, problems = {"passed": 0, "failed": 0, "skipped": 0}, []
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        kind = "passed" if wrong is None else "skipped" if wrong.tag == "skipped" else "failed"
+        counts[kind] += 1
+        if wrong is not None:
+            # The end of a traceback says what it was.
+            said = (wrong.get("message") or wrong.text or "").strip()[-600:]
+            problems.append(f"{case.get('name')} {kind}: {said}")
+    if not sum(counts.values()):
+        problems.append("there was no test")
+    return Found([", ".join(f"{number} {kind}" for kind, number in counts.items()) + "."], problems)
+
+
+def newton_schulz(place: Place, limit_s: float) -> Found:
+    """Newton-Schulz of matrices of real models."""
+    from gpu_ranks import newton_schulz_times
+
+    rows, = on_ranks(place, newton_schulz_times, limit_s=limit_s, ranks=1)
+    lines = ["Five simple steps of a batch. share: FLOPs of the plain iteration, and its restarts, a second, over "
+             "those of a product of two squares in that dtype. over: our time over that of stock DeepSpeed's same "
+             "method, and of torch.optim.Muon's, which is standard, one matrix at a time. Ours returns float32, the "
+             "others what they multiply in.",
+             "", "| model | matrices | side | dtype | ms | share | over stock | over torch |",
+             "|---|---|---|---|---:|---:|---:|---:|"]
+    for row in rows:
+        ms = row["ms"]
+        for name, each in ms.items():
+            side, _, method = name.partition(" ")
+            over = f"{each / ms[f'stock {method}']:.2f}" if side == "ours" else ""
+            over_torch = f"{each / ms['torch']:.2f}" if side == "ours" and "torch" in ms else ""
+            lines.append(f"| {row['model']} | {row['shape']} | {name} | {row['dtypes'][name]} | {each:.2f} | "
+                         f"{row['share'][name]:.2f} | {over} | {over_torch} |")
+    return Found(lines, [] if "torch" in rows[0]["ms"] else ["this torch has no torch.optim.Muon"])
+
+
+def step(place: Place, limit_s: float) -> Found:
+    """One optimizer step of a model of 1 B parameters, or of as many as fit."""
+    from gpu_ranks import OURS, step_times
+
+    everyone = on_ranks(place, step_times, limit_s=limit_s)
+    ms = slowest(everyone)
+    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1, with clipping and, but for "
+                  "torch's, float32 masters and the gather of what was updated. Gradients were there before.", "",
+                  "| side | ms | ours over it |", "|---|---:|---:|",
+                  *(f"| {name} | {each:.2f} | {ms[OURS] / each:.2f} |" for name, each in ms.items())])
+
+
+def offload(place: Place, limit_s: float) -> Found:
+    """One optimizer step with masters and states on the host."""
+    from gpu_ranks import offload_times
+
+    everyone = on_ranks(place, offload_times, limit_s=limit_s)
+    ms, moved = slowest(everyone), max(each["moved"] for each in everyone)
+    first = next(iter(ms.values()))
+    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; {moved / 1e9:.2f} GB come and go "
+                  "on the fullest rank.", "", "| masters and states | ms | over on the device |", "|---|---:|---:|",
+                  *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items())])
+
+
+#: By variant of a race: whether there is overlap, the seed of disturbances, and the environment.
+VARIANTS: dict[str, tuple[bool, int | None, dict[str, str]]] = {
+    "overlapped": (True, None, {}),
+    "the same again": (True, None, {}),
+    "no overlap": (False, None, {}),
+    "streams late at random": (True, 1, {}),
+    "late at other times": (True, 2, {}),
+    "CUDA_LAUNCH_BLOCKING=1": (True, None, {"CUDA_LAUNCH_BLOCKING": "1"}),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING=1": (True, None, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+}
+
+
+def streams(place: Place, limit_s: float) -> Found:
+    """The same bits whatever overlaps, and however late it is."""
+    from gpu_ranks import race
+
+    until, digests = time.monotonic() + limit_s, {}
+    names = [*list(VARIANTS)[:1], "no overlap", "streams late at random"] if place.tiny else list(VARIANTS)
+    for name in names:
+        overlap, seed, env = VARIANTS[name]
+        digests[name] = on_ranks(place, functools.partial(race, overlap=overlap, seed=seed),
+                                 env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env},
+                                 limit_s=max(1.0, until - time.monotonic()))
+    return compare(digests)
+
+
+def compare(digests: Mapping[str, Sequence[Mapping[str, str]]]) -> Found:
+    """By variant and rank, digests by setup: those of the first variant are the ones to have."""
+    first = next(iter(digests.values()))
+    lines = ["Losses and weights after some steps of two micro-batches.", "",
+             f"| variant | {' | '.join(first[0])} |", f"|---|{'---|' * len(first[0])}"]
+    problems = []
+    for name, everyone in digests.items():
+        wrong = {setup for mine, wanted in zip(everyone, first, strict=True) for setup in wanted
+                 if mine[setup] != wanted[setup]}
+        lines.append(f"| {name} | {' | '.join('other bits' if s in wrong else 'same bits' for s in first[0])} |")
+        problems += [f"{name}: other bits at {setup}" for setup in sorted(wrong)]
+    return Found(lines, problems)
+
+
+def memory(place: Place, limit_s: float) -> Found:
+    """What a rank holds, against the forecast that ``plan`` and the start-up table print."""
+    from gpu_ranks import memory_of
+
+    lines = ["held: tensors alive between two steps. peak: the most of a step over that, beside what `plan` says an "
+             "update works in; it includes what travels between cuts and owners.", "",
+             "| run | rank | predicted, MB | held | off by | works in, said | peak |", "|---|--:|--:|--:|--:|--:|--:|"]
+    problems = []
+    for rank, jobs in enumerate(on_ranks(place, memory_of, limit_s=limit_s)):
+        for job in jobs:
+            off = 100 * (job["held"] / job["predicted"] - 1)
+            peak = "" if job["peak"] is None else f"{job['peak'] / 1e6:.1f}"
+            lines.append(f"| {job['job']} | {rank} | {job['predicted'] / 1e6:.1f} | {job['held'] / 1e6:.1f} | "
+                         f"{off:+.2f} % | {job['workspace'] / 1e6:.1f} | {peak} |")
+            # A tiny model is as small as what an engine has beside it.
+            if abs(off) > MEMORY_BAR_PERCENT and not place.tiny:
+                problems.append(f"{job['job']}, rank {rank}: {off:+.2f} % off what is predicted")
+    return Found(lines, problems)
+
+
+#: By title: what runs, and after how many seconds it is given up.
+SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
+    "Tests": (tests, 180), "Newton-Schulz": (newton_schulz, 60), "Step": (step, 90), "Offload": (offload, 70),
+    "Streams": (streams, 120), "Memory": (memory, 60)}
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+def run(place: Place, sections: Mapping[str, tuple[Callable[[Place, float], Found], float]]) -> Found:
+    """All sections, whichever of them fail."""
+    whole = Found()
+    for title, (section, limit_s) in sections.items():
+        print(f"{title} ...", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        try:
+            found = section(place, limit_s)
+        except Exception as error:
+            found = Found(problems=[f"{type(error).__name__}: {error}"])
+        whole.lines += [f"## {title}", "", *found.lines, *([""] if found.lines else [])]
+        for problem in found.problems:
+            whole.lines += ["Failed:", "", "```", problem, "```", ""]
+            whole.problems.append(f"{title}: {problem.strip().splitlines()[-1]}")
+        whole.lines += [f"({time.monotonic() - start:.0f} s)", ""]
+    return whole
+
+
+def header(place: Place, found: Mapping[str, Any]) -> list[str]:
+    """The command, the machine and the commit."""
+    import deepspeed
+    import torch
+
+    def git(*what: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *what], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = " with changes" if git("status", "--porcelain") else ""
+    command = " ".join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
+    return [f"# {place.ranks} x {found['name']}: tests, speed, streams and memory", "", f"`{command}`", "",
+            f"{place.ranks} x {found['name']}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
+            f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
+            f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python {platform.python_version()}; commit "
+            f"{git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}; torch.compile "
+            f"{'off on all sides' if os.environ.get('TORCHDYNAMO_DISABLE') == '1' else 'where a side asks for it'}.",
+            "Medians; all sides of a table take turns in the same processes; of several ranks, the slowest.", "",
+            *(["**A tiny run on a CPU: shows that all of it works, and measures nothing.**", ""] if place.tiny else [])]
+
+
+def main() -> None:
+    """Write the report, and end with code 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the file for the report")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="everything once, as small as it goes")
+    parser.add_argument("--ranks", type=int, help="how many GPUs; all of them by default")
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--compile", action="store_true", help="let stock compile what it does by default")
+    args = parser.parse_args()
+    if args.device == "cpu" and not args.tiny:
+        parser.error("--device cpu takes --tiny: the sizes are those of a GPU")
+    if not args.compile:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Forks can use a GPU that this process has not touched: the CUDA runtime's own count would.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if args.device == "cpu":
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    # What is imported looks at the environment.
+    import torch
+
+    available = torch.cuda.device_count() if args.device == "cuda" else os.cpu_count() or 1
+    if not available:
+        print("there is no GPU here; --device cpu --tiny goes through everything on the CPU", file=sys.stderr)
+        sys.exit(2)
+    ranks = args.ranks if args.ranks is not None else available if args.device == "cuda" else 1
+    if not 1 <= ranks <= available:
+        parser.error(f"--ranks must be from 1 to {available}, as many as this machine has devices, got {ranks}")
+    from gpu_ranks import Place, describe
+
+    place = Place(args.device, ranks, args.tiny)
+    found = on_ranks(place, describe, limit_s=60, ranks=1)[0]
+    place = Place(args.device, ranks, args.tiny, found["memory"])
+    whole = run(place, {title: SECTIONS[title] for title in args.sections})
+    args.out.write_text("\n".join([*header(place, found), *whole.lines]))
+    print(f"{args.out}: " + ("nothing is wrong" if not whole.problems else f"{len(whole.problems)} problems:"))
+    for problem in whole.problems:
+        print(f"* {problem}")
+    sys.exit(1 if whole.problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""What ranks do for gpu.py: Newton-Schulz, steps, offload, a race with the streams, and memory; in forks of it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.muon import original_muon
+from measuring import in_turns
+from memory import Job, start, tensor_bytes, train
+from newton_schulz import gflop
+from torch import Tensor, nn
+
+import ds_layerwise
+from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
+from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from model import GPT, VOCABULARY, GPTConfig
+
+OURS, STOCK, FUSED = "LayerWiseMuon", "stock Muon", "torch AdamW, fused"
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    OURS: {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}},
+    # FusedAdam would be compiled first.
+    STOCK: {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "torch_adam": True}},
+}
+#: Bytes that the sides of the largest comparison hold for a parameter, all engines together, with some room.
+BYTES_PER_PARAMETER = 48
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs, and how much of it."""
+
+    device: str
+    ranks: int
+    tiny: bool
+    memory_bytes: int = 0
+    """Of one device; 0 where it is a CPU."""
+
+    @property
+    def repetitions(self) -> int:
+        """Of each side."""
+        return 2 if self.tiny else 7
+
+    def finish(self) -> None:
+        """Wait until the device is done."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def gpt(self, params: float) -> GPTConfig:
+        """About so many parameters, or as many as there is room for."""
+        if self.tiny:
+            return GPTConfig(layers=2, width=64, heads=1, context=16)
+        params = min(params, self.memory_bytes / BYTES_PER_PARAMETER)
+        return GPTConfig(layers=max(1, round(params / (12 * 2048**2))), width=2048, heads=16, context=256)
+
+
+def describe(place: Place) -> dict[str, Any]:
+    """The device of this rank."""
+    if place.device == "cpu":
+        return {"name": "CPU", "memory": 0, "nccl": "gloo", "cuda": "none"}
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": found.name, "memory": found.total_memory, "cuda": torch.version.cuda,
+            "nccl": f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"}
+
+
+# --- Newton-Schulz ---------------------------------------------------------------------------------------------------
+
+#: By model, the shapes of its matrices.
+SHAPES = {"GPT-2": [(768, 768), (3072, 768)], "Llama-8B": [(4096, 4096), (14336, 4096), (1024, 4096)],
+          "Llama-70B": [(8192, 8192), (28672, 8192), (1024, 8192)]}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def torchs(matrices: Tensor) -> None:
+    """torch.optim.Muon's iteration, which takes one matrix at a time."""
+    from torch.optim import _muon
+
+    for matrix in matrices:
+        _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def newton_schulz_times(place: Place) -> list[dict[str, Any]]:
+    """By shape: milliseconds of each side, and what the machine's own product of two squares reaches."""
+    device, rows = torch.device(place.device), []
+    fast = fast_dtypes(device)
+    shapes = {"tiny": [(32, 48)]} if place.tiny else SHAPES
+    for model, each in shapes.items():
+        for m, n in each:
+            batch = 2 if place.tiny else max(1, min(12, MAX_BATCH_NUMEL // (m * n)))
+            matrices = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(device)
+            side, sides, kinds = 64 if place.tiny else 8192, {}, {}
+            for method, stock in (("gram", original_muon.zeropower_via_gram_newtonschulz),
+                                  ("standard", original_muon.zeropower_via_newtonschulz5)):
+                kinds[f"ours {method}"] = compute_dtype("auto", method, fast)
+                kinds[f"stock {method}"] = original_muon.ns_compute_dtype(method)
+                sides[f"ours {method}"] = functools.partial(
+                    newton_schulz, matrices, coefficients("simple", 5), method=method,
+                    dtype=kinds[f"ours {method}"])
+                sides[f"stock {method}"] = functools.partial(stock, matrices, 5)
+            if hasattr(torch.optim, "Muon"):
+                kinds["torch"], sides["torch"] = torch.bfloat16, functools.partial(torchs, matrices)
+            squares = {kind: torch.randn(side, side, device=device).to(kind) for kind in set(kinds.values())}
+            own = {f"own {NAMES[kind]}": functools.partial(torch.mm, square, square)
+                   for kind, square in squares.items()}
+            ms = in_turns({**sides, **own}, place.repetitions, finish=place.finish)
+            rates = {name: gflop((batch, m, n), "gram" if "gram" in name else "standard", NAMES[kinds[name]])
+                     / ms[name] for name in sides}
+            rows.append({"model": model, "shape": f"{batch} x {m} x {n}", "ms": {name: ms[name] for name in sides},
+                         "dtypes": {name: NAMES[kinds[name]] for name in sides},
+                         "share": {name: rates[name] / (2 * side**3 / 1e9 / ms[f"own {NAMES[kinds[name]]}"])
+                                   for name in sides}})
+            del matrices, squares, sides, own
+    return rows
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+class QuickGpt(GPT):
+    """With torch's own first weights, which a device makes at once: a billion of the example's take a host minutes."""
+
+    def _init_weights(self) -> None:
+        pass
+
+
+def gpt_on(place: Place, config: GPTConfig) -> GPT:
+    """The same on every rank."""
+    torch.manual_seed(config.seed)
+    with torch.device(place.device):
+        return QuickGpt(config)
+
+
+def engine_of(optimizer: str, model: nn.Module, **zero: Any) -> Any:
+    """In bf16, at stage 1."""
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, "bf16": {"enabled": True},
+              "gradient_clipping": 1.0, "optimizer": OPTIMIZERS[optimizer],
+              "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 50_000_000, **zero}}
+    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def windows(config: GPTConfig, device: Any) -> Tensor:
+    """One sequence and the byte after it, other ones on each rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(VOCABULARY, (1, config.context + 1), generator=generator).to(device)
+
+
+def backward_of(engine: Any, config: GPTConfig) -> Callable[[], object]:
+    """A forward and a backward pass."""
+    tokens = windows(config, engine.device)
+    return lambda: engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+
+
+def step_times(place: Place) -> dict[str, Any]:
+    """Milliseconds of one optimizer step of each side."""
+    config = place.gpt(1e9)
+    engines = {name: engine_of(name, gpt_on(place, config)) for name in OPTIMIZERS}
+    bare = gpt_on(place, config).to(torch.bfloat16)
+    fused = torch.optim.AdamW(bare.parameters(), fused=True)
+
+    def backward_bare() -> None:
+        bare.zero_grad()
+        tokens = windows(config, place.device)
+        bare(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    before = {name: backward_of(engine, config) for name, engine in engines.items()}
+    ms = in_turns({**{name: engine.step for name, engine in engines.items()}, FUSED: fused.step}, place.repetitions,
+                  before={**before, FUSED: backward_bare}, finish=place.finish)
+    return {"ms": ms, "numel": sum(p.numel() for p in bare.parameters())}
+
+
+def offload_times(place: Place) -> dict[str, Any]:
+    """Milliseconds of one step with masters and states on the device, and on the host in each way."""
+    config, host = place.gpt(5e8), {"device": "cpu", "ratio": 1.0}
+    engines = {"device": engine_of(OURS, gpt_on(place, config)), **{
+        name: engine_of(OURS, gpt_on(place, config), offload_optimizer={**host, "pin_memory": pin_memory})
+        for name, pin_memory in (("pinned", True), ("pageable", False))}}
+    memory = engines["pinned"].optimizer._owned.host
+
+    def one_after_another() -> None:
+        streams = memory._incoming, memory._outgoing
+        # Without streams of their own, copies queue with the updates.
+        memory._incoming = memory._outgoing = None
+        engines["pinned"].step()
+        place.finish()
+        memory._incoming, memory._outgoing = streams
+
+    sides = {"on the device": (engines["device"], engines["device"].step),
+             "on the host, copies beside updates": (engines["pinned"], engines["pinned"].step),
+             "on the host, one after another": (engines["pinned"], one_after_another),
+             "on the host, pageable memory": (engines["pageable"], engines["pageable"].step)}
+    ms = in_turns({name: run for name, (_, run) in sides.items()}, place.repetitions, finish=place.finish,
+                  before={name: backward_of(engine, config) for name, (engine, _) in sides.items()})
+    moved = sum(t.nbytes for t in memory.tensors)
+    return {"ms": ms, "moved": moved, "numel": sum(p.numel() for p in engines["device"].module.parameters())}
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+#: By name, the sections that a race is run with.
+SETUPS: dict[str, dict[str, Any]] = {
+    "stage 1, native": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "native"}},
+    "stage 1, ordered": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "ordered"}},
+    "stage 2, ordered, on the host": {"zero_optimization": {"stage": 2, "offload_optimizer": {
+        "device": "cpu", "ratio": 0.5, "pin_memory": True}}, "layerwise": {"reduction": "ordered"}},
+}
+
+
+class Mlp(nn.Module):
+    """Layers whose gradients are made in one order of sums, whatever runs beside."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh())
+                                      for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean square of the last layer's output."""
+        result: Tensor = self.layers(x).float().square().mean()
+        return result
+
+
+def disturb(place: Place, seed: int) -> None:
+    """Let streams be late at random, for the rest of this process."""
+    luck = random.Random(seed + dist.get_rank())
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def delayed(*args: Any, **kwargs: Any) -> Any:
+            if place.device == "cuda":
+                torch.cuda._sleep(luck.randrange(5_000_000))
+            else:
+                time.sleep(luck.random() / 1000)
+            return function(*args, **kwargs)
+        return delayed
+
+    Wire.reduce, Wire.gather = late(Wire.reduce), late(Wire.gather)
+    nn.LayerNorm.forward = late(nn.LayerNorm.forward)
+
+
+def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
+    """By setup, a digest of losses and weights after some steps."""
+    if seed is not None:
+        disturb(place, seed)
+    width, layers, found = (16, 3, {}) if place.tiny else (1024, 24, {})
+    setups = dict(list(SETUPS.items())[1:]) if place.tiny else SETUPS
+    for name, sections in setups.items():
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
+                  "bf16": {"enabled": True}, "gradient_clipping": 1.0, "optimizer": OPTIMIZERS[OURS],
+                  "layerwise": {**sections["layerwise"], "overlap_param_gather": overlap},
+                  "zero_optimization": {**sections["zero_optimization"], "overlap_comm": overlap,
+                                        "reduce_bucket_size": 2 * width**2}}
+        model = Mlp(width, layers)
+        engine = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        digest, losses = hashlib.sha256(), []
+        for step in range(2 if place.tiny else 8):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dist.get_rank())
+                loss = engine(torch.randn(4, width, generator=generator).to(engine.device, torch.bfloat16))
+                losses.append(loss.detach())
+                engine.backward(loss)
+                engine.step()
+        for value in (torch.stack(losses), *engine.module.parameters()):
+            digest.update(value.detach().float().cpu().numpy().tobytes())
+        found[name] = digest.hexdigest()[:16]
+        engine.destroy()
+    return found
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+def allocated(place: Place) -> int:
+    """Bytes of all tensors, with what the allocator rounds up."""
+    return torch.cuda.memory_allocated() if place.device == "cuda" else tensor_bytes()
+
+
+def memory_of(place: Place) -> list[dict[str, Any]]:
+    """By job, what this rank holds between two steps and works in, against the forecast."""
+    found = []
+    jobs = [Job(folder="", layers=1 if place.tiny else 6, width=64 if place.tiny else 2048, stage=stage, bf16=bf16,
+                bucket_numel=20_000 if place.tiny else 50_000_000, ranks=place.ranks)
+            for stage, bf16 in ((1, True), (2, True), (1, False))]
+    # What the first engine of a process costs beside its tensors is no matter of the model.
+    first, *_ = start(replace(jobs[0], layers=1, width=64))
+    train(first, jobs[0])
+    first.destroy()
+    del first
+    for job in jobs[:1] if place.tiny else jobs:
+        gc.collect()
+        before = allocated(place)
+        engine, model = start(job)
+        train(engine, job)
+        place.finish()
+        gc.collect()
+        forecast, rank = engine.optimizer.forecast(), engine.optimizer.rank
+        held = allocated(place) - before
+        peak = None
+        if place.device == "cuda":
+            tokens = torch.randint(VOCABULARY, (1, job.context + 1)).to(engine.device)
+            for _ in range(2):
+                engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+                get_accelerator().synchronize()
+                now = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                engine.step()
+            get_accelerator().synchronize()
+            peak = torch.cuda.max_memory_allocated() - now
+        found.append({"job": job.name, "predicted": forecast.memory[rank].total, "held": held,
+                      "workspace": forecast.workspace[rank], "peak": peak})
+        engine.destroy()
+        del engine, model
+    return found

@@ -1,0 +1,124 @@
+"""What training must do on any device; where there are GPUs, examples/benchmarks/gpu.py runs these over NCCL."""
+
+import os
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_layerwise.plan.layout import Bucket, Slot
+from ds_layerwise.ranks.wires import make_wires
+from tests.support.harness import DistributedTest, device
+from tests.support.reference import train
+from tests.support.rooms import rooms
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    recipe_for,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+)
+from tests.support.ways import plan_in_cuts
+
+pytestmark = [*rooms("wires", "sync", "param_sync", "host_memory", "optimizer"), pytest.mark.gpu]
+
+REDUCTIONS = ("native", "ordered")
+
+
+class TestWires(DistributedTest):
+    world_size = [2, 4]
+    thorough_on = (4,)
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("way", ["even", "ragged", "cuts"])
+    def test_sums_of_whole_numbers_and_back(self, way, reduction):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        numels = {"even": [64] * size, "ragged": [0, 192, *[64] * (size - 2)],
+                  "cuts": [0, 64 * size, *[0] * (size - 2)]}[way]
+        slots = tuple(Slot(str(i), sum(numels[:i]), numel) for i, numel in enumerate(numels) if numel)
+        bucket = Bucket(0, "bfloat16", True, 0, tuple(numels), slots, way=way)
+        wire = make_wires({1: None}, [0] * size, native=reduction == "native", device=device())[1]
+        start, stop = bucket.shard(rank) if way != "cuts" else (64 * rank, 64 * (rank + 1))
+        rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(3)).bfloat16()
+        out = torch.full((stop - start,), torch.nan, device=device())
+        wire.reduce(rows[rank].to(device()), bucket, out, divide_by=4.0, wire_dtype=torch.bfloat16).wait()
+        assert torch.equal(out.cpu(), rows.float().sum(0)[start:stop] / 4)
+        memory = torch.full((bucket.numel,), torch.nan, dtype=torch.bfloat16, device=device())
+        memory[start:stop] = rows[0, start:stop].to(device())
+        wire.gather(memory, bucket).wait()
+        assert torch.equal(memory.cpu(), rows[0])
+
+
+class TestTraining(DistributedTest):
+    world_size = [1, 2, 4]
+    thorough_on = (1, 4)
+
+    def trained(self, *, offload=None, **config):
+        """The weights after three steps in bf16."""
+        config = ds_config(gas=2, clip=5.0, bf16={"enabled": True}, **config)
+        if offload is not None:
+            config["zero_optimization"]["offload_optimizer"] = offload
+        engine = start(Net(), config)
+        train_engine(engine, 3, gas=2)
+        found = weights(engine.module).cpu()
+        assert_same_on_all_ranks(engine.module)
+        engine.destroy()
+        return found
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_are_exact_and_weights_the_oracles(self, stage, reduction):
+        expected = train(Net, lambda *place: place, lambda module, place: module(place), recipe_for(Net(), gas=2), 3)
+        engine = start(Net(), ds_config(gas=2, stage=stage, layerwise={"reduction": reduction}))
+
+        def check(step, gradients):
+            for name, (first, values) in gradients.items():
+                wanted = expected.steps[step].grads[name].flatten()[first:first + values.numel()]
+                assert torch.equal(values.cpu(), wanted), name
+
+        train_engine(engine, 3, gas=2, check=check)
+        assert_same_on_all_ranks(engine.module)
+        for name, p in engine.module.named_parameters():
+            assert relative_error(p.detach().cpu(), expected.params[name]) < 1e-4, name
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_overlap_changes_no_bit(self, stage, reduction, monkeypatch):
+        plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2)
+        both = [self.trained(stage=stage, overlap=overlap, layerwise={
+            "reduction": reduction, "overlap_param_gather": overlap}) for overlap in (False, True)]
+        assert torch.equal(*both)
+
+    @pytest.mark.parametrize("pin_memory", [True, False])
+    def test_host_memory_changes_no_bit(self, pin_memory):
+        assert torch.equal(self.trained(), self.trained(offload={"device": "cpu", "pin_memory": pin_memory}))
+
+    def test_a_resumed_run_does_what_an_unbroken_one_did(self, class_tmpdir):
+        config = ds_config(bf16={"enabled": True})
+        engine, other = start(Net(), config), start(Net(), config)
+        train_engine(engine, 2)
+        engine.save_checkpoint(str(class_tmpdir / str(dist.get_world_size())))
+        other.load_checkpoint(str(class_tmpdir / str(dist.get_world_size())))
+        for each in (engine, other):
+            train_engine(each, 2, first=2)
+        assert torch.equal(weights(engine.module), weights(other.module))
+
+
+class TestInitialize(DistributedTest):
+    world_size = [1, 2, 4]
+    thorough_on = (1, 4)
+    init_distributed = False
+
+    def test_a_process_that_has_not_chosen_its_device(self):
+        if get_accelerator().device_name() != "cpu":
+            get_accelerator().set_device(0)
+        engine = start(Net(), ds_config())
+        assert engine.device.index in (None, int(os.environ["LOCAL_RANK"]))
+        train_engine(engine, 1)
+        assert_same_on_all_ranks(engine.module)
+        engine.destroy()
+        dist.destroy_process_group()

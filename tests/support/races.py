@@ -1,0 +1,214 @@
+"""A device with streams on which nothing may depend on luck: what two streams do to one memory must be in order.
+
+An operation on a stream begins when those before it there are over, and nobody knows when that is on another stream:
+so two of them that touch the same memory, of which one writes, are a race, unless the second stream has waited for
+the first. Every schedule that streams could take is so covered by one run, on a CPU and on values that do not matter.
+
+Note: collectives are played as NCCL runs them
+    Those of a group have a stream of their own, that first waits for the current one. A wait holds up the current
+    stream and not the host, and until then what they read and write is kept alive.
+
+Note: memory that is let go of
+    It goes back to the stream that was current when it was taken, and whoever takes it there next writes at once. So
+    by then that stream must have waited for what others do with it, or have been told of them by ``record_stream``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Race(AssertionError):
+    """Two streams touch the same memory, in no order."""
+
+
+class Timeline:
+    """Knows how much of each stream is over when its own next operation begins."""
+
+    def __init__(self, machine: Machine, name: str) -> None:
+        self.machine, self.name = machine, name
+        self.done = 0
+        self.knows: dict[Timeline, int] = {}
+        self.waits = 0
+
+    def wait_stream(self, other: Timeline) -> None:
+        """Begin nothing more before all that ``other`` has been given so far is over."""
+        self.waits += 1
+        self.learn(other.everything())
+
+    def everything(self) -> dict[Timeline, int]:
+        """What is over when all that is queued here is."""
+        return {**self.knows, self: self.done}
+
+    def learn(self, known: dict[Timeline, int]) -> None:
+        """Begin nothing more before that."""
+        self.machine.look_for_freed()
+        for stream, done in known.items():
+            self.knows[stream] = max(done, self.knows.get(stream, 0))
+
+    def has_seen(self, stream: Timeline, number: int) -> bool:
+        """Whether operation ``number`` of ``stream`` is over when the next one here begins."""
+        return stream is self or self.knows.get(stream, 0) >= number
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation on bytes ``[start, stop)`` of a storage."""
+
+    what: str
+    stream: Timeline
+    number: int
+    start: int
+    stop: int
+    writes: bool
+
+
+@dataclass
+class Memory:
+    """A storage, and who has touched it."""
+
+    alive: StorageWeakRef
+    taken_on: Timeline | None
+    """None where it was there before."""
+    accesses: list[Access] = field(default_factory=list)
+    told_of: set[Timeline] = field(default_factory=set)
+    """Streams that the allocator has been told of."""
+
+
+class Work:
+    """A collective under way; like NCCL, it keeps ``held`` until somebody waits."""
+
+    def __init__(self, machine: Machine, known: dict[Timeline, int], held: Sequence[Tensor]) -> None:
+        self._machine, self._known, self._held = machine, known, held
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        self._machine.current.learn(self._known)
+        self._held = ()
+
+    def is_completed(self) -> bool:
+        """Nobody may ask."""
+        raise AssertionError("asks the device from the host")
+
+
+class Machine(TorchDispatchMode):
+    """An accelerator that raises a :class:`Race` where there may be one; use as a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memories: dict[int, Memory] = {}
+        self._of_groups: dict[Any, Timeline] = {}
+        self.current = Timeline(self, "first")
+        self.launched: list[tuple[Any, Timeline]] = []
+        """By collective, its group, and the stream on which it was asked for."""
+
+    # --- as DeepSpeed's accelerators -------------------------------------------------------------------------------
+
+    def Stream(self) -> Timeline:
+        """Another stream."""
+        return Timeline(self, "another")
+
+    def is_synchronized_device(self) -> bool:
+        """It has streams."""
+        return False
+
+    def current_stream(self) -> Timeline:
+        """On which operations are queued now."""
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Timeline) -> Iterator[None]:
+        """Queue there."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def record_stream(self, tensor: Tensor, stream: Timeline) -> None:
+        """Let nobody have the memory of ``tensor`` before what ``stream`` has been given so far is over."""
+        self._memory_of(tensor).told_of.add(stream)
+
+    # --- what runs -------------------------------------------------------------------------------------------------
+
+    def collective(self, reads: Sequence[Tensor], writes: Sequence[Tensor], group: Any) -> Work:
+        """Begin one on the stream of ``group``."""
+        self.look_for_freed()
+        stream = self._of_groups.setdefault(group, Timeline(self, f"of group {group}"))
+        stream.learn(self.current.everything())
+        self.launched.append((group, self.current))
+        self._run("a collective", stream, reads, writes)
+        return Work(self, stream.everything(), [*reads, *writes])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the current stream."""
+        kwargs = kwargs or {}
+        self.look_for_freed()
+        known = set(self._memories)
+        out = func(*args, **kwargs)
+        schema, name = func._schema, func.overloadpacket.__name__
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+            return out  # a view
+        given = [*zip(schema.arguments, args), *((each, kwargs[each.name]) for each in schema.arguments
+                                                 if each.name in kwargs)]
+        writes: list[Tensor] = []
+        reads: list[Tensor] = []
+        for argument, value in given:
+            of_argument = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            (writes if argument.alias_info is not None and argument.alias_info.is_write else reads).extend(of_argument)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)
+                and leaf.untyped_storage().data_ptr() not in known]
+        for tensor in made:
+            if tensor.numel():
+                self._memory_of(tensor, taken_on=self.current)
+        if "empty" not in name:
+            self._run(name, self.current, reads, [*writes, *made])
+        return out
+
+    def _run(self, what: str, stream: Timeline, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        stream.done += 1
+        for tensor, is_write in [*((t, False) for t in reads), *((t, True) for t in writes)]:
+            if not tensor.numel():
+                continue
+            memory = self._memory_of(tensor)
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            this = Access(what, stream, stream.done, start, start + (last + 1) * tensor.itemsize, is_write)
+            for other in memory.accesses:
+                if (is_write or other.writes) and max(this.start, other.start) < min(this.stop, other.stop) \
+                        and not stream.has_seen(other.stream, other.number):
+                    raise Race(f"{what} on the stream {stream.name} {'writes' if is_write else 'reads'} what "
+                               f"{other.what} on the stream {other.stream.name} "
+                               f"{'writes' if other.writes else 'reads'}")
+            memory.accesses.append(this)
+
+    def _memory_of(self, tensor: Tensor, taken_on: Timeline | None = None) -> Memory:
+        # By address: two storages may be of the same memory.
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._memories:
+            self._memories[storage.data_ptr()] = Memory(StorageWeakRef(storage), taken_on)
+        return self._memories[storage.data_ptr()]
+
+    def look_for_freed(self) -> None:
+        """Check memory that nobody holds any more; called before any stream may learn more than it knew then."""
+        for key, memory in list(self._memories.items()):
+            if not memory.alive.expired():
+                continue
+            del self._memories[key]
+            if memory.taken_on is not None:
+                _check_free(memory, memory.taken_on)
+
+
+def _check_free(memory: Memory, home: Timeline) -> None:
+    for access in memory.accesses:
+        if not home.has_seen(access.stream, access.number) and access.stream not in memory.told_of:
+            raise Race(f"memory that {access.what} on the stream {access.stream.name} may still "
+                       f"{'write' if access.writes else 'read'} is free on the stream {home.name}")

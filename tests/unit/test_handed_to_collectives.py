@@ -1,0 +1,180 @@
+"""What ranks hand to collectives at sizes that no machine at hand has: whether it fits together, and suits NCCL."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from ds_layerwise.plan import model_file
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.links import NVLINK_IB, TCP
+from ds_layerwise.plan.model_file import load_model_specs
+from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.ranks import side_stream
+from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.param_sync import ParamSync
+from ds_layerwise.ranks.sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.wires import make_wires
+from tests.support import streams
+from tests.support.played_ranks import META, Player, check_calls, check_groups
+from tests.support.rooms import rooms
+from tests.support.ways import in_cuts
+
+pytestmark = rooms("wires", "exchange", "sync", "param_sync", "nodes", "comm")
+
+MODELS = Path(model_file.__file__).parent / "models"
+
+
+#: By ranks, how many hold different experts.
+EP_SIZES = {3: 3, 48: 4, 72: 8, 1024: 16}
+
+
+def matrix(name, rows, cols, ep_size=1, wire="bfloat16"):
+    return ParamSpec(name, (rows, cols), "bfloat16", True, 10 * rows * cols * min(rows, cols), ep_size, wire)
+
+
+def specs(size):
+    """Layers of matrices that go evenly into few numbers of ranks, experts, norms and a large embedding."""
+    found = [ParamSpec("embed", (5003, 200), "bfloat16", False, wire="bfloat16")]
+    for layer in range(12):
+        found += [matrix(f"{layer}.{name}", 200, 200) for name in "qkvo"]
+        found += [matrix(f"{layer}.down", 536, 200), matrix(f"{layer}.router", 40, 200, wire="float32"),
+                  matrix(f"{layer}.experts", 136, 200, EP_SIZES[size])]
+    return [*found, ParamSpec("norms", (12, 200), "float32", False)]
+
+
+def layout_of(kind, size, *, reduction, per_node, links=NVLINK_IB):
+    layout = plan_layout(specs(size), size, bucket_numel=700_000, policy="lpt" if kind == "even" else "balanced",
+                         links=links.model_copy(update={"ranks_per_node": per_node}), reduction=reduction)
+    if kind == "mixed":
+        return in_cuts(ragged(layout), lambda bucket: bucket.index % 2)
+    return {"cuts": in_cuts, "ragged": ragged}.get(kind, lambda layout: layout)(layout)
+
+
+def ragged(layout):
+    return replace(layout, buckets=tuple(replace(bucket, way="ragged" if bucket.whole else "even")
+                                         for bucket in layout.buckets))
+
+
+def syncs(layout, rank, stage, wires):
+    """What reduces gradients, and what sends parameters, of one rank; and its parameters."""
+    params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=DTYPES[bucket.dtype], device=META))
+              for bucket in layout.buckets for slot in bucket.slots}
+    reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META) for start, stop in (
+        bucket.shard(rank) for bucket in layout.buckets)])
+    kwargs = {"wires": wires, "divide_by": 2.0, "wire_dtype": lambda bucket: (
+        torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
+    grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs) if stage == 2 else GradSync(
+        layout, rank, params, FlatBuffer(layout, META), reduced, **kwargs)
+    return grad_sync, ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires), params
+
+
+def train(grad_sync, param_sync, params, rank, *, stage, steps):
+    """Steps of two micro-batches, whose gradients come in an order of this rank's, and not all of them."""
+    luck = random.Random(rank)
+    for step in range(steps):
+        for last in (False, True):
+            # Of what the step before has sent, each rank needs other parts, at another time, or none.
+            if needed := luck.sample(range(len(param_sync.layout.buckets)), step * luck.randrange(3)):
+                param_sync.wait(needed)
+            for name in luck.sample(sorted(params), len(params))[luck.randrange(3):]:
+                params[name].grad = torch.empty(params[name].shape, dtype=params[name].dtype, device=META)
+                grad_sync.accumulate(name, launch=last or stage == 2)
+            if last or stage == 2:
+                grad_sync.reduce()
+        grad_sync.finish()
+        param_sync.finish()
+        for bucket in reversed(param_sync.layout.buckets):
+            param_sync.launch(bucket.index)
+        param_sync.leave_under_way()
+        grad_sync.reset()
+    param_sync.finish()
+
+
+def groups_of(layout, rank):
+    """By ep_size, the ranks that share buckets; made on all ranks in one order, as DeepSpeed does."""
+    groups = {1: distributed.group.WORLD}
+    for ep_size in sorted({bucket.ep_size for bucket in layout.buckets} - {1}):
+        made = [distributed.new_group(list(range(first, layout.world_size, ep_size))) for first in range(ep_size)]
+        groups[ep_size] = made[rank % ep_size]
+    return groups
+
+
+def play(layout, ranks, monkeypatch, *, native, on_device, per_node, stage, steps=1):
+    """By rank, the collectives of these steps; they must fit together."""
+    player = Player(layout.world_size, on_device=on_device, monkeypatch=monkeypatch)
+    if on_device:
+        accelerator = streams.Device()
+        monkeypatch.setattr(side_stream, "get_accelerator", lambda: accelerator)
+        monkeypatch.setattr(side_stream.SideStream, "keep", lambda self, tensor: None)
+    where = [rank // per_node for rank in range(layout.world_size)]
+    calls, groups, device = {}, {}, torch.device("cuda" if on_device else "cpu")
+    for told in (False, True):
+        # What others say to a rank is known once all have been played.
+        for rank in ranks:
+            with player.playing(rank):
+                wires = make_wires(groups_of(layout, rank), where, native=native, device=device)
+                groups[rank] = player.made
+                if told:
+                    train(*syncs(layout, rank, stage, wires), rank, stage=stage, steps=steps)
+                    calls[rank] = player.calls
+    check_groups(groups)
+    check_calls(calls, in_one_order=on_device)
+    return calls
+
+
+def kinds(calls):
+    return {call.kind for of_rank in calls.values() for call in of_rank}
+
+
+SENT, SUMMED, GATHERED = "all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor"
+RAGGED = {"reduce_scatter", "all_gather"}
+
+
+@pytest.mark.parametrize("size, per_node, kind, reduction, stage, expected", [
+    (3, 1, "mixed", "native", 1, {SENT, SUMMED, GATHERED, *RAGGED}),
+    (3, 3, "mixed", "ordered", 2, {SENT, GATHERED, "all_gather"}),
+    (48, 8, "even", "native", 2, {SUMMED, GATHERED}),
+    (48, 8, "mixed", "native", 2, {SENT, SUMMED, GATHERED, *RAGGED}),
+    (48, 8, "mixed", "ordered", 1, {SENT, GATHERED, "all_gather"}),
+    (72, 72, "planned", "native", 1, {SENT, SUMMED, GATHERED}),
+    (72, 8, "mixed", "ordered", 2, {SENT, GATHERED, "all_gather"}),
+])
+def test_on_devices(size, per_node, kind, reduction, stage, expected, monkeypatch):
+    layout = layout_of(kind, size, reduction=reduction, per_node=per_node)
+    calls = play(layout, range(size), monkeypatch, native=reduction == "native", on_device=True, per_node=per_node,
+                 stage=stage)
+    assert kinds(calls) == expected
+
+
+@pytest.mark.parametrize("size, per_node, kind, stage", [
+    (3, 1, "mixed", 1), (3, 2, "ragged", 2), (48, 24, "mixed", 2), (48, 8, "cuts", 1)])
+def test_over_gloo_whatever_arrives_when(size, per_node, kind, stage, monkeypatch):
+    layout = layout_of(kind, size, reduction="ordered", per_node=per_node, links=TCP)
+    calls = play(layout, range(size), monkeypatch, native=False, on_device=False, per_node=per_node, stage=stage,
+                 steps=2)
+    # gloo has neither of them for parts of different length, and its sums are dearer.
+    assert kinds(calls) <= {SENT, GATHERED}
+
+
+def test_what_leaves_a_node_was_added_up_inside_it(monkeypatch):
+    size, per_node = 48, 8
+    layout = layout_of("even", size, reduction="ordered", per_node=per_node)
+    calls = play(layout, range(size), monkeypatch, native=False, on_device=True, per_node=per_node, stage=1)
+    to_each_node = sum(bucket.cut_numel for bucket in layout.buckets)
+    for rank, of_rank in calls.items():
+        left = sum(numel for call in of_rank if call.kind == SENT for peer, numel in zip(
+            call.group[0], call.sent, strict=True) if peer // per_node != rank // per_node)
+        assert left == to_each_node * (size // per_node - 1)
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+def test_some_ranks_of_many(reduction, monkeypatch):
+    layout = plan_layout(load_model_specs(MODELS / "llama-3-70b.yaml"), 1024, bucket_numel=500_000_000,
+                         reduction=reduction)
+    calls = play(layout, [0, 1, 520, 1016], monkeypatch, native=reduction == "native", on_device=True,
+                 per_node=8, stage=1)
+    assert kinds(calls) == {SENT, GATHERED} | ({SUMMED} if reduction == "native" else set())
