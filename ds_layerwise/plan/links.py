@@ -116,13 +116,14 @@ def find_links(links: str, *, where: str = "links") -> Links:
         return LINKS[links]
     path, wanted = Path(links), f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}"
     try:
-        if not path.is_file():
-            raise ConfigError(wanted)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+        content = None if text is None else json.loads(text)
     except OSError as e:
         raise ConfigError(f"{wanted}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path.name} is no JSON: {e}") from e
+    if text is None:
+        raise ConfigError(wanted)
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} must be an object with {', '.join(Links.keys())}, got {content!r}")
     for key, field in Links.model_fields.items():

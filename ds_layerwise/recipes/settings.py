@@ -71,7 +71,7 @@ def check(kind: Any, where: str, value: object) -> Any:
     try:
         return adapter.validate_python(normalised(value))
     except ValidationError as e:
-        raise _translated(where, value, e, schema) from None
+        raise _translated(where, value, e, schema, has_keys=False) from None
 
 
 def plain(value: object) -> object:
@@ -118,9 +118,11 @@ def _refuse_placeholders(where: str, value: object, schema: Mapping[str, Any]) -
         raise ConfigError(f"{where} must be {_expected(schema, value, 'float_type')}, got None")
 
 
-def _translated(where: str, values: Any, error: ValidationError, schema: Mapping[str, Any]) -> ConfigError:
+def _translated(where: str, values: Any, error: ValidationError, schema: Mapping[str, Any], *,
+                has_keys: bool = True) -> ConfigError:
+    """What ``error`` says of ``values``: of keys and their values, or of one value if not ``has_keys``."""
     found = error.errors(include_url=False)
-    order = {key: i for i, key in enumerate(values)} if isinstance(values, Mapping) else {}
+    order = {key: i for i, key in enumerate(values)} if has_keys else {}
 
     def rank(one: Any) -> tuple[int, int]:
         # In the order that the keys are given in; of the branches of a union, that which came furthest.

@@ -24,9 +24,9 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_
           "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}}}
 
 
-def whole(name):
+def whole(name, *, auto_split=True):
     params = load_model(find_model(name))
-    return [(p.name, p.shape) for p in params], route_model(params)
+    return [(p.name, p.shape) for p in params], route_model(params, auto_split=auto_split)
 
 
 @pytest.mark.parametrize("cutter, table", [("megatron", (32064, 4096)), ("autotp", (128256, 4096))])
@@ -57,7 +57,7 @@ def test_an_embedding_that_is_the_output_layer_too_is_cut_by_both():
 
 
 def test_layers_that_hold_inputs_first_and_biases():
-    shapes, routes = whole("gpt2-124m")
+    shapes, routes = whole("gpt2-124m", auto_split=False)
     shapes[0] = ("transformer.wte.weight", (50304, 768))
     parts, routes = cut(shapes, routes, 2, "megatron")
     block = "transformer.h.3."
@@ -70,6 +70,13 @@ def test_layers_that_hold_inputs_first_and_biases():
     assert routes[f"{block}attn.c_attn.bias"].is_cut and not routes[f"{block}attn.c_proj.bias"].is_cut
     assert dict(parts)["transformer.wte.weight"] == (25152, 768)
     assert dict(parts)["transformer.wpe.weight"] == (1024, 768)
+
+
+def test_parts_of_fused_matrices_are_refused():
+    shapes, routes = whole("gpt2-124m")
+    shapes[0] = ("transformer.wte.weight", (50304, 768))
+    with pytest.raises(ConfigError, match=r"c_attn.weight \(768, 2304\) goes as matrices of parts q, k, v.*auto_split"):
+        cut(shapes, routes, 2, "megatron")
 
 
 def test_one_rank_has_it_all():

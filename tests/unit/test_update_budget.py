@@ -79,4 +79,4 @@ def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, buck
     assert least < peak / max(said) <= most
     largest = max(math.prod(spec.shape[-2:]) for spec in specs if spec.whole)
     assert peak <= 6 * 4 * max(largest, MAX_BATCH_NUMEL)
-    assert launches <= 36 * num_batches
+    assert launches <= 37 * num_batches
