@@ -133,12 +133,10 @@ class _Bars:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.plan.links import find_links
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
-    links = None if options.links is None else find_links(options.links)
-    plan = DryRun.of(options.model, options.config, options.ranks, links=links, reduction=options.reduction,
+    plan = DryRun.of(options.model, options.config, options.ranks, links=options.links, reduction=options.reduction,
                      ranks_per_node=options.ranks_per_node, ep_size=options.ep_size)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
                for path, value in plan.assumed.items()]

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.ways import SUM_BYTES, Reduction, itemsize
-from ds_layerwise.plan.wire import MAX_UNDER_WAY
+from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, Reduction, itemsize
 
 
 def max_over_mean(loads: Sequence[int]) -> float:

@@ -73,20 +73,29 @@ TCP = Links(inside_gb_s=1.0, between_gb_s=1.25, inside_us=30.0, between_us=100.0
 LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}
 
 
-def links_of_run(links: str, *, on_host: bool, ranks_per_node: int) -> Links:
-    """What a run plans with: as the config says, or for "auto" by what talks, and with the nodes that there are.
+def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where: str = "layerwise.links") -> Links:
+    """The links that a run plans with: as ``links`` says, or for "auto" by what talks.
+
+    Their nodes are those of the run. Links with a name have an interface a device then; what a file says of interfaces
+    stays.
 
     Args:
+        links: "auto", a name of :data:`LINKS`, or the path of a JSON file.
         on_host: whether what travels lies in host memory.
+        ranks_per_node: of the run; as the links have it if None.
+        where: who says so, for errors.
 
     Raises:
         ConfigError: as :func:`find_links`.
     """
-    if links != "auto":
-        return find_links(links, where="layerwise.links")
-    if on_host:
-        return TCP.model_copy(update={"ranks_per_node": ranks_per_node})
-    return NVLINK_IB.model_copy(update={"ranks_per_node": ranks_per_node, "rails": ranks_per_node})
+    if links == "auto":
+        links = "tcp" if on_host else "nvlink-ib"
+    found = find_links(links, where=where)
+    if ranks_per_node is None:
+        return found
+    nodes = {"ranks_per_node": ranks_per_node}
+    per_device = links in LINKS and not found.on_host
+    return found.model_copy(update={**nodes, "rails": ranks_per_node} if per_device else nodes)
 
 
 def find_links(links: str, *, where: str = "links") -> Links:

@@ -18,8 +18,7 @@ from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.prediction import Prediction
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.ways import WireTime
-from ds_layerwise.plan.wire import MAX_UNDER_WAY
+from ds_layerwise.plan.ways import MAX_UNDER_WAY, WireTime
 from ds_layerwise.recipes.recipe import Recipe
 
 _WIDTH, _PLAN_WIDTH = 110, 160

@@ -36,6 +36,9 @@ Reduction = Literal["native", "ordered"]
 #: Bytes of a sum on its way: float32.
 SUM_BYTES = 4
 
+#: Buckets, or rounds of an exchange, that travel at a time: it bounds the memory for what is sent and received.
+MAX_UNDER_WAY = 2
+
 
 class Levels(NamedTuple):
     """What a collective takes inside nodes, and between them, nanoseconds. One follows the other."""
@@ -253,6 +256,13 @@ def wire_time(loads: Sequence[Load], ways: Sequence[Way], links: Links, reductio
             in_cuts[load.ep_size].append(load)
     moved = [exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()]
     return WireTime(reduce, sum(each.sums for each in moved), sum(each.params for each in moved), gather, last)
+
+
+def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:
+    """How a run makes sums: as it is set, or for "auto" the backend's way, unless what travels lies in host memory."""
+    if setting == "auto":
+        return "ordered" if on_host else "native"
+    return setting
 
 
 def check_reduction(reduction: str) -> None:

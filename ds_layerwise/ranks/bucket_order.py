@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Bucket, Layout
-from ds_layerwise.plan.wire import MAX_UNDER_WAY
+from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import ShardBuffer
 from ds_layerwise.ranks.exchange import Exchange

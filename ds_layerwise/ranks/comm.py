@@ -190,7 +190,7 @@ def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
 
 
 def reduce_scatter_ragged(out: Tensor, parts: Sequence[Tensor], *, group: Group) -> Any:
-    """The same for parts of different length, one for each rank; gloo has no such collective."""
+    """Begin to sum ``parts`` over the ranks, one for each of them and of any length, into its ``out``; not on gloo."""
     return dist.reduce_scatter(out, list(parts), group=group, async_op=True)
 
 
@@ -200,7 +200,7 @@ def all_gather(out: Tensor, own: Tensor, *, group: Group) -> Any:
 
 
 def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> Any:
-    """The same for parts of different length, one for each rank; gloo has no such collective."""
+    """Begin to fill ``parts``, one for each rank and of any length, with every rank's ``own``; not on gloo."""
     return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 

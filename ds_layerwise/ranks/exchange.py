@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.wires import Wire
-
-#: Rounds under way at a time; it bounds the memory for what is packed.
-_MAX_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +31,9 @@ class Round:
     own: int | None
     """The bucket of which this rank's shard takes part; None where it has no more."""
     by_holder: tuple[int, ...]
-    """By rank of the group, how many elements of that shard are in its cut."""
+    """By rank of the group, how many elements of this rank's shard of ``own`` its cut holds."""
     by_owner: tuple[int, ...]
-    """By rank of the group, how many elements of its shard are in this rank's cuts."""
+    """By rank of the group, how many elements of the shard that it takes part with are in this rank's cuts."""
     runs: tuple[tuple[int, int, int], ...]
     """What this rank's cuts hold of each owner's shard: the bucket, the first element in the cut, and how many."""
     buckets: frozenset[int]
@@ -124,7 +122,7 @@ class Exchange:
         under_way: deque[comm.Pending] = deque()
         for each in self.rounds:
             under_way.append(self._send_to_owners(each, cuts, shard, add))
-            if len(under_way) == _MAX_UNDER_WAY:
+            if len(under_way) == MAX_UNDER_WAY:
                 under_way.popleft().wait()
         for pending in under_way:
             pending.wait()

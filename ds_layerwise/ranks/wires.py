@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import Reduction
 from ds_layerwise.plan.layout import Bucket
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.comm import Group, Pending
@@ -168,11 +167,6 @@ class Wire:
 
 #: By a bucket's ep_size, how those that hold the same experts send; by 1, all.
 Wires = Mapping[int, Wire]
-
-
-def is_native(reduction: Reduction, device: torch.device) -> bool:
-    """Whether sums are made the backend's way; "auto" leaves that to what talks between devices, not to gloo."""
-    return reduction == "native" or (reduction == "auto" and device.type != "cpu")
 
 
 def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, device: torch.device) -> dict[int, Wire]:

@@ -11,14 +11,14 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.links import NVLINK_IB, Links, find_links
+from ds_layerwise.plan.links import links_of_run
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_peaks
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.plan.ways import Reduction
+from ds_layerwise.plan.ways import Reduction, reduction_of_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,15 @@ class DryRun:
     """What each of the forecasts takes."""
 
     @classmethod
-    def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: Links | None = None,
+    def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: str | None = None,
            reduction: Reduction | None = None, ranks_per_node: int | None = None, ep_size: int = 1) -> DryRun:
         """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
 
         Args:
-            links, reduction: see :func:`.plan.planner.plan_layout`; what the config says if None, and for "auto"
-                :data:`.plan.links.NVLINK_IB`, and the backend's way but where what travels is in host memory.
-            ranks_per_node: in place of that of the links.
+            links: a name or a file, see :func:`.plan.links.find_links`; what the config says if None, where "auto"
+                stands for devices that talk.
+            reduction: what the config says if None.
+            ranks_per_node: as the links have it if None.
             ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
 
         Raises:
@@ -57,7 +58,9 @@ class DryRun:
             hf = HfShapes(path)
         filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
         run = _read(filled)
-        links, reduction = _sent(run, links, reduction, ranks_per_node)
+        talks = links_of_run(links or run.layerwise.links, on_host=False, ranks_per_node=ranks_per_node,
+                             where="links" if links else "layerwise.links")
+        sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks.on_host)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
         if hf is not None:
             shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes)
@@ -77,9 +80,9 @@ class DryRun:
         shapes, experts = deal_out_experts(shapes, ep_size)
         routes = {name: routes[name] for name, _ in shapes if name in routes}
         specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts)
-        forecasts = [forecast(specs, routes, run, num_ranks, links=links, reduction=reduction) for num_ranks in ranks]
+        forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums) for num_ranks in ranks]
         return cls(run, routes, specs, forecasts, assumed, [
-            predict(each, specs, run, links=links, reduction=reduction) for each in forecasts])
+            predict(each, specs, run, links=talks, reduction=sums) for each in forecasts])
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
@@ -87,19 +90,6 @@ class DryRun:
         group = {"weight_decay": chosen.weight_decay, "matrix_lr_ratio": chosen.matrix_lr_ratio,
                  "scalar_lr_ratio": chosen.scalar_lr_ratio}
         return listed(self.routes, self.specs, plan.layout, [group])
-
-
-def _sent(run: RunConfig, links: Links | None, reduction: Reduction | None,
-          ranks_per_node: int | None) -> tuple[Links, Reduction]:
-    """What plans have to know of how buckets are sent."""
-    if links is None:
-        links = NVLINK_IB if run.layerwise.links == "auto" else find_links(run.layerwise.links, where="layerwise.links")
-    if ranks_per_node:
-        links = links.model_copy(update={"ranks_per_node": ranks_per_node})
-    if reduction is None:
-        said = run.layerwise.reduction
-        reduction = said if said != "auto" else "ordered" if links.on_host else "native"
-    return links, reduction
 
 
 def _read(given: Mapping[str, Any]) -> RunConfig:

@@ -25,7 +25,7 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.wires import Wires, is_native, make_wires
+from ds_layerwise.ranks.wires import Wires, make_wires
 from ds_layerwise.zero import ambient, autocast, takeover
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
@@ -109,7 +109,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         s = self.settings
         groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
         wires = make_wires(own_groups.take(groups, self, self._device), self._planned.where, device=self._device,
-                           native=is_native(self.config.reduction, self._device))
+                           native=self._planned.reduction == "native")
         with comm.Alike(None), ambient.set_aside(self._device):
             self._make_syncs(wires)
         for _, wire in sorted(wires.items()):
@@ -355,7 +355,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         stored_as = {dtype: torch.float32 if self._grads is None else self._grads.dtype(dtype) for dtype in dtypes}
         return Forecast.of(
             self.layout, self.specs, self.routes, stage=self.settings.stage, tp_size=self.settings.tp_size,
-            reduction="native" if is_native(self.config.reduction, self._device) else "ordered",
+            reduction=self._planned.reduction,
             stored_as={dtype: dtype_name(stored_as[dtype]) for dtype in dtypes},
             host_ratio=self.settings.host_ratio)
 

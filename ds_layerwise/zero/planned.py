@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from deepspeed.moe.utils import is_moe_param
@@ -20,9 +19,9 @@ from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import links_of_run
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.ways import Reduction, reduction_of_run
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
-from ds_layerwise.ranks.wires import is_native
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.zero import autocast
@@ -36,6 +35,8 @@ class Planned:
     routes: dict[str, Route]
     specs: list[ParamSpec]
     layout: Layout
+    reduction: Reduction
+    """How sums are made."""
     where: tuple[int, ...]
     """By rank of the world, the number of its node."""
     names: dict[str, tuple[str, ...]]
@@ -74,9 +75,12 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
                          routes, tp_size=tp_size, ep_size=ep_size,
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
+        on_host = next(iter(trained.values())).device.type == "cpu"
+        reduction = reduction_of_run(config.reduction, on_host=on_host)
+        links = links_of_run(config.links, on_host=on_host, ranks_per_node=per_node)
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
-                             policy=config.layout, alignment=config.alignment,
-                             **_sent(config, settings, per_node, next(iter(trained.values())).device))
+                             policy=config.layout, alignment=config.alignment, links=links, reduction=reduction,
+                             in_rows=settings.stage == 1)
     recipes_elsewhere = {} if elsewhere is None else pipeline.recipes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings)
@@ -85,7 +89,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
             check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
                          group=settings.tensor_group)
     counted_elsewhere = _replicated(trained, routes, settings)
-    return Planned(routes=routes, specs=specs, layout=layout, where=tuple(where), names=names,
+    return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, where=tuple(where), names=names,
                    recipes_elsewhere=recipes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
 
@@ -94,12 +98,6 @@ def _ranks_per_node(settings: Settings, where: Sequence[int]) -> int:
     """What a plan takes nodes to have; the least of those that hold parts of the same matrices, which plan alike."""
     own = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
     return own if settings.tensor_group is None else min(comm.gather_objects(own, group=settings.tensor_group))
-
-
-def _sent(config: LayerWiseConfig, settings: Settings, per_node: int, device: torch.device) -> dict[str, Any]:
-    """What a plan has to know of how buckets are sent."""
-    return {"links": links_of_run(config.links, on_host=device.type == "cpu", ranks_per_node=per_node),
-            "in_rows": settings.stage == 1, "reduction": "native" if is_native(config.reduction, device) else "ordered"}
 
 
 def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> dict[str, int]:

@@ -16,7 +16,7 @@ from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
 
-pytestmark = rooms("cost", "wire", "hosting")
+pytestmark = rooms("cost", "ways", "hosting")
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])

@@ -35,7 +35,7 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "recipe", "elementwise muon", "registry"),
-    "plan": ("shards", "config_file ds_config layout links owners rates routes wire",
+    "plan": ("shards", "config_file ds_config layout links owners rates routes",
              "drafts hosting listing run_config", "rows ways", "planner", "cost", "forecast", "model_file prediction",
              "report"),
     "routing": ("tensor_marks", "heads", "rules"),

@@ -13,7 +13,7 @@ from ds_layerwise.plan.cost import LayoutReport
 from ds_layerwise.plan.drafts import draft_owned
 from ds_layerwise.plan.forecast import forecast
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.links import LINKS, NVLINK_IB, PCIE_ETHERNET, TCP, Group, Links, find_links
+from ds_layerwise.plan.links import LINKS, NVLINK_IB, PCIE_ETHERNET, TCP, Group, Links, find_links, links_of_run
 from ds_layerwise.plan.model_file import find_model, load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
@@ -31,6 +31,7 @@ from ds_layerwise.plan.ways import (
     ordered_levels,
     padded_for_cuts,
     reduce_ns,
+    reduction_of_run,
     wire_time,
 )
 from ds_layerwise.recipes.muon import Muon
@@ -219,6 +220,32 @@ def step_ns(loads, chosen, links, reduction, alignment=1):
     padded = [replace(one, numel=padded_for_cuts(one.numel, one.holders, alignment)) if way == "cuts" else one
               for one, way in zip(loads, chosen, strict=True)]
     return wire_time(padded, chosen, links, reduction).total
+
+
+@pytest.mark.parametrize("said, on_host, ranks_per_node, expected", [
+    ("auto", True, 4, TCP.model_copy(update={"ranks_per_node": 4})),
+    ("auto", False, None, NVLINK_IB),
+    ("auto", False, 4, NVLINK_IB.model_copy(update={"ranks_per_node": 4, "rails": 4})),
+    ("pcie-ethernet", True, 2, PCIE_ETHERNET.model_copy(update={"ranks_per_node": 2, "rails": 2})),
+    ("tcp", False, 2, TCP.model_copy(update={"ranks_per_node": 2})),
+])
+def test_the_links_of_a_run_have_its_nodes(said, on_host, ranks_per_node, expected):
+    assert links_of_run(said, on_host=on_host, ranks_per_node=ranks_per_node) == expected
+
+
+def test_a_file_keeps_its_interfaces(tmp_path):
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps(NVLINK_IB.model_dump()))
+    found = links_of_run(str(file), on_host=False, ranks_per_node=2)
+    assert found == NVLINK_IB.model_copy(update={"ranks_per_node": 2})
+    with pytest.raises(ConfigError, match="^flag must be one of"):
+        links_of_run("ib", on_host=False, ranks_per_node=2, where="flag")
+
+
+@pytest.mark.parametrize("said, on_host, expected", [
+    ("auto", True, "ordered"), ("auto", False, "native"), ("native", True, "native"), ("ordered", False, "ordered")])
+def test_auto_leaves_sums_to_the_backend_but_on_a_host(said, on_host, expected):
+    assert reduction_of_run(said, on_host=on_host) == expected
 
 
 def test_equal_shards_go_straight_and_skewed_ones_in_cuts_where_that_is_shorter():
