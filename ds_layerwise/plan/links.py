@@ -111,11 +111,13 @@ def find_links(links: str, *, where: str = "links") -> Links:
         return LINKS[links]
     path, wanted = Path(links), f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}"
     try:
-        if not path.is_file():
-            raise ConfigError(wanted)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes() if path.is_file() else None
     except OSError as e:
         raise ConfigError(f"{wanted}: {e.strerror}") from e
+    if text is None:
+        raise ConfigError(wanted)
+    try:
+        content = json.loads(text.decode())
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path.name} is no JSON: {e}") from e
     if not isinstance(content, dict):
