@@ -116,14 +116,15 @@ def find_links(links: str, *, where: str = "links") -> Links:
         return LINKS[links]
     path, wanted = Path(links), f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}"
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else None
-        content = None if text is None else json.loads(text)
+        text = path.read_bytes() if path.is_file() else None
     except OSError as e:
         raise ConfigError(f"{wanted}: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path.name} is no JSON: {e}") from e
     if text is None:
         raise ConfigError(wanted)
+    try:
+        content = json.loads(text.decode())
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path.name} is no JSON: {e}") from e
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} must be an object with {', '.join(Links.keys())}, got {content!r}")
     for key, field in Links.model_fields.items():

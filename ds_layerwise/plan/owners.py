@@ -142,7 +142,9 @@ def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[
     for kind in sorted(counts, key=longest, reverse=True):
         left, (work, numel) = counts[kind], sizes[kind]
         by_shard, exactly = (each.reshape(2, -1, kind.ep_size) for each in (loads, placed.loads))
-        while left > 0:
+        for _ in range(left):  # each go places one at least
+            if not left:
+                break
             held = by_shard.max(axis=2) if kind.ep_size > 1 else loads
             # Who has least after it, then what decides between equals; and by how much at least those grow who take
             # one: of the ranks that are ahead by less, none gets a second one before all of them have one.
@@ -196,7 +198,7 @@ class _Swaps:
 
     def lower(self, load: int) -> bool:
         """Make the most of ``load`` less, by as many swaps as there are shards that have it; False if one keeps it."""
-        most = self._loads[load].max()
+        most, most_of_other = self._loads[load].max(), self._loads[1 - load].max()
         for _ in range(self._loads.shape[1]):
             loads = self._loads.max(axis=2)
             if loads[load].max() < most:
@@ -211,8 +213,8 @@ class _Swaps:
             other, give, take = swap
             self._hand_over(give, busiest, other)
             self._hand_over(take, other, busiest)
-        # Each time it is true the most is less: that is what ends the search.
-        return bool(self._loads[load].max() < most)
+        # Each time it is true the most is less, of the other not more: that is what ends the search.
+        return bool(self._loads[load].max() < most and self._loads[1 - load].max() <= most_of_other)
 
     def _best(self, load: int, loads: NDArray[np.int64], busiest: int,
               num: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:

@@ -161,7 +161,7 @@ def test_links_come_by_name_or_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    (None, "links must be one of nvlink-ib, pcie-ethernet, tcp or a file, got "),
+    (None, "^links must be one of nvlink-ib, pcie-ethernet, tcp or a file, got "),
     ("{", "mine.json is no JSON: "),
     ("[1]", r"mine.json must be an object with inside_gb_s, .*, got \[1\]"),
     ({"rails": None}, "mine.json.rails is missing; it needs inside_gb_s, between_gb_s, "),
@@ -184,7 +184,7 @@ def test_a_file_that_describes_no_links_is_refused(tmp_path, content, message):
 
 
 def test_a_name_that_can_be_no_file_is_refused():
-    with pytest.raises(ConfigError, match="layerwise.links must be one of .* a file, got .*: File name too long"):
+    with pytest.raises(ConfigError, match="^layerwise.links must be one of .* a file, got .*: File name too long"):
         find_links("{" * 300, where="layerwise.links")
 
 

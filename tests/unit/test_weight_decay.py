@@ -29,7 +29,7 @@ CASES = [(rule, method, cautious) for rule in REGISTRY for method in METHODS for
 
 
 def recipe_of(name, method, cautious):
-    """With scion unconstrained, whose weights decay by a rule of its own else, and SOAP that moves at its first step."""
+    """With scion unconstrained, whose weights decay by a rule of its own else, and SOAP moving at once."""
     own = {"scion": {"constrained": False}, "soap": {"lagged_basis": False}, "kl_soap": {"lagged_basis": False}}
     own = own.get(name, {})
     return REGISTRY[name].recipe(weight_decay_method=method, cautious_weight_decay=cautious, **own)
