@@ -26,6 +26,9 @@ from ds_layerwise.tools.contents import Contents
 #: What ``dtype`` may be.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+#: How files of weights are called that are not written here.
+_OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", ".h5")
+
 SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
 
 #: How Hugging Face calls files of weights, which would be taken for a part of the new ones.
@@ -54,6 +57,9 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
             written.
     """
     source, one_file = find(path), out.suffix == SUFFIX
+    if out.suffix in _OTHER_FILES and not out.is_dir():
+        raise LayerWiseError(f"{out} is called like a file of another kind, and would become a folder of safetensors; "
+                             f"write one file as {out.with_suffix(SUFFIX).name}, or name a folder")
     refuse_parts(source)
     has_weights = any((out / name).exists() for name in WEIGHTS[:2])
     check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights)
