@@ -23,6 +23,7 @@ from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.orthogonalized import Orthogonalized
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY
 from ds_layerwise.recipes.shampoo import Shampoo
@@ -511,3 +512,34 @@ def test_what_is_called_not_built_is_not_there(what, missing):
         else:
             there = (ROOT / name).exists()
         assert not there, f"{name} is built: take it out of the table in docs/design.md, and its mark where it stands"
+
+
+# --- Megatron-LM -----------------------------------------------------------------------------------------------------
+
+#: The fields of its OptimizerConfig.
+MEGATRON = """
+    lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm fp8_recipe fp16 bf16
+    reuse_grad_buf_for_mxfp8_param_ag params_dtype use_precision_aware_optimizer store_param_remainders main_grads_dtype
+    main_params_dtype exp_avg_dtype exp_avg_sq_dtype optimizer loss_scale initial_loss_scale min_loss_scale
+    loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum muon_momentum
+    muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_num_ns_steps
+    muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer lion_beta1 lion_beta2 soap_shampoo_beta
+    soap_precondition_frequency soap_use_kl_shampoo adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps
+    use_distributed_optimizer use_layer_wise_distributed_optimizer overlap_param_gather
+    overlap_param_gather_with_optimizer_step optimizer_cpu_offload optimizer_offload_fraction
+    use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params clip_grad
+    log_num_zeros_in_grad barrier_with_L1_time timers config_logger_dir optimizer_cuda_graph""".split()
+
+
+def test_every_name_of_megatron_is_told_and_what_it_is_here_is_there():
+    (_, *rows), = (table for table in tables_of(DOCS / "megatron.md"))
+    assert sorted(name for row in rows for name in names_in(row[0])) == sorted(MEGATRON)
+    sections = {*LayerWiseConfig.keys(), *Override.entry_keys()}
+    params = {key for entry in REGISTRY.values() for key in (*params_model(entry.recipe, AdamW, True).keys(),)}
+    of_deepspeed = {name for page in [DOCS / "config_keys.md"] for name in re.findall(r"`([\w.]+)`", page.read_text())}
+    for row in rows:
+        for name in names_in(row[1]):
+            section, _, key = name.rpartition(".")
+            known = sections if section.startswith("layerwise") else {*params, *of_deepspeed}
+            assert key in known or name in known, name
+        assert names_in(row[1]) or (row[1] == "not applicable" and row[2]), row
