@@ -20,6 +20,8 @@ CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": {"bf16": {"enabled": True
 
 
 class TestOneFile(DistributedTest):
+    thorough_on = (1, )
+
     @pytest.fixture
     def saved(self, class_tmpdir):
         """Files that are called as the number of ranks that wrote them and the config."""

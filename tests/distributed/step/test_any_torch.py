@@ -66,6 +66,10 @@ class Couples(torch.optim.SGD):
         super().step()
 
 
+#: Those that differ most in what they keep; the others run with THOROUGH=1.
+ALWAYS = (Muon, Adafactor, SOAP, Drops)
+
+
 def path_of(kind):
     return f"{kind.__module__}:{kind.__name__}"
 
@@ -101,8 +105,12 @@ def seen_as(name, shape):
 
 class TestAgainstTheClass(DistributedTest):
     world_size = 2
+    thorough_on = (3, )
 
-    @pytest.mark.parametrize("kind", [*CLASSES, Drops], ids=lambda kind: kind.__name__)
+    @pytest.mark.world_size([2, 3])
+    @pytest.mark.parametrize("kind", [
+        pytest.param(kind, id=kind.__name__, marks=[pytest.mark.thorough] * (kind not in ALWAYS))
+        for kind in (*CLASSES, Drops)])
     def test_matrices_train_as_in_one_process(self, kind, tmp_path):
         arguments = CLASSES.get(kind, {})
         before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
