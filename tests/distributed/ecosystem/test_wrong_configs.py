@@ -107,7 +107,7 @@ WRONG = [
     ("layerwise.overrides", [{"modul": "Linear", "lr": 1}],
      "layerwise.overrides[0].modul is not an option; did you mean 'module'?"),
     ("layerwise.overrides", [{"name": "*", "optimizer": "adm"}],
-     "layerwise.overrides[0].optimizer must be one of 'matrix', 'scalar', 'muon', 'adamw'"),
+     "layerwise.overrides[0].optimizer must be one of 'matrix', 'scalar', 'muon', 'normuon'"),
     ("layer_wise", {}, "layer_wise is no section of the config; did you mean 'layerwise' at the top level?"),
     (f"{ZERO}.ns_steps", 3, "zero_optimization.ns_steps is not read; did you mean optimizer.params.ns_steps?"),
     # What DeepSpeed reads, some of which it refuses itself in other words.
