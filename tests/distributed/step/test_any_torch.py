@@ -77,7 +77,7 @@ def path_of(kind):
 def config(kind, arguments, *, params=None, overrides=(), **changes):
     entries = [{"name": "experts", "optimizer": "scalar"}] if kind is Muon else []
     return ds_config(optimizer={"type": "LayerWise", "params": {
-        "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "matrix_optimizer": path_of(kind),
+        "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "decay_vectors": True, "matrix_optimizer": path_of(kind),
         "matrix_params": arguments, **(params or {})}}, layerwise={"overrides": [*entries, *overrides]}, **changes)
 
 

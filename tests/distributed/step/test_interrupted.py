@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.optimizers import muon
+from ds_layerwise.optimizers import orthogonalized
 from ds_layerwise.ranks import exchange
 from ds_layerwise.ranks.host_memory import HostMemory
 from ds_layerwise.ranks.wires import Wire
@@ -36,8 +36,8 @@ CASES = {
     "what has arrived in a round": ({"stage": 1}, "unpack in cuts", 0),
 }
 
-PLACES = {"newton_schulz": (muon, "newton_schulz"), "slots": (HostMemory, "__enter__"), "gather": (Wire, "gather"),
-          "to_cuts": (exchange.Exchange, "to_cuts"), "unpack": (exchange, "unpack")}
+PLACES = {"newton_schulz": (orthogonalized, "newton_schulz"), "slots": (HostMemory, "__enter__"),
+          "gather": (Wire, "gather"), "to_cuts": (exchange.Exchange, "to_cuts"), "unpack": (exchange, "unpack")}
 
 
 class OutOfMemory:

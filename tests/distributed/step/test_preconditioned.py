@@ -50,7 +50,7 @@ def by_the_rules(ranks_of_step):
             continue
         mine = next((entry for entry in OVERRIDES if entry["name"] == name), {})
         settings = {key: value for key, value in mine.items() if key not in ("name", "optimizer", "lr_scale")}
-        recipe = recipe_named(mine.get("optimizer", "matrix"), recipes)
+        recipe = recipe_named(mine.get("optimizer", "matrix"), recipes, {})
         rule = rule_of(type(recipe)(**{**recipe.settings(), **settings}))
         batch, rows, cols = MATRICES[name]
         value = param.detach().clone().view((batch, rows, cols) if batch > 1 else (rows, cols))
