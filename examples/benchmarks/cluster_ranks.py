@@ -17,7 +17,7 @@ from namespaces import Cluster, sent_bytes
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise.optimizers import muon
+from ds_layerwise.optimizers import orthogonalized
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import Links
 from ds_layerwise.plan.planner import plan_layout
@@ -114,7 +114,7 @@ def make_engine(optimizer: str, model: nn.Module, bucket_numel: int, *, overlap:
 def leave_out_newton_schulz() -> None:
     """Let matrices stay as they are on all sides. For the rest of this process."""
     original_muon.zeropower_via_gram_newtonschulz = lambda matrix, steps: matrix
-    muon.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
+    orthogonalized.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
 
 
 

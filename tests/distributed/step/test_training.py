@@ -332,17 +332,17 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
     world_size = [1, 2, 4]
 
     def test_each_matrix_once_a_step_over_all_ranks(self):
-        from ds_layerwise.optimizers import muon
+        from ds_layerwise.optimizers import orthogonalized
         module = Net()
         engine = start(module, ds_config(params={"ns_method": "gram"}))
         shapes = []
-        original = muon.newton_schulz
+        original = orthogonalized.newton_schulz
 
         def counting(matrix, *args, **kwargs):
             shapes.extend([tuple(matrix.shape[-2:])] * matrix[..., 0, 0].numel())
             return original(matrix, *args, **kwargs)
 
-        muon.newton_schulz = counting
+        orthogonalized.newton_schulz = counting
         train_engine(engine, 1)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, shapes)
