@@ -26,10 +26,10 @@ from ds_layerwise.tools.contents import Contents
 #: What ``dtype`` may be.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
+
 #: How files of weights are called that are not written here.
 _OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", ".h5")
-
-SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
 
 #: How Hugging Face calls files of weights, which would be taken for a part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
@@ -56,10 +56,7 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
         LayerWiseError: there is no checkpoint, it is damaged, a weight does not fit ``dtype``, or ``out`` cannot be
             written.
     """
-    source, one_file = find(path), out.suffix == SUFFIX
-    if out.suffix in _OTHER_FILES and not out.is_dir():
-        raise LayerWiseError(f"{out} is called like a file of another kind, and would become a folder of safetensors; "
-                             f"write one file as {out.with_suffix(SUFFIX).name}, or name a folder")
+    source, one_file = find(path), _is_one_file(out)
     refuse_parts(source)
     has_weights = any((out / name).exists() for name in WEIGHTS[:2])
     check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights)
@@ -111,6 +108,13 @@ def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
     found = find_companions(source, config)
     kept = others_in(out, replaces=WEIGHTS) if config is None and out.is_dir() else []
     return [path for path in found if path.name not in kept]
+
+
+def _is_one_file(out: Path) -> bool:
+    if out.suffix in _OTHER_FILES and not out.is_dir():
+        raise LayerWiseError(f"{out} is called like a file of another kind, and would become a folder of safetensors; "
+                             f"write one file as {out.with_suffix(SUFFIX).name}, or name a folder")
+    return out.suffix == SUFFIX
 
 
 def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
