@@ -1,5 +1,7 @@
 """Checkpoints of fused matrices with named parts: resumed by other numbers of ranks, and by runs without parts."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -32,6 +34,18 @@ def with_any_state(monkeypatch, **changes):
     return engine_of(**changes, optimizer={"type": "LayerWise", "params": params})
 
 
+def save_runs(folder, make_engine):
+    """A run of three steps with parts and, of more than one rank, one without; and what is in them."""
+    # One rank leaves the run without parts to three.
+    for split, called in ((True, ""), (False, "_whole"))[:torch.distributed.get_world_size()]:
+        engine = make_engine(split=split, layerwise={"save_universal": True})
+        train_engine(engine, 3)
+        own = folder / f"{engine.world_size}{called}"
+        engine.save_checkpoint(own, tag="regular")
+        expected = whole_states(engine)
+        if engine.global_rank == 0:
+            torch.save(expected, own / "expected.pt")
+
 class TestMomenta(DistributedTest):
     @pytest.fixture
     def runs(self, class_tmpdir):
@@ -39,15 +53,7 @@ class TestMomenta(DistributedTest):
         return made_once(class_tmpdir / "runs", [1, 3], self.save)
 
     def save(self, folder):
-        # One rank leaves the run without parts to three.
-        for split, called in ((True, ""), (False, "_whole"))[:torch.distributed.get_world_size()]:
-            engine = engine_of(split=split, layerwise={"save_universal": True})
-            train_engine(engine, 3)
-            own = folder / f"{engine.world_size}{called}"
-            engine.save_checkpoint(own, tag="regular")
-            expected = whole_states(engine)
-            if engine.global_rank == 0:
-                torch.save(expected, own / "expected.pt")
+        save_runs(folder, engine_of)
 
     @pytest.mark.world_size(2)
     def test_they_are_whole_in_every_checkpoint(self, runs, tmp_path):
@@ -78,15 +84,7 @@ class TestStatesOfOtherShapes(DistributedTest):
         return made_once(class_tmpdir / "runs", [1, 3], self.save, monkeypatch=monkeypatch)
 
     def save(self, folder, monkeypatch):
-        # One rank leaves the run without parts to three.
-        for split, called in ((True, ""), (False, "_whole"))[:torch.distributed.get_world_size()]:
-            engine = with_any_state(monkeypatch, split=split, layerwise={"save_universal": True})
-            train_engine(engine, 3)
-            own = folder / f"{engine.world_size}{called}"
-            engine.save_checkpoint(own, tag="regular")
-            expected = whole_states(engine)
-            if engine.global_rank == 0:
-                torch.save(expected, own / "expected.pt")
+        save_runs(folder, partial(with_any_state, monkeypatch))
 
     @pytest.mark.world_size(2)
     def test_resume(self, runs, monkeypatch):
