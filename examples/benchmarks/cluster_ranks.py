@@ -127,7 +127,7 @@ class Syncs:
         self._values, grads = (FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.dtypes, dtype))
                                for _ in range(2))
         self._numels = {slot.name: slot.numel for bucket in layout.buckets for slot in bucket.slots}
-        params = {name: nn.Parameter(torch.zeros(1, dtype=dtype)) for name in self._numels}
+        params = {name: nn.Parameter(torch.zeros(1, dtype=dtype).expand(numel)) for name, numel in self._numels.items()}
         self._reduced = ShardBuffer(layout, rank, [torch.empty(stop - start) for start, stop in
                                                    (bucket.shard(rank) for bucket in layout.buckets)])
         self._grads = GradSync(layout, rank, params, grads, self._reduced, wires=wires,
