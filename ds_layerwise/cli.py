@@ -211,7 +211,7 @@ def _links(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from ds_layerwise.config import json_schema
+    from ds_layerwise.schema import json_schema
     say_last(json.dumps(json_schema(), indent=2))
     return 0
 

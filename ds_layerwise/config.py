@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import Field, create_model
 
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.any_torch import any_of
@@ -19,13 +19,12 @@ from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.presets import PRESETS, started
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import NOT_HERE, REGISTRY, entry_of, names, recipes_of_settings
+from ds_layerwise.recipes.registry import NOT_HERE, entry_of, names, recipes_of_settings
 from ds_layerwise.recipes.settings import (
     Betas,
     Count,
     Decay,
     NonNegative,
-    Positive,
     Section,
     build,
     check,
@@ -174,10 +173,10 @@ class OptimizerConfig(Hyper):
         named = _named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"
         matrix, scalar = (entry_of(named, whole=True).recipe, entry_of(_scalar_name(params), whole=False).recipe)
         model = params_model(matrix, scalar, general)
-        _only_ours("optimizer.params", params, {*model.keys(), *_ALWAYS_TRUE, "adam_w_mode"})
-        for key in _ALWAYS_TRUE:
+        _only_ours("optimizer.params", params, {*model.keys(), *ALWAYS_TRUE, "adam_w_mode"})
+        for key in ALWAYS_TRUE:
             if params.pop(key, True) is not True:
-                raise ConfigError(f"optimizer.params.{key} must be true, got false: {_ALWAYS_TRUE[key]}; remove it")
+                raise ConfigError(f"optimizer.params.{key} must be true, got false: {ALWAYS_TRUE[key]}; remove it")
         if not check(bool, "optimizer.params.adam_w_mode", params.pop("adam_w_mode", True)):
             if params.get("scalar_optimizer", "adam") != "adam":
                 raise ConfigError("optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', got "
@@ -198,7 +197,7 @@ class OptimizerConfig(Hyper):
 _FOR_THE_RUN = ("per_head_muon", "decay_vectors", "scalar_weight_decay", "preset")
 
 #: Switches of stock DeepSpeed's auxiliary Adam that describe what this backend does anyway.
-_ALWAYS_TRUE = {
+ALWAYS_TRUE = {
     "torch_adam": "the scalar optimizer runs on torch's own AdamW",
     "foreach": "all updates run on lists of tensors",
     "fp32_optimizer_states": "masters and states are float32",
@@ -337,52 +336,3 @@ def _renames(where: str, value: object) -> dict[str, str]:
             raise ConfigError(f"{where}[{old!r}] has {old.count('*')} times '*', its new name {new!r} "
                               f"{new.count('*')}; each stands for the same text in both")
     return dict(value)
-
-
-#: What Hugging Face's Trainer fills in where a config says "auto".
-_FILLED_IN = ("lr", "betas", "eps", "weight_decay")
-
-
-def json_schema() -> dict[str, Any]:
-    """A JSON schema of what our two sections of a DeepSpeed config may say, for editors; other keys are DeepSpeed's."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_model().model_json_schema()}
-
-
-@lru_cache(maxsize=None)
-def schema_model() -> type[BaseModel]:
-    """What :func:`json_schema` describes: a config as a file has it, before a Trainer has filled in its "auto"."""
-    recipes = recipes_of_settings()
-    of_recipes: dict[str, Any] = {key: (recipe.model_fields[key].annotation, recipe.model_fields[key])
-                                  for key, recipe in merged_keys(recipes).items()}
-    # What is 0 would take all other rates with it.
-    bounds = {key: Positive if key == "lr" else Hyper.model_fields[key].rebuild_annotation() for key in _FILLED_IN}
-    of_params: dict[str, Any] = {
-        **of_recipes, "adam_w_mode": (bool, True),
-        **{key: (bound | Literal["auto"], Hyper.model_fields[key].default) for key, bound in bounds.items()},
-        **{key: (Literal[True], Field(True, description=why)) for key, why in _ALWAYS_TRUE.items()}}
-    params = create_model("optimizer.params", __base__=params_model(Muon, AdamW, True), **of_params)
-    kind: Any = Literal["LayerWiseMuon", "LayerWise"]
-    optimizer = create_model("optimizer", __base__=Section, type=(kind, ...),
-                             params=(params, params()), legacy_fusion=(Literal[False], False))
-    own = {key: Override.model_fields[key] for key in Override.entry_keys()}
-    kinds = {key: _without_none(field.rebuild_annotation())
-             for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()}
-    kinds["optimizer"] = any_of("matrix", "scalar", *REGISTRY)
-    of_entry: dict[str, Any] = {key: (its, Field(None, json_schema_extra=_without_default))
-                                for key, its in kinds.items()}
-    entry = create_model("layerwise.overrides", __base__=Section, **of_entry)
-    entries: Any = tuple[entry, ...]  # type: ignore[valid-type]
-    layerwise = create_model("layerwise", __base__=LayerWiseConfig, overrides=(entries, ()))
-    return create_model("DeepSpeed config with ds_layerwise", __config__=ConfigDict(extra="allow", strict=True),
-                        optimizer=(optimizer, Field(None, json_schema_extra=_without_default)),
-                        layerwise=(layerwise, layerwise()))
-
-
-def _without_none(annotation: Any) -> Any:
-    """What a field takes, without the None that it is where a config says nothing."""
-    kinds = tuple(kind for kind in get_args(annotation) if kind is not type(None))
-    return Union[kinds] if type(None) in get_args(annotation) else annotation
-
-
-def _without_default(schema: dict[str, Any]) -> None:
-    del schema["default"]

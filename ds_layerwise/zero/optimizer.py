@@ -24,7 +24,6 @@ from ds_layerwise.ranks import comm, own_groups
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import Wires, make_wires
 from ds_layerwise.zero import ambient, autocast, start_up, takeover
@@ -40,6 +39,7 @@ from ds_layerwise.zero.settings import Settings
 from ds_layerwise.zero.skipped import SkippedSteps
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.unfinished import Progress
+from ds_layerwise.zero.update import Update
 
 
 class LayerWiseZeroOptimizer(EngineOptimizer):
@@ -135,6 +135,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             model, self._params, self._values, self._owned, planned=self._planned, settings=self.settings,
             given=(param for group in self.optimizer.param_groups for param in group["params"]), tied=self._tied,
             grad_sync=self._grad_sync, offloading=self.offloading, interrupted=self.interrupted)
+        self._update = Update(self.optimizer, self._owned, self._param_sync, interrupted=self.interrupted,
+                              timers=self.settings.timers, zero_grad=self.zero_grad)
         self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,
                                      most=self.config.max_skipped_steps,
                                      pipeline_stage=self.settings.mp_rank if pipeline.is_pipeline(model) else 0)
@@ -250,27 +252,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         if self.overflow:
             return
         self.progress.updates += 1
-        left, late = list(range(len(self.layout.buckets))), self._param_sync.may_be_late()
-        groups = self.optimizer.groups_now()
-        with timed(timers, "optimizer_step"):
-            with self.interrupted.at(self.progress.updates), self._owned.host:
-                # The forward pass needs the parameters of the last bucket first.
-                while left:
-                    with profiled("update"):
-                        self._owned.update(left[-1], groups, factor, leave_out=frozen)
-                    self._param_sync.launch(left[-1])
-                    left.pop()
-                self.optimizer.mark_step()
-        if self.interrupted:
-            try:
-                # The others wait for what is left.
-                self._param_sync.send(reversed(left))
-                self.zero_grad()
-            finally:
-                # If the others are gone by now, that is no more than what followed.
-                self.interrupted.raise_original()
-        with timed(timers, "optimizer_allgather"):
-            self._param_sync.leave_under_way() if late else self._param_sync.finish()
+        self._update.run(self.progress.updates, factor, frozen)
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def _prepare_update(self) -> tuple[float, frozenset[str]]:

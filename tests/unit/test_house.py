@@ -22,6 +22,7 @@ FLOORS = (
     ("errors", "output"),
     ("recipes",),
     ("config",),
+    ("schema",),
     ("plan",),
     ("routing", "orthogonalize", "checkpoint"),
     ("optimizers",),
@@ -54,13 +55,13 @@ INSIDE = {
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings skipped "
-             "state_access takeover", "engine_protocol planned products unfinished", "before_update load start_up",
-             "checkpointing", "optimizer", "param_map"),
+             "state_access takeover", "engine_protocol planned products unfinished",
+             "before_update load start_up update", "checkpointing", "optimizer", "param_map"),
     "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
-PURE = {"errors", "output", "recipes", "config", "plan"}
+PURE = {"errors", "output", "recipes", "config", "schema", "plan"}
 
 #: DeepSpeed's internals change with every release; only these know them.
 MAY_IMPORT_DEEPSPEED = {"checkpoint", "optimizers.devices", "ranks.comm", "ranks.host_memory", "ranks.link_times",

@@ -1,0 +1,59 @@
+"""The update of a step: what this rank owns, bucket by bucket, each sent as soon as it is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.ranks.param_sync import ParamSync
+from ds_layerwise.ranks.profiling import profiled
+from ds_layerwise.zero.engine_protocol import timed
+from ds_layerwise.zero.interrupted import Interrupted
+
+
+class Update:
+    """Updates the parameters that this rank owns and sends them to the others.
+
+    Args:
+        optimizer: whose groups say with which hyper-parameters.
+        timers: the engine's.
+        zero_grad: what forgets the gradients of a step that failed.
+    """
+
+    def __init__(self, optimizer: LayerWiseOptimizer, owned: Owned, param_sync: ParamSync, *, interrupted: Interrupted,
+                 timers: Any, zero_grad: Callable[[], None]) -> None:
+        self._optimizer, self._owned, self._param_sync = optimizer, owned, param_sync
+        self._interrupted, self._timers, self._zero_grad = interrupted, timers, zero_grad
+
+    def run(self, step: int, factor: float, frozen: frozenset[str]) -> None:
+        """Update everything but ``frozen`` with ``factor`` times the averaged gradients.
+
+        Every rank must call this at the same point. Parameters may still be under way when it returns, where they are
+        waited for at their first use.
+
+        Raises:
+            Exception: what ended an update of this rank, after the others have got all that they wait for.
+        """
+        left, late = list(range(len(self._owned.pieces))), self._param_sync.may_be_late()
+        groups = self._optimizer.groups_now()
+        with timed(self._timers, "optimizer_step"):
+            with self._interrupted.at(step), self._owned.host:
+                # The forward pass needs the parameters of the last bucket first.
+                while left:
+                    with profiled("update"):
+                        self._owned.update(left[-1], groups, factor, leave_out=frozen)
+                    self._param_sync.launch(left[-1])
+                    left.pop()
+                self._optimizer.mark_step()
+        if self._interrupted:
+            try:
+                # The others wait for what is left.
+                self._param_sync.send(reversed(left))
+                self._zero_grad()
+            finally:
+                # If the others are gone by now, that is no more than what followed.
+                self._interrupted.raise_original()
+        with timed(self._timers, "optimizer_allgather"):
+            self._param_sync.leave_under_way() if late else self._param_sync.finish()
