@@ -219,7 +219,7 @@ def measure_links(cluster: Cluster, wires: Wires) -> Links:
     rows, total = torch.zeros(4, 1_000_000), torch.zeros(1_000_000)
     memory_gb_s = (rows.nbytes + total.nbytes) / 1e9 / median_of(lambda: average(rows, total, 1), 9)
     return Links(inside_gb_s=inside_gb_s, between_gb_s=cluster.link_gb_s, inside_us=inside_us, between_us=between_us,
-                 ranks_per_node=cluster.ranks_per_node, rails=1, memory_gb_s=memory_gb_s,
+                 ranks_per_node=cluster.ranks_per_node, rails=1, memory_gb_s=memory_gb_s, on_host=True,
                  peer_us=max(0.0, everyone_us - between_us) / (cluster.ranks - 1))
 
 
