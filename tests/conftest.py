@@ -10,15 +10,13 @@ import pytest
 from tests.support.harness import OwnDistributedTest, get_accelerator, num_ranks_of
 from tests.support.rooms import marker_lines
 
-SKIPPED = pytest.StashKey[list[str]]()
-
 
 def _is_distributed(item: Any) -> bool:
     return bool(getattr(getattr(item, "cls", None), "is_dist_test", False))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SKIPPED] = []
+    config.pluginmanager.register(NeverRan())
     for line in marker_lines():
         config.addinivalue_line("markers", line)
 
@@ -53,18 +51,27 @@ def pytest_runtest_call(item: Any) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     report = yield
     expected = hasattr(report, "wasxfail") or item.get_closest_marker("may_skip")
-    if report.skipped and _is_distributed(item) and not expected:
-        item.config.stash[SKIPPED].append(item.nodeid)
+    # Travels with the report to the process that ends the session, where workers of pytest-xdist run the tests.
+    report.never_ran = report.skipped and _is_distributed(item) and not expected
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.stash[SKIPPED] and exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+class NeverRan:
+    """Makes a session fail in which distributed tests were skipped."""
 
+    def __init__(self) -> None:
+        self._tests: list[str] = []
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.stash[SKIPPED]:
-        terminalreporter.section("distributed tests were skipped, so this session fails", red=True)
-        for nodeid in config.stash[SKIPPED]:
-            terminalreporter.line(f"{nodeid}: mark it may_skip(reason) if that is meant")
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if getattr(report, "never_ran", False):
+            self._tests.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self._tests and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._tests:
+            terminalreporter.section("distributed tests were skipped, so this session fails", red=True)
+            for nodeid in self._tests:
+                terminalreporter.line(f"{nodeid}: mark it may_skip(reason) if that is meant")

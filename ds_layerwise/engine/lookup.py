@@ -103,13 +103,17 @@ def difference(found: Any, expected: Sequence[str]) -> str | None:
 
 
 def _sets(code: CodeType, name: str) -> bool:
-    if name not in code.co_names and name not in code.co_consts:
-        return False
+    return (name in code.co_names or name in code.co_consts) and name in _all_set(code)
+
+
+@functools.cache
+def _all_set(code: CodeType) -> frozenset[str]:
+    """The names of attributes that it sets."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
     # Modules of torch are kept out of the list of submodules by self.__dict__["name"] = ...
-    return ("STORE_ATTR", name) in steps or any(
-        before == ("LOAD_ATTR", "__dict__") and at == ("LOAD_CONST", name) and after[0] == "STORE_SUBSCR"
-        for before, at, after in zip(steps, steps[1:], steps[2:]))
+    return frozenset({name for operation, name in steps if operation == "STORE_ATTR"} | {
+        name for before, (operation, name), after in zip(steps, steps[1:], steps[2:])
+        if before == ("LOAD_ATTR", "__dict__") and operation == "LOAD_CONST" and after[0] == "STORE_SUBSCR"})
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -143,6 +144,9 @@ def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., 
     _import_what_engines_import()
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder, port = Path(name), free_port()
+        # A fork's collector writes to all that it looks at, and each page that it writes to is copied first.
+        gc.collect()
+        gc.freeze()
         # What is still in these buffers would be written once by every fork.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -195,12 +199,16 @@ def made_once(folder: Path, world_sizes: list[int], function: Callable[..., None
 
 @functools.cache
 def _import_what_engines_import() -> None:
-    """Import here, once, what the first engine would import in every rank of every test, for more than a second.
+    """Import here, once, what the first engine would import in every rank of every test, for two seconds and more.
 
-    DeepSpeed also finds out which of its operators the machine could build, by compiling and linking.
+    DeepSpeed also finds out which of its operators the machine could build, by compiling and linking, and this backend
+    whether DeepSpeed has what it needs, by looking at code.
     """
-    for module in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
+    for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
+                   "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table", "ds_layerwise.engine.wraps",
+                   "ds_layerwise.zero.param_map"):
         importlib.import_module(module)
+    importlib.import_module("ds_layerwise.engine.contract").missing()
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 
