@@ -388,8 +388,9 @@ def main() -> None:
     first, every = apart(losses[:FIRST]), apart(losses)
     print(f"{args.steps} steps of a schedule of {args.of}, theirs: {whose}; {args.layers} layers of width "
           f"{args.width}, {args.batch} x {args.context} bytes a step, seed {args.seed}; "
-          f"{time.perf_counter() - began:.0f} s\n\n{table(losses)}\n\nlargest relative difference of losses: {first:.1e} in the first {min(FIRST, args.steps)} steps (bar "
-          f"{FIRST_BAR:g}), {every:.1e} in all (bar {BAR:g})")
+          f"{time.perf_counter() - began:.0f} s\n\n{table(losses)}\n\n"
+          f"largest relative difference of losses: {first:.1e} in the first {min(FIRST, args.steps)} steps "
+          f"(bar {FIRST_BAR:g}), {every:.1e} in all (bar {BAR:g})")
     write_out(losses, args.out)
     dist.destroy_process_group()
     if first > FIRST_BAR or every > BAR:
