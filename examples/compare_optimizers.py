@@ -1,13 +1,14 @@
 """Several optimizers on the small GPT of train_gpt.py: one table, one plot.
 
     python examples/compare_optimizers.py --ranks 2 --steps 100
-    python examples/compare_optimizers.py --ranks 1 --steps 300 ds_configs/stock_adamw.json ds_configs/soap.json
-    python examples/compare_optimizers.py --ranks 1 --steps 100 --rates 0.5 1 2 ds_configs/soap.json
+    python examples/compare_optimizers.py ds_configs/stock_adamw.json ds_configs/soap.json --ranks 1 --steps 300
+    python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100 --rates 0.5 1 2 --seed 1
 
 Without configurations these are stock AdamW, stock Muon with and without its clipping, and LayerWiseMuon.
 Every configuration is one ``deepspeed`` run of train_gpt.py, one after the other, on the same windows from the same
 weights; with --rates one for each multiple of the learning rate of its matrices. Options that this script does not know
-(--width, --data, --seed, ...) go to train_gpt.py.
+(--width, --data, --seed, ...) go to train_gpt.py with what follows them, up to the next option or configuration, which
+is what ends in .json.
 Into --out go results.csv, loss.png, and for each run a folder with its config.json and log.txt.
 """
 
@@ -28,10 +29,14 @@ CONFIGS = EXAMPLES.parent / "ds_configs"
 DEFAULT_CONFIGS = ("stock_adamw", "stock_muon", "stock_muon_noclip", "quickstart")
 COLUMNS = ("config", "optimizer", "clipping", "rate", "train_loss", "validation_bits_per_byte", "ms_per_step",
            "checkpoint_bytes")
+#: What is not for train_gpt.py.
+OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--out")
 
 
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description="Compare optimizers on the small GPT of train_gpt.py.")
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What this script takes of ``argv``, and what it does not know."""
+    parser = argparse.ArgumentParser(description="Compare optimizers on the small GPT of train_gpt.py.",
+                                     allow_abbrev=False)
     parser.add_argument("configs", nargs="*", type=Path, help="DeepSpeed configurations (default: "
                         f"{', '.join(DEFAULT_CONFIGS)} of ds_configs)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
@@ -39,7 +44,17 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], metavar="FACTOR", help="multiples of the "
                         "learning rate of matrices that each configuration is run with (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/compare"), help="folder (default: out/compare)")
-    args, rest = parser.parse_known_args()
+    configs: list[str] = []
+    known: list[str] = []
+    rest: list[str] = []
+    options, into = known, known
+    for word in argv:
+        if word.startswith("-"):
+            options = into = known if word.partition("=")[0] in OPTIONS else rest
+        else:
+            into = configs if word.endswith(".json") else options
+        into.append(word)
+    args = parser.parse_args([*configs, *known])
     args.configs = args.configs or [CONFIGS / f"{name}.json" for name in DEFAULT_CONFIGS]
     for config in args.configs:
         if not config.is_file():
@@ -134,7 +149,7 @@ def write_plot(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    args, rest = parse_arguments()
+    args, rest = parse_arguments(sys.argv[1:])
     rows = []
     for config in args.configs:
         for factor in args.rates:
