@@ -1,10 +1,15 @@
-"""Stock AdamW, stock Muon with and without its clipping, and LayerWiseMuon: one table, one plot.
+"""Several optimizers on the small GPT of train_gpt.py: one table, one plot.
 
     python examples/compare_optimizers.py --ranks 2 --steps 100
+    python examples/compare_optimizers.py ds_configs/stock_adamw.json ds_configs/soap.json --ranks 1 --steps 300
+    python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100 --rates 0.5 1 2 --seed 1
 
+Without configurations these are stock AdamW, stock Muon with and without its clipping, and LayerWiseMuon.
 Every configuration is one ``deepspeed`` run of train_gpt.py, one after the other, on the same windows from the same
-weights. Options that this script does not know (--width, --data, --seed, ...) go to train_gpt.py.
-Into --out go results.csv, loss.png, and a folder with log.txt for each run.
+weights; with --rates one for each multiple of the learning rate of its matrices. Options that this script does not know
+(--width, --data, --seed, ...) go to train_gpt.py with what follows them, up to the next option or configuration, which
+is what ends in .json.
+Into --out go results.csv, loss.png, and for each run a folder with its config.json and log.txt.
 """
 
 from __future__ import annotations
@@ -22,40 +27,74 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parent
 CONFIGS = EXAMPLES.parent / "ds_configs"
 DEFAULT_CONFIGS = ("stock_adamw", "stock_muon", "stock_muon_noclip", "quickstart")
-COLUMNS = ("config", "optimizer", "clipping", "train_loss", "validation_bits_per_byte", "ms_per_step",
+COLUMNS = ("config", "optimizer", "clipping", "rate", "train_loss", "validation_bits_per_byte", "ms_per_step",
            "checkpoint_bytes")
+#: What is not for train_gpt.py.
+OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--out")
 
 
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description="Compare optimizers on the small GPT of train_gpt.py.")
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What this script takes of ``argv``, and what it does not know."""
+    parser = argparse.ArgumentParser(description="Compare optimizers on the small GPT of train_gpt.py.",
+                                     allow_abbrev=False)
     parser.add_argument("configs", nargs="*", type=Path, help="DeepSpeed configurations (default: "
                         f"{', '.join(DEFAULT_CONFIGS)} of ds_configs)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
     parser.add_argument("--ranks", type=int, default=2, help="processes of each run (default: 2)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], metavar="FACTOR", help="multiples of the "
+                        "learning rate of matrices that each configuration is run with (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/compare"), help="folder (default: out/compare)")
-    args, rest = parser.parse_known_args()
+    configs: list[str] = []
+    known: list[str] = []
+    rest: list[str] = []
+    options, into = known, known
+    for word in argv:
+        if word.startswith("-"):
+            options = into = known if word.partition("=")[0] in OPTIONS else rest
+        else:
+            into = configs if word.endswith(".json") else options
+        into.append(word)
+    args = parser.parse_args([*configs, *known])
     args.configs = args.configs or [CONFIGS / f"{name}.json" for name in DEFAULT_CONFIGS]
     for config in args.configs:
         if not config.is_file():
             parser.error(f"{config}: no such configuration")
     if len({config.stem for config in args.configs}) < len(args.configs):
         parser.error("two configurations have the same name, and a run is named after its configuration")
+    if min(args.rates) <= 0 or len(set(args.rates)) < len(args.rates):
+        parser.error(f"--rates must be different numbers greater than 0, got {args.rates}")
     return args, rest
 
 
-def run(config: Path, args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Train with ``config``; returns its row of the table.
+def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float]:
+    """``settings`` with the learning rate of matrices times ``factor``, and that rate.
+
+    Stock AdamW has one rate for everything, stock Muon and ours have ``muon_lr`` or, where that is not given, ``lr``.
+    """
+    params = settings["optimizer"]["params"]
+    rate = factor * params.get("muon_lr", params.get("lr"))
+    key = "lr" if settings["optimizer"]["type"] == "AdamW" else "muon_lr"
+    changed = params if factor == 1 else {**params, key: rate}
+    return {**settings, "optimizer": {**settings["optimizer"], "params": changed}}, rate
+
+
+def run(config: Path, factor: float, args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """Train with ``config`` and ``factor`` times its rate of matrices; returns its row of the table.
 
     Raises:
         SystemExit: the run failed; says so with the end of its log.
     """
-    out = args.out / config.stem
+    name = config.stem if factor == 1 else f"{config.stem} x {factor:g}"
+    out = args.out / name
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
+    settings, rate = with_rate(json.loads(config.read_text()), factor)
+    (out / "config.json").write_text(json.dumps(settings))
+    print(f"{name}: {args.steps} steps on {args.ranks} ranks, log in {log}", flush=True)
     command = [
         sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(args.ranks),
         "--master_port", str(_free_port()), str(EXAMPLES / "train_gpt.py"),
-        "--deepspeed_config", str(config), "--steps", str(args.steps), "--out", str(out), *rest,
+        "--deepspeed_config", str(out / "config.json"), "--steps", str(args.steps), "--out", str(out), *rest,
     ]
     # Stock Muon compiles its kernels once a shape, which on a CPU takes longer than such a run trains.
     environment = {"TORCHDYNAMO_DISABLE": "1", **os.environ}
@@ -64,10 +103,10 @@ def run(config: Path, args: argparse.Namespace, rest: list[str]) -> dict[str, An
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise SystemExit(f"{tail}\ncompare_optimizers.py: the run of {config} failed, see {log}")
-    settings = json.loads(config.read_text())
     summary = json.loads((out / "summary.json").read_text())
-    return {"config": config.stem, "optimizer": settings["optimizer"]["type"],
-            "clipping": settings.get("gradient_clipping"), **{key: summary[key] for key in COLUMNS[3:]}}
+    optimizer = settings["optimizer"]["params"].get("matrix_optimizer", settings["optimizer"]["type"])
+    return {"config": name, "optimizer": optimizer, "clipping": settings.get("gradient_clipping"), "rate": rate,
+            **{key: summary[key] for key in COLUMNS[4:]}}
 
 
 def _free_port() -> int:
@@ -78,11 +117,11 @@ def _free_port() -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    lines = ["| config | optimizer | clipping | train loss | validation bits/byte | ms/step (median) | checkpoint MB |",
-             "|---|---|--:|--:|--:|--:|--:|"]
+    lines = ["| config | optimizer | clipping | learning rate of matrices | train loss | validation bits/byte "
+             "| ms/step (median) | checkpoint MB |", "|---|---|--:|--:|--:|--:|--:|--:|"]
     for row in rows:
         clipping = "default" if row["clipping"] is None else row["clipping"]
-        lines.append(f"| {row['config']} | {row['optimizer']} | {clipping} | {row['train_loss']:.3f} "
+        lines.append(f"| {row['config']} | {row['optimizer']} | {clipping} | {row['rate']:g} | {row['train_loss']:.3f} "
                      f"| {row['validation_bits_per_byte']:.3f} | {row['ms_per_step']:.0f} "
                      f"| {row['checkpoint_bytes'] / 1e6:.1f} |")
     return "\n".join(lines)
@@ -110,11 +149,11 @@ def write_plot(rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    args, rest = parse_arguments()
+    args, rest = parse_arguments(sys.argv[1:])
     rows = []
     for config in args.configs:
-        print(f"{config.stem}: {args.steps} steps on {args.ranks} ranks, log in {args.out / config.stem / 'log.txt'}")
-        rows.append(run(config, args, rest))
+        for factor in args.rates:
+            rows.append(run(config, factor, args, rest))
     with open(args.out / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

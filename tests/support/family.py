@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.decay import decayed, given
 from tests.support.reference import JORDAN, newton_schulz
 
 SCALES = {"original": lambda r, c: math.sqrt(max(1, r / c)), "spectral": lambda r, c: math.sqrt(max(r, c)),
@@ -39,14 +40,21 @@ class Plain:
     def step(self, grad: Tensor) -> None:
         """One step with ``grad``."""
         (rows, cols), mu = grad.shape, self.momentum
+        decay = 1.0 if self.rule == "scion" and self.said("constrained", True) else self.weight_decay
+        how = {"weight_decay": 0.0 if self.said("hyperball", None) else decay,
+               "method": self.said("weight_decay_method", "decoupled")}
+        grad = given(self.value, grad, **how)
         self.m = mu * self.m + (1 - mu) * grad
         d = (1 - mu) * grad + mu * self.m if self.said("nesterov", self.rule != "scion") else self.m
-        o = newton_schulz((d.sign() if self.said("sign_momentum", False) else d)[None], self.coefficients)[0]
+        o = newton_schulz((d.sign() if self.said("sign_momentum", False) else d)[None], self.rows())[0]
         u = self.update(o, d, grad) * self.scale(rows, cols)
-        decay = {"scion": 1.0}.get(self.rule, self.weight_decay) if self.said("constrained", True) else \
-            self.weight_decay
-        w = self.value if self.said("hyperball", None) else self.value - self.lr * decay * self.value
+        w = decayed(self.value, u, lr=self.lr, cautious=self.said("cautious_weight_decay", False), **how)
         self.value = self.hooked(w, u)
+
+    def rows(self) -> Any:
+        """The coefficients of every step of Newton-Schulz."""
+        table = self.said("ns_coefficients", self.coefficients)
+        return [table[i % len(table)] for i in range(self.said("ns_steps", len(self.coefficients)))]
 
     def update(self, o: Tensor, d: Tensor, grad: Tensor) -> Tensor:
         beta, eps = self.said("moment2_beta", 0.95), self.said("moment2_eps", 1e-8)

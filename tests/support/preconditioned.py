@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.decay import decayed, given
+
 
 def float64(value: Any) -> Any:
     """A copy of a tensor, or array."""
@@ -21,10 +23,12 @@ class Soap:
 
     Args:
         state: what to go on from, by the names of the package's states; from nothing if None.
+        sides: those that have a factor, of those in ``state``.
     """
 
     def __init__(self, weight, *, state=None, kl=False, lr, weight_decay=0.0, betas, eps, shampoo_beta=0.95, every=1,
-                 lagged=True, basis="qr", power=1, nesterov=False, limit=0.0, correct=True):
+                 lagged=True, basis="qr", power=1, nesterov=False, limit=0.0, correct=True, sides="LR",
+                 method="decoupled", cautious=False):
         self.w, (rows, cols) = float64(weight), weight.shape
         self.lr, self.weight_decay, self.betas, self.eps, self.beta = lr, weight_decay, betas, eps, shampoo_beta
         self.every, self.lagged, self.basis, self.power = every, lagged, basis, power
@@ -32,15 +36,16 @@ class Soap:
         zero = {"step": 0, "exp_avg": np.zeros((rows, cols)), "exp_avg_sq": np.zeros((rows, cols)),
                 "L": np.zeros((rows, rows)), "R": np.zeros((cols, cols)), "Q_L": np.eye(rows), "Q_R": np.eye(cols),
                 "eigvals_L": np.ones(rows), "eigvals_R": np.ones(cols)}
-        given: dict[str, Any] = {key: float64(value) for key, value in (state or {}).items()}
+        known: dict[str, Any] = {key: float64(value) for key, value in (state or {}).items()}
         # A side without a factor has the basis of its own axes for ever.
-        self.learns = [key for key in ("L", "R") if state is None or key in given]
-        self.s: dict[str, Any] = {**zero, **given}
+        self.learns = [key for key in sides if state is None or key in known]
+        self.method, self.cautious = method, cautious
+        self.s: dict[str, Any] = {**zero, **known}
         self.t = int(self.s["step"])
 
     def step(self, grad):
         """One step."""
-        g = float64(grad)
+        g = given(self.w, float64(grad), self.weight_decay, self.method)
         self.t += 1
         update = None
         if not self.lagged:
@@ -53,8 +58,8 @@ class Soap:
             return
         if self.limit:
             update = update * min(1.0, self.limit / (np.sqrt(np.mean(update**2)) + 1e-7))
-        self.w -= self.lr * self.weight_decay * self.w
-        self.w -= self.lr * update
+        self.w = decayed(self.w, update, lr=self.lr, weight_decay=self.weight_decay, method=self.method,
+                         cautious=self.cautious) - self.lr * update
 
     def _adam(self, g, count):
         s, (b1, b2) = self.s, self.betas
@@ -105,11 +110,12 @@ class Shampoo:
     """Shampoo of one matrix, from nothing; ``sides`` are those that have a factor."""
 
     def __init__(self, weight, *, lr, weight_decay=0.0, betas, eps, shampoo_beta=0.95, every=1, grafting=True,
-                 summed=False, matrix_eps=1e-6, limit=0.0, correct=True, sides="LR"):
+                 summed=False, matrix_eps=1e-6, limit=0.0, correct=True, sides="LR",
+                 method="decoupled", cautious=False):
         self.w, (rows, cols) = float64(weight), weight.shape
         self.lr, self.weight_decay, self.betas, self.eps, self.beta = lr, weight_decay, betas, eps, shampoo_beta
         self.every, self.grafting, self.summed, self.matrix_eps = every, grafting, summed, matrix_eps
-        self.limit, self.correct, self.sides = limit, correct, sides
+        self.limit, self.correct, self.sides, self.method, self.cautious = limit, correct, sides, method, cautious
         self.m: Any = np.zeros((rows, cols))
         self.v: Any = np.zeros((rows, cols))
         self.history: list[Any] = []
@@ -118,7 +124,7 @@ class Shampoo:
 
     def step(self, grad):
         """One step. Factors are made of all gradients so far."""
-        g, (b1, b2) = float64(grad), self.betas
+        g, (b1, b2) = given(self.w, float64(grad), self.weight_decay, self.method), self.betas
         self.t += 1
         self.history.append(g)
         self.m, self.v = b1 * self.m + (1 - b1) * g, b2 * self.v + (1 - b2) * g * g
@@ -131,7 +137,8 @@ class Shampoo:
             update = update * (float(np.linalg.norm(adam)) / max(float(np.linalg.norm(update)), 1e-300))
         if self.limit:
             update = update * min(1.0, self.limit / (np.sqrt(np.mean(update**2)) + 1e-7))
-        self.w = self.w - self.lr * self.weight_decay * self.w - self.lr * update
+        self.w = decayed(self.w, update, lr=self.lr, weight_decay=self.weight_decay, method=self.method,
+                         cautious=self.cautious) - self.lr * update
 
     def _renew(self):
         ages = range(self.t - 1, -1, -1)

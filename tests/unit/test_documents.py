@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import json
+import math
 import re
 import shlex
 from configparser import ConfigParser
@@ -309,6 +310,47 @@ def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
     hooks, = [{key for row in rows for key in names_in(row[0])} for header, *rows in tables_of(DOCS / "optimizers.md")
               if header == ["key", "value", "what it does"]]
     assert hooks == UpdateHooks.model_fields.keys() - Recipe.model_fields.keys()
+
+
+RESULTS = ROOT / "examples" / "benchmarks" / "results"
+#: What the page says costs for: a square, and a matrix of 1:4.
+SQUARE, WIDE = (256, 256), (256, 1024)
+
+
+def costs_of(recipe):
+    """Bytes of states for an element, and FLOPs of an update over Muon's, of both shapes."""
+    return ([recipe.state_bytes(shape) / math.prod(shape) for shape in (SQUARE, WIDE)],
+            [recipe.work(shape) / Muon().work(shape) for shape in (SQUARE, WIDE)])
+
+
+def test_what_matrix_optimizers_cost_is_as_the_page_says_and_was_measured():
+    table, = [rows for header, *rows in tables_of(DOCS / "optimizers.md")
+              if header == ["`matrix_optimizer`", "bytes of states for an element", "time over Muon's"]]
+    measured = {tuple(row[:2]): row for _, *rows in tables_of(RESULTS / "2026-11_2vcpu_matrix_rules.md")
+                for row in rows}
+    said = {json.loads(name): (states, times) for name, states, times in table}
+    assert list(said) == [name for name, entry in REGISTRY.items() if entry.recipe.whole]
+    for name, (states, times) in said.items():
+        found = [measured[f"{rows}x{cols}", name] for rows, cols in (SQUARE, WIDE)]
+        own, _ = costs_of(REGISTRY[name].recipe())
+        assert states == ", ".join(f"{each:.1f}" for each in own) == ", ".join(row[7] for row in found), name
+        assert times == ", ".join(f"{float(row[5]):.1f}" for row in found), name
+        for shape, row in zip((SQUARE, WIDE), found, strict=True):
+            assert float(row[2]) == pytest.approx(REGISTRY[name].recipe().work(shape) / 1e9, abs=5e-4), name
+
+
+def test_bytes_and_flops_in_the_tables_of_optimizers_are_those_of_recipes():
+    family, = [rows for header, *rows in tables_of(DOCS / "optimizers.md")
+               if header[:2] == ["`matrix_optimizer`", "what it is for"]]
+    for name, *_, said, _ in family:
+        for rows, cols in ((6, 10), (20, 3)):
+            told = eval(said.replace("\u00b7", "*"), {"rows": rows, "cols": cols})
+            assert REGISTRY[json.loads(name)].recipe().state_bytes((rows, cols)) == pytest.approx(told * rows * cols)
+    factors, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[:2] == ["optimizer", "what for"]]
+    for name, _, states, flops, *_ in factors:
+        own, work = costs_of(REGISTRY[json.loads(name)].recipe())
+        assert states == ", ".join(f"{each:.0f}" for each in own), name
+        assert flops == ", ".join(f"{each:.1f}" for each in work), name
 
 
 def test_defaults_of_optimizers_with_factors_are_as_the_page_says():

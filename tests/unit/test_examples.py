@@ -195,6 +195,33 @@ def test_every_override_matches_a_parameter_of_the_model():
         assert fnmatch.filter(names, override["name"]), override
 
 
+def test_what_comparing_does_not_know_goes_to_training():
+    compare, soap, muon = (load_example("compare_optimizers"), str(ROOT / "ds_configs" / "soap.json"),
+                           str(ROOT / "ds_configs" / "quickstart.json"))
+    args, rest = compare.parse_arguments(["--seed", "1", "--ranks", "1", soap, "--rates", "0.5", "2", "--no-save", muon,
+                                          "--data", "folder", "--steps=7"])
+    assert [str(config) for config in args.configs] == [soap, muon] and rest == ["--seed", "1", "--no-save", "--data",
+                                                                                "folder"]
+    assert (args.ranks, args.steps, args.rates) == (1, 7, [0.5, 2.0])
+    args, rest = compare.parse_arguments(["--width", "64"])
+    assert [config.stem for config in args.configs] == list(compare.DEFAULT_CONFIGS) and rest == ["--width", "64"]
+    for wrong in (["--rates", "0"], ["--rates", "1", "1"], [soap, soap], ["nothing.json"]):
+        with pytest.raises(SystemExit):
+            compare.parse_arguments(wrong)
+
+
+@pytest.mark.parametrize("name, key, rate", [("stock_adamw", "lr", 3e-3), ("stock_muon", "muon_lr", 0.02),
+                                             ("normuon", "muon_lr", 0.02), ("soap", "muon_lr", 3e-3)])
+def test_comparing_multiplies_the_rate_of_matrices_alone(name, key, rate):
+    compare = load_example("compare_optimizers")
+    settings = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+    params = settings["optimizer"]["params"]
+    changed, found = compare.with_rate(settings, 3.0)
+    assert found == pytest.approx(3 * rate)
+    assert changed == {**settings, "optimizer": {**settings["optimizer"], "params": {**params, key: found}}}
+    assert compare.with_rate(settings, 1.0) == (settings, rate)
+
+
 def test_the_benchmark_of_checkpoints_runs_and_what_it_loads_comes_back():
     script = ROOT / "examples" / "benchmarks" / "checkpoints.py"
     done = subprocess.run([sys.executable, str(script), "--small"], capture_output=True, text=True, timeout=900)

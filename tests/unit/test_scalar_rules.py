@@ -18,6 +18,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY
+from tests.support.elementwise import train
 from tests.support.rooms import rooms
 
 pytestmark = rooms("elementwise", "adafactor", "registry", "recipe")
@@ -54,78 +55,8 @@ def trained(name, settings, shape, hyper=HYPER, steps=STEPS):
     return value
 
 
-class Plain:
-    """One step of every optimizer, as its formula reads; in float64, with the numbers that it needs from before."""
-
-    def __init__(self, hyper, settings):
-        self.h, self.s, self.t, self.kept = hyper, settings, 0, {}
-
-    def average(self, name, value, beta):
-        self.kept[name] = beta * self.kept.get(name, torch.zeros_like(value)) + (1 - beta) * value
-        return self.kept[name]
-
-    def adamw(self, w, g):
-        return self._adam(w * (1 - self.h.lr * self.h.weight_decay), g)
-
-    def adam(self, w, g):
-        return self._adam(w, g + self.h.weight_decay * w)
-
-    def _adam(self, w, g):
-        (b1, b2), t = self.h.betas, self.t
-        m, v = self.average("m", g, b1) / (1 - b1**t), self.average("v", g * g, b2) / (1 - b2**t)
-        return w - self.h.lr * m / (v.sqrt() + self.h.eps)
-
-    def lion(self, w, g):
-        b1, b2 = self.h.betas
-        u = (b1 * self.kept.get("m", torch.zeros_like(g)) + (1 - b1) * g).sign()
-        self.average("m", g, b2)
-        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * u
-
-    def sgd(self, w, g):
-        self.kept["m"] = self.h.momentum * self.kept.get("m", 0.0) + g + self.h.weight_decay * w
-        return w - self.h.lr * self.kept["m"]
-
-    def signum(self, w, g):
-        mu, t, corrects = self.h.momentum, self.t, self.s.get("correct_bias", True)
-        m = self.average("m", g, mu)
-        u = m
-        if self.s.get("nesterov"):
-            u = mu * m / (1 - mu**(t + 1) if corrects else 1) + (1 - mu) * g / (1 - mu**t if corrects else 1)
-        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * u.sign()
-
-    def laprop(self, w, g):
-        (b1, b2), corrects = self.h.betas, self.s.get("correct_bias", True)
-        c1, c2 = (1 - b**self.t if corrects else 1 for b in (b1, b2))
-        v = self.average("v", g * g, b2) / c2
-        m = self.average("m", g / (v.sqrt() + self.h.eps), b1) / c1
-        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * m
-
-    def ademamix(self, w, g):
-        (b1, b2), t = self.h.betas, self.t
-        alpha, b3 = self.s.get("alpha", 5.0), self.s.get("beta3", 0.9999)
-        if of := self.s.get("alpha_warmup_steps"):
-            alpha = min(t * alpha / of, alpha)
-        if of := self.s.get("beta3_warmup_steps"):
-            ln1, ln3 = math.log(b1), math.log(b3)
-            b3 = b3 if t >= of else min(math.exp(ln1 * ln3 / ((1 - t / of) * ln3 + t / of * ln1)), b3)
-        m = self.average("m", g, b1) / (1 - b1**t) + alpha * self.average("slow", g, b3)
-        v = self.average("v", g * g, b2) / (1 - b2**t)
-        return w * (1 - self.h.lr * self.h.weight_decay) - self.h.lr * m / (v.sqrt() + self.h.eps)
-
-    def adafactor(self, w, g):
-        keep, eps1 = 1 - self.t**self.s.get("beta2_decay", -0.8), self.s.get("eps1", 2.0**-23)
-        r, c = self.average("r", (g * g).mean(1, True), keep), self.average("c", (g * g).mean(0, True), keep)
-        u = g / (r @ c / max(float(r.mean()), eps1)).sqrt().clamp(min=eps1)
-        u = u / max(1.0, float(u.square().mean().sqrt()) / self.s.get("clip_threshold", 1.0))
-        size = max(self.s.get("eps2", 1e-3), float(w.square().mean().sqrt()))
-        return w * (1 - self.h.lr * self.h.weight_decay) - min(self.h.lr, self.t**-0.5) * size * u
-
-
 def by_hand(name, settings, shape, hyper=HYPER, steps=STEPS):
-    plain, value = Plain(hyper, settings), start(shape).double()
-    for plain.t in range(1, steps + 1):
-        value = getattr(plain, name)(value, gradients(shape, plain.t).double())
-    return value
+    return train(name, start(shape), [gradients(shape, step) for step in range(1, steps + 1)], hyper, settings)
 
 
 def test_every_setting_is_tried():

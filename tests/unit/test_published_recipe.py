@@ -1,0 +1,110 @@
+"""The benchmark that trains a published recipe beside its authors' own code: short, and with a stand-in for theirs."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.rooms import rooms
+
+pytestmark = rooms("outside")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "benchmarks" / "published_recipe.py"
+SHORT = ("--steps", "20", "--layers", "1", "--width", "32", "--context", "16")
+
+#: What a checkout has, as far as it is read: definitions, and a loop that sets up a training. Nothing else must run.
+STAND_IN = '''
+raise RuntimeError("what is outside of the setup ran")
+
+class CausalSelfAttention:
+    def __init__(self, dim, head_dim=128):
+        pass
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, num_layers, model_dim):
+        super().__init__()
+        import published_recipe
+        self.of = [published_recipe.Gpt(num_layers, model_dim)]
+        for name, module in self.of[0].named_children():
+            self.add_module(name, module)
+
+    def forward(self, inputs, targets):
+        return self.of[0](inputs, targets) * targets.numel()
+
+@torch.compile(mode="which does not exist")
+def rounded(x):
+    return x.bfloat16()
+
+for _ in range(1):
+    import published_recipe
+    train_steps = 3250
+    for p in model.parameters():
+        assert p.dtype == rounded(p).dtype == torch.float32
+    side = published_recipe.stated(model, train_steps)
+    optimizers = side.optimizers
+    optimizers[1].param_groups[0]["lr"] *= FACTOR
+    optimizers[1].param_groups[0]["initial_lr"] *= FACTOR
+    def set_hparams(step):
+        assert train_steps == 20
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * min(1, (1 - step / train_steps) / 0.7)
+    raise RuntimeError("what comes after the setup ran")
+'''
+
+
+def run(tmp_path, *args):
+    return subprocess.run([sys.executable, str(SCRIPT), *SHORT, "--out", str(tmp_path / "out"), *args],
+                          capture_output=True, text=True, timeout=600)
+
+
+def checkout(folder, text):
+    path = folder / "records" / "track_3_optimization" / "train_gpt_simple.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return folder
+
+
+def test_both_sides_lose_alike_as_written_down(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    with open(tmp_path / "out" / "losses.csv", newline="") as file:
+        losses = [(float(row["ours"]), float(row["theirs"])) for row in csv.DictReader(file)]
+    assert len(losses) == 20 and losses[0][0] == pytest.approx(5.545177, abs=1e-5)  # log 256: logits of zeros
+    assert losses[-1][1] < losses[0][1] - 1
+    assert max(abs(ours - theirs) for ours, theirs in losses) < 1e-5
+    assert "| 20 |" in done.stdout and "theirs: the recipe as written down here" in done.stdout
+
+
+def test_a_checkout_is_what_runs_beside_ours(tmp_path):
+    done = run(tmp_path, "--of", "20", "--theirs", str(checkout(tmp_path / "theirs", STAND_IN.replace("FACTOR", "1"))))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "theirs: its own code, in float32" in done.stdout
+
+
+def test_another_rate_of_theirs_is_told(tmp_path):
+    other = checkout(tmp_path / "theirs", STAND_IN.replace("FACTOR", "1.01"))
+    done = run(tmp_path, "--of", "20", "--theirs", str(other))
+    assert done.returncode == 1 and "the two are further apart than that" in done.stderr
+
+
+@pytest.mark.parametrize("text, message", [
+    (None, "there is no records/track_3_optimization/train_gpt_simple.py in it"),
+    ("for _ in range(1):\n    pass\n", r"sets up no training with set_hparams\(\) in a loop")])
+def test_what_is_no_checkout_is_told(tmp_path, monkeypatch, text, message):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    script = importlib.import_module("published_recipe")
+    with pytest.raises(SystemExit, match=message):
+        script.published(tmp_path if text is None else checkout(tmp_path, text), script.Gpt(1, 32), of=20)
+
+
+def test_the_config_has_their_eps_for_averages_over_their_tokens():
+    params = json.loads((ROOT / "ds_configs" / "modded_nanogpt.json").read_text())["optimizer"]["params"]
+    assert params["eps"] == 1e-10 / 524288
