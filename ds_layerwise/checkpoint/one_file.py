@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
 from ds_layerwise.checkpoint.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.safe_load import load_bytes_safely, naming
 from ds_layerwise.errors import LayerWiseError
@@ -88,6 +88,5 @@ class OneFile:
         rule, master = self.header.rules[name], self._file.get_tensor(name_in_file(name, None)).view(-1)
         state = {}
         for key in rule.state_keys:
-            value = self._file.get_tensor(name_in_file(name, key))
-            state[key] = value.view(-1) if value.dim() and value.numel() == master.numel() else value
+            state[key] = flat(self._file.get_tensor(name_in_file(name, key)), self.header.shapes[name])
         return [PieceRecord(name, 0, master, state)]
