@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +25,9 @@ from ds_layerwise.checkpoint.safe_load import load_bytes_safely, naming
 from ds_layerwise.errors import LayerWiseError
 
 _HEADER = "ds_layerwise"
+
+#: Under which a file says which save it is of, so that ranks notice if theirs are of several.
+_SAVE = "save"
 
 
 def name_in_file(name: str, key: str | None) -> str:
@@ -41,7 +45,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tup
         LayerWiseError: it cannot be written; what was there is as before.
     """
     beside = io.BytesIO()
-    torch.save({KEY: describe(header), scaler[0]: scaler[1]}, beside)
+    torch.save({KEY: describe(header), scaler[0]: scaler[1], _SAVE: uuid4().hex}, beside)
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
         save_file({**tensors, _HEADER: torch.frombuffer(beside.getbuffer(), dtype=torch.uint8)}, incomplete)
@@ -70,18 +74,24 @@ class OneFile:
         try:
             opened: Any = safe_open(path, framework="pt")
             names = set(opened.keys())
-        except SafetensorError as e:
+        except (SafetensorError, OSError) as e:
             raise LayerWiseError(f"{path} is no whole file of safetensors: {e}") from e
         self._file = opened
         if _HEADER not in names:
             raise LayerWiseError(f"{path} was not written by save_state_dict_to_file(): it has no {_HEADER}")
         with naming(path):
             content = self._file.get_tensor(_HEADER).numpy().tobytes()
-            self.header = header_of(load_bytes_safely(content, path))
+            beside = load_bytes_safely(content, path)
+            self.header = header_of(beside)
+            self._save = str(beside[_SAVE])
         wanted = {name_in_file(name, key) for name, rule in self.header.rules.items()
                   for key in (None, *rule.state_keys)}
         if missing := wanted - names:
             raise LayerWiseError(f"{path} lacks {min(missing)}, and is not whole")
+
+    def identity(self) -> list[str]:
+        """What is the same for all ranks that read the same save."""
+        return [f"save {self._save}"]
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """One piece, the whole parameter."""
