@@ -12,18 +12,22 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
 from ds_layerwise.checkpoint.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.safe_load import load_bytes_safely, naming
 from ds_layerwise.errors import LayerWiseError
 
 _HEADER = "ds_layerwise"
+
+#: Under which a file says which save it is of, so that ranks notice if theirs are of several.
+_SAVE = "save"
 
 
 def name_in_file(name: str, key: str | None) -> str:
@@ -41,7 +45,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tup
         LayerWiseError: it cannot be written; what was there is as before.
     """
     beside = io.BytesIO()
-    torch.save({KEY: describe(header), scaler[0]: scaler[1]}, beside)
+    torch.save({KEY: describe(header), scaler[0]: scaler[1], _SAVE: uuid4().hex}, beside)
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
         save_file({**tensors, _HEADER: torch.frombuffer(beside.getbuffer(), dtype=torch.uint8)}, incomplete)
@@ -70,24 +74,29 @@ class OneFile:
         try:
             opened: Any = safe_open(path, framework="pt")
             names = set(opened.keys())
-        except SafetensorError as e:
+        except (SafetensorError, OSError) as e:
             raise LayerWiseError(f"{path} is no whole file of safetensors: {e}") from e
         self._file = opened
         if _HEADER not in names:
             raise LayerWiseError(f"{path} was not written by save_state_dict_to_file(): it has no {_HEADER}")
         with naming(path):
             content = self._file.get_tensor(_HEADER).numpy().tobytes()
-            self.header = header_of(load_bytes_safely(content, path))
+            beside = load_bytes_safely(content, path)
+            self.header = header_of(beside)
+            self._save = str(beside[_SAVE])
         wanted = {name_in_file(name, key) for name, rule in self.header.rules.items()
                   for key in (None, *rule.state_keys)}
         if missing := wanted - names:
             raise LayerWiseError(f"{path} lacks {min(missing)}, and is not whole")
+
+    def identity(self) -> list[str]:
+        """What is the same for all ranks that read the same save."""
+        return [f"save {self._save}"]
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """One piece, the whole parameter."""
         rule, master = self.header.rules[name], self._file.get_tensor(name_in_file(name, None)).view(-1)
         state = {}
         for key in rule.state_keys:
-            value = self._file.get_tensor(name_in_file(name, key))
-            state[key] = value.view(-1) if value.dim() and value.numel() == master.numel() else value
+            state[key] = flat(self._file.get_tensor(name_in_file(name, key)), self.header.shapes[name])
         return [PieceRecord(name, 0, master, state)]

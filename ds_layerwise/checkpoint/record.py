@@ -29,6 +29,12 @@ class PieceRecord:
         return self.state[key].dim() == 1 and self.state[key].numel() == self.master.numel()
 
 
+def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A state out of a file that holds whole parameters, as :class:`PieceRecord` has it: 1-D where it has the ``shape``
+    of its parameter, so that it has one element for each. Another may have as many elements by chance."""
+    return value.reshape(-1) if value.dim() and tuple(value.shape) == tuple(shape) else value
+
+
 @dataclass(frozen=True, slots=True)
 class RuleRecord:
     """What a checkpoint knows of the optimizer of a parameter.

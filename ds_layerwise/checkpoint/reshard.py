@@ -53,7 +53,7 @@ def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *
         elif masters:
             plan.masters_from_model.append(piece.name)
         if states:
-            kept, why = _kept(piece.name, saved.header.rules.get(piece.name), rules[piece.name],
+            kept, why = _kept(piece, saved.header.rules.get(piece.name), rules[piece.name], sources,
                               on_missing_state=on_missing_state, on_optimizer_change=on_optimizer_change)
             plan.copies.extend(_copies(piece, kept, sources))
             if restarts := tuple(key for key in piece.state if key not in kept):
@@ -76,9 +76,10 @@ def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
                                  "parameter that changed its shape needs another name, or a checkpoint without it")
 
 
-def _kept(name: str, old: RuleRecord | None, new: RuleRecord, *, on_missing_state: OnMissingState,
-          on_optimizer_change: OnOptimizerChange) -> tuple[dict[str, str], str]:
+def _kept(piece: PieceRecord, old: RuleRecord | None, new: RuleRecord, sources: Sequence[PieceRecord], *,
+          on_missing_state: OnMissingState, on_optimizer_change: OnOptimizerChange) -> tuple[dict[str, str], str]:
     """Which of the states that ``new`` needs come from which of ``old``, and why the others start fresh."""
+    name = piece.name
     if not new.state_keys:
         return {}, ""
     if old is None:
@@ -87,19 +88,49 @@ def _kept(name: str, old: RuleRecord | None, new: RuleRecord, *, on_missing_stat
                                  f"to start it from zeros, or {_WEIGHTS_ALONE}")
         return {}, "no state in the checkpoint"
     if old.family == new.family and set(old.state_keys) == set(new.state_keys):
-        return {key: key for key in new.state_keys}, ""
+        if not (changed := _of_other_shapes(piece, new.state_keys, sources)):
+            return {key: key for key in new.state_keys}, ""
+        told = ", ".join(f"{key} {was}, now {now}" for key, (was, now) in changed.items())
+        if on_optimizer_change == "error":
+            raise LayerWiseError(f"{name} was updated by {old.family} with other settings, with which its states have "
+                                 f"other shapes ({told}); set layerwise.on_optimizer_change to 'reset' or "
+                                 "'keep_shared', resume with the settings of the checkpoint (what optimizer.params and "
+                                 f"layerwise.overrides say of its heads, parts and averages), or {_WEIGHTS_ALONE}")
+        shared = _shared(old, new, on_optimizer_change)
+        return shared, f"{old.family} with states of other shapes before ({told}){_went_on(shared)}"
     if on_optimizer_change == "error":
         raise LayerWiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
                              f"run updates it by {new.family} ({', '.join(new.state_keys)}); set "
                              "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the optimizers "
                              "of the checkpoint (layerwise.overrides sends a parameter to the one or the other), or "
                              f"{_WEIGHTS_ALONE}")
-    why = f"{old.family} before, {new.family} now"
+    why, shared = f"{old.family} before, {new.family} now", _shared(old, new, on_optimizer_change)
+    return shared, f"{why}{_went_on(shared)}"
+
+
+def _went_on(shared: Mapping[str, str]) -> str:
+    return "".join(f", went on from {key}" for key in shared.values())
+
+
+def _shared(old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange) -> dict[str, str]:
+    """The average of gradients that ``new`` goes on from, and what ``old`` calls it."""
     # Moments that are corrected for their bias by a count of steps say nothing without each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
     if on_optimizer_change == "reset" or counts or not (old.gradient_average and new.gradient_average):
-        return {}, why
-    return {new.gradient_average: old.gradient_average}, f"{why}, went on from {old.gradient_average}"
+        return {}
+    return {new.gradient_average: old.gradient_average}
+
+
+def _of_other_shapes(piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]) -> dict[
+        str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Those of ``keys`` that ``sources`` have in another shape than ``piece``, with both shapes."""
+    found = {}
+    for key in keys:
+        if key in piece.state and not piece.is_elementwise(key) and sources:
+            was, now = tuple(_values(piece.name, sources[0], key).shape), tuple(piece.state[key].shape)
+            if was != now:
+                found[key] = (was, now)
+    return found
 
 
 def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord]) -> Iterator[Copy]:

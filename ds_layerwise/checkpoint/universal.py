@@ -30,7 +30,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
-from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved
+from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved, flat
 from ds_layerwise.checkpoint.regular import CONVERTED, KEY, describe, header_of, ours_of, travels_as
 from ds_layerwise.checkpoint.safe_load import load_safely, naming
 from ds_layerwise.errors import LayerWiseError
@@ -133,8 +133,7 @@ class UniversalCheckpoint:
         rule = self.header.rules.get(name)
         state = {}
         for key in rule.state_keys if rule else ():
-            value = self.value(name, key)
-            state[key] = value.reshape(-1) if value.dim() and value.numel() == master.numel() else value
+            state[key] = flat(self.value(name, key), self.header.shapes[name])
         return [PieceRecord(name, 0, master, state)]
 
 

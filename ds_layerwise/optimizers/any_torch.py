@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers import probe
+from ds_layerwise.optimizers import probe, probe_checks
 from ds_layerwise.optimizers.probe import COUNT, Kept, Leaf
-from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, zeros
 from ds_layerwise.recipes import any_torch as recipes
 
 
@@ -37,9 +37,9 @@ class AnyTorch:
         """The rule that runs ``recipe``.
 
         Raises:
-            ConfigError: as :func:`.optimizers.probe.check`.
+            ConfigError: as :func:`.optimizers.probe_checks.check`.
         """
-        probe.check(recipe)
+        probe_checks.check(recipe, lambda: cls(recipe))
         return cls(recipe)
 
     def check(self, device: torch.device) -> None:
@@ -66,10 +66,13 @@ class AnyTorch:
         """One step of each parameter.
 
         Raises:
-            StepError: the class keeps something else than its probe did.
+            UpdateError: the class keeps something else than its probe did.
         """
-        for param, grad, state in zip(params, grads, states, strict=True):
-            self._update(param, grad, state, hyper)
+        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            try:
+                self._update(param, grad, state, hyper)
+            except StepError as error:
+                raise UpdateError(index, str(error)) from error
 
     def _update(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
         step, kept = int(state[COUNT]), probe.kept_of(self._recipe, tuple(param.shape))
@@ -82,7 +85,6 @@ class AnyTorch:
             group["weight_decay"] = hyper.weight_decay
         elif hyper.weight_decay:
             param.mul_(1 - hyper.lr * hyper.weight_decay)
-        optimizer.state.clear()
         if step:
             group.update({key: _value(leaf, state, step) for key, leaf in kept.groups.items()})
             optimizer.state[param] = probe.rebuilt(
@@ -91,10 +93,13 @@ class AnyTorch:
         param.grad = grad.clone()
         try:
             optimizer.step()
+            state[COUNT] += 1
+            self._keep(optimizer, param, kept, state, step + 1)
         finally:
+            # It outlives the step, and what it steps on may be memory that others have next.
             param.grad = None
-        state[COUNT] += 1
-        self._keep(optimizer, param, kept, state, step + 1)
+            group["params"] = []
+            optimizer.state.clear()
 
     def _keep(self, optimizer: Optimizer, param: Tensor, kept: Kept, state: State, step: int) -> None:
         found, expected = dict(probe.walk(dict(optimizer.state.get(param, {})))), dict(probe.walk(kept.after(step)))

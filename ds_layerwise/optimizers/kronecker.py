@@ -92,14 +92,19 @@ class Kronecker:
                     del update
             except LinAlgError as error:
                 raise UpdateError(index, f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its "
-                                  f"step {step} ({str(error).partition(chr(10))[0]}); gradients beyond 1e18 have no "
-                                  "finite squares: clip them (gradient_clipping), or send the parameter to 'adamw' "
-                                  "with layerwise.overrides") from error
+                                  f"step {step} ({str(error).partition(chr(10))[0]}); "
+                                  f"{self._hint(hyper)}gradients beyond 1e18 have no finite squares: clip them "
+                                  "(gradient_clipping), or send the parameter to 'adamw' with layerwise.overrides"
+                                  ) from error
 
     def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
         """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of its own; None if
         they stay as they are."""
         raise NotImplementedError
+
+    def _hint(self, hyper: Hyper) -> str:
+        """What else than gradients may have made a factor that has no eigenvectors, and the way out of it."""
+        return ""
 
     def _in_batches(self, param: Tensor, grad: Tensor, state: State) -> Iterator[tuple[Tensor, Tensor, State]]:
         """Views of as many matrices as go together, (batch, rows, cols), with those of their gradients and states."""
@@ -146,3 +151,13 @@ def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
     except LinAlgError:
         values, vectors = torch.linalg.eigh(factor.to(widest_float()))
     return values.flip(-1).to(factor.dtype), vectors.flip(-1).to(factor.dtype)
+
+
+def check_finite(values: Tensor, what: str) -> None:
+    """Refuse ``values`` that are not all finite, as far as they have memory.
+
+    Raises:
+        LinAlgError: names ``what``.
+    """
+    if not values.is_meta and not torch.isfinite(values).all():
+        raise LinAlgError(f"{what} is not finite")

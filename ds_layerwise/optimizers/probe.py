@@ -35,16 +35,16 @@ from ds_layerwise.recipes.recipe import DTYPE_BYTES, StateSpec
 COUNT = "step"
 
 #: Steps of a probe. What a class keeps must be there, and its numbers must have shown how they change, by then.
-_STEPS = 3
+STEPS = 3
 
 #: Up to so many elements, a probe takes the real shape, with memory.
-_SMALL = 4096
+SMALL = 4096
 
 #: Sides of which no one is another's, nor a product of others.
 _SHAPES = (2, 7, 11), (3, 13, 5)
 
 #: What code that nobody here wrote raises when it does not like what it gets.
-_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
            ValueError)
 
 Path = tuple[str | int, ...]
@@ -101,7 +101,7 @@ def class_of(recipe: AnyTorch) -> type[Optimizer]:
     return found
 
 
-def make(recipe: AnyTorch, *params: Tensor) -> Optimizer:
+def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
     """A new optimizer of ``recipe`` for ``params``.
 
     Raises:
@@ -113,9 +113,9 @@ def make(recipe: AnyTorch, *params: Tensor) -> Optimizer:
                           "optimizer.params.lr (muon_lr for matrices) and optimizer.params.weight_decay")
     kind = class_of(recipe)
     try:
-        optimizer = kind(list(params), lr=1e-3, **recipe.arguments)  # type: ignore[call-arg]
-    except _ERRORS as e:
-        raise ConfigError(f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}: {_said(e)}") from e
+        optimizer = kind(list(params), lr=lr, **recipe.arguments)  # type: ignore[call-arg]
+    except ERRORS as e:
+        raise ConfigError(f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}: {said(e)}") from e
     if "lr" not in optimizer.param_groups[0]:
         raise ConfigError(f"{recipe.rule} keeps no lr in its parameter groups, so that no schedule could move it")
     return optimizer
@@ -129,8 +129,8 @@ def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> N
     """
     try:
         optimizer.step()
-    except _ERRORS as e:
-        raise ConfigError(f"{recipe.rule} cannot step on a parameter of {shape}: {_said(e)}") from e
+    except ERRORS as e:
+        raise ConfigError(f"{recipe.rule} cannot step on a parameter of {shape}: {said(e)}") from e
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -161,14 +161,30 @@ def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
     Raises:
         ConfigError: it cannot step on it, or keeps what cannot be told from shapes, or is neither tensor nor number.
     """
-    if math.prod(shape) <= _SMALL:
+    if math.prod(shape) <= SMALL:
         return _observed(recipe, shape, "cpu")
+    samples = [sample[-len(shape):] for sample in _SHAPES]
     try:
-        return _observed(recipe, shape, "meta")
+        return _counted_as(_observed(recipe, samples[0], "cpu"), _observed(recipe, shape, "meta"))
     except ConfigError:
-        samples = [sample[-len(shape):] for sample in _SHAPES]
         one, other = (_observed(recipe, sample, "cpu") for sample in samples)
         return _of_shape(recipe, one, other, samples, shape)
+
+
+def _counted_as(small: Kept, large: Kept) -> Kept:
+    """``large`` with what ``small`` has for tensors without axes: only memory shows what these count."""
+    known = [dict(walk(state)) for state in small.states]
+
+    def told(index: int) -> Callable[[Path, Any], Any]:
+        def change(path: Path, leaf: Any) -> Any:
+            twin = known[index].get(path)
+            if not (isinstance(leaf, Leaf) and isinstance(twin, Leaf) and leaf.kind is twin.kind is Tensor):
+                return leaf
+            return leaf if leaf.spec.shape or twin.spec.shape else twin
+        return change
+
+    return Kept(tuple(rebuilt(state, told(index)) for index, state in enumerate(large.states)), large.groups,
+                large.flops)
 
 
 def states_of(recipe: AnyTorch, shape: tuple[int, ...]) -> dict[str, StateSpec]:
@@ -190,46 +206,22 @@ def refusal_of(recipe: AnyTorch, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def check(recipe: AnyTorch) -> None:
-    """Refuse a class that does not do with parts of a model what it does with all of it.
-
-    Raises:
-        ConfigError: it cannot be made; or what it does to one parameter depends on others, which are on other ranks;
-            or it is to be cut by element, and what it does to one depends on others.
-    """
-    shapes: list[tuple[int, ...]] = [(6, 10), (10, 4)] if recipe.whole else [(60,), (24,)]
-    if not _is_repeatable(recipe, shapes[0]):
-        return  # What it draws at random differs from run to run anyway.
-    alone = [_trained(recipe, [shape], [seed])[0] for seed, shape in enumerate(shapes)]
-    together = _trained(recipe, shapes, range(len(shapes)))
-    if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(alone, together, strict=True)):
-        raise ConfigError(f"{recipe.rule} does to one parameter what depends on the others, and ranks own some each; "
-                          "it cannot run on parts of a model")
-    if not recipe.whole:
-        values, grads = _draw((60,), 0), [_draw((60,), 100 + step) for step in range(_STEPS)]
-        halves = torch.cat([_stepped(recipe, values[part], [grad[part] for grad in grads])
-                            for part in (slice(0, 24), slice(24, 60))])
-        if not torch.allclose(halves, _stepped(recipe, values, grads), rtol=1e-4, atol=1e-6):
-            raise ConfigError(f"{recipe.rule} does to one element what depends on the others of its parameter, and "
-                              "parameters of the scalar optimizer are cut by element; use it as matrix_optimizer")
-
-
 def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
     states: list[Any] = []
     groups: list[dict[Path, Any]] = []
-    with _aside(), FlopCounterMode(display=False) as counter:
-        param = _draw(shape, 0).to(device)
+    with aside(), FlopCounterMode(display=False) as counter:
+        param = draw(shape, 0).to(device)
         optimizer = make(recipe, param)
         group, = optimizer.param_groups
-        for step in range(_STEPS):
-            param.grad = _draw(shape, 1 + step).to(device)
+        for step in range(STEPS):
+            param.grad = draw(shape, 1 + step).to(device)
             step_of(recipe, optimizer, shape)
             states.append(rebuilt(dict(optimizer.state.get(param, {})), lambda _, value: _described(value)))
             groups.append({(key,): value for key, value in group.items() if key not in ("lr", "weight_decay", "params")
                            and isinstance(value, (int, float))})
     seen = [dict(walk(state)) for state in states]
     return Kept(tuple(rebuilt(state, lambda path, value: _leaf(recipe, seen, path, value)) for state in states),
-                _counts_of_group(recipe, groups), counter.get_total_flops() // _STEPS)
+                _counts_of_group(recipe, groups), counter.get_total_flops() // STEPS)
 
 
 def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str, Leaf]:
@@ -288,7 +280,7 @@ def _ahead(found: list[Any]) -> int | None:
     if not all(isinstance(each, (int, float)) and not isinstance(each, bool) and math.isfinite(each) for each in found):
         return None
     ahead = found[0] - 1
-    return int(ahead) if ahead == int(ahead) and found == [step + ahead for step in range(1, _STEPS + 1)] else None
+    return int(ahead) if ahead == int(ahead) and found == [step + ahead for step in range(1, STEPS + 1)] else None
 
 
 def _of_shape(recipe: AnyTorch, one: Kept, other: Kept, samples: list[tuple[int, ...]], shape: tuple[int, ...]) -> Kept:
@@ -321,45 +313,13 @@ def _of_shape(recipe: AnyTorch, one: Kept, other: Kept, samples: list[tuple[int,
     return Kept(tuple(rebuilt(state, grown(index)) for index, state in enumerate(one.states)), one.groups, 0)
 
 
-def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], seeds: Any) -> list[Tensor]:
-    """Parameters of ``shapes`` after some steps together."""
-    with _aside():
-        params = [_draw(shape, seed) for shape, seed in zip(shapes, seeds, strict=True)]
-        optimizer = make(recipe, *params)
-        for step in range(_STEPS):
-            for param, seed in zip(params, seeds, strict=True):
-                param.grad = _draw(tuple(param.shape), 100 * (1 + seed) + step)
-            step_of(recipe, optimizer, tuple(params[0].shape))
-    return params
-
-
-def _stepped(recipe: AnyTorch, values: Tensor, grads: list[Tensor]) -> Tensor:
-    with _aside():
-        param = values.clone()
-        optimizer = make(recipe, param)
-        for grad in grads:
-            param.grad = grad.clone()
-            step_of(recipe, optimizer, tuple(param.shape))
-    return param
-
-
-def _is_repeatable(recipe: AnyTorch, shape: tuple[int, ...]) -> bool:
-    """Whether the class draws nothing at random."""
-    values, grads = _draw(shape, 0), [_draw(shape, 1 + step) for step in range(_STEPS)]
-    with torch.random.fork_rng(devices=[]):
-        runs = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            runs.append(_stepped(recipe, values, grads))
-    return torch.equal(*runs)
-
-
-def _draw(shape: tuple[int, ...], seed: int) -> Tensor:
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random numbers, the same for the same seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
     """Leave the random numbers of the run as they are."""
     state = random.getstate()
     try:
@@ -369,5 +329,6 @@ def _aside() -> Iterator[None]:
         random.setstate(state)
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """``error`` in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.kronecker import Kronecker, eigh
+from ds_layerwise.optimizers.kronecker import Kronecker, check_finite, eigh
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.recipes import soap as recipes
 
@@ -93,11 +93,20 @@ class Soap(Kronecker):
         return out_of(update, state)
 
     def _learn(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
-        """Let factors, and bases if it is their time, know ``grad``."""
+        """Let factors, and bases if it is their time, know ``grad``.
+
+        Raises:
+            LinAlgError: a basis cannot be found.
+        """
         self._add_to_factors(grad, state, step, hyper)
         if self._is_due(step):
             for key in self.recipe.sides(tuple(grad.shape)):
                 self._renew_basis(key, state, first=step == 1)
+
+    def _hint(self, hyper: Hyper) -> str:
+        """See :meth:`.kronecker.Kronecker._hint`."""
+        return f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; " * (
+            self.recipe.kl and hyper.eps < 1e-10)
 
     def _add_to_factors(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
         kept = self._kept(step)
@@ -119,7 +128,11 @@ class Soap(Kronecker):
             values, vectors = eigh(factor)
         else:
             image = factor @ basis
-            order = torch.argsort((basis * image).sum(-2), dim=-1, descending=True, stable=True)
+            seen = (basis * image).sum(-2)
+            # QR would make NaN of it without a word, and the weights would follow.
+            check_finite(seen, key)
+            order = torch.argsort(seen, dim=-1, descending=True, stable=True)
+            del seen
             _sort_(state["exp_avg_sq"], order, -2 if key == "L" else -1)
             if self.recipe.basis == "eigh":
                 del image

@@ -80,8 +80,11 @@ class Checkpointing:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, *, with_gradients: bool = True) -> Iterator[None]:
         """Around a save: find out where in a step all ranks are, and write that into every file.
+
+        Args:
+            with_gradients: whether the gradients of a step that is not over are saved; else that step is repeated.
 
         Raises:
             LayerWiseError: on every rank, if one is inside an update, or they are not at the same step.
@@ -92,6 +95,8 @@ class Checkpointing:
             # What cannot be read back is found before anything is written.
             self.header()
         self._point = unfinished.agree(point, (engine.global_steps, self.progress.updates))
+        if not with_gradients and not self._point.dropped and (self._point.micro_batches or self._point.passes):
+            self._point = unfinished.Point(dropped="between two micro-batches of a step")
         if self._point.dropped and comm.rank_of(None) == 0:
             logger.warning(f"ds_layerwise: saved {self._point.dropped}: the gradients of this step are not in the "
                            "checkpoint, and a resumed run repeats the step")
@@ -186,7 +191,7 @@ class Checkpointing:
             found = Found(folder, saved.header, plan, states, masters, universal, others, accumulated)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
-        if isinstance(opened, (RegularCheckpoint, PipelineCheckpoint)):
+        if not isinstance(opened, UniversalCheckpoint):
             which += opened.identity()
         with comm.Alike(None):
             comm.check_alike(f"the checkpoint in {folder}", comm.digest_of(which), which, group=self.settings.group)
@@ -207,7 +212,7 @@ class Checkpointing:
             self._check_one_file()
             self.offloading.check_not_offloaded()
             self.interrupted.check()
-        with self.saving():
+        with self.saving(with_gradients=False):
             for index in range(len(self.planned.layout.buckets)):
                 self.owned.follow_values(index)
             one_file.save(path, self.owned.record().pieces, self.header(), (LOSS_SCALER, self.scaling.scaler),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -50,11 +51,13 @@ def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tupl
     rank, error = comm.rank_of(None), None
     scratch = path.with_name(f"{path.name}.parts")
     whole: dict[str, Tensor] = {}
+    made = False
     try:
         for index, (name, of) in enumerate(sorted(parts.items())):
             place = None
             if rank == 0 and error is None:
                 try:
+                    made = made or _make_scratch(scratch)
                     place = _place(scratch, index, of, shapes[name])
                     whole[name] = place
                 except (OSError, RuntimeError) as e:
@@ -71,8 +74,20 @@ def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tupl
                 write(path, whole, header, scaler)
     finally:
         whole.clear()
-        if rank == 0:
+        if made:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make_scratch(scratch: Path) -> bool:
+    """Make the folder of whole tensors; what a save that was killed has left in it may be overwritten.
+
+    Raises:
+        OSError: it cannot be made, or holds what no save has written.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    if foreign := next((each.name for each in scratch.iterdir() if not each.name.isdigit()), None):
+        raise OSError(f"it holds {foreign}, and is removed after a save; move that away")
+    return True
 
 
 def _part(piece: PieceRecord, key: str | None) -> _Part:
@@ -86,12 +101,13 @@ def _place(scratch: Path, index: int, of: Mapping[int, _Part], shape: tuple[int,
     """Memory for a whole tensor, which is a file of its own so that not all of them have to fit."""
     first = next(iter(of.values()))
     own = shape if first.shape is None else first.shape
-    scratch.mkdir(parents=True, exist_ok=True)
-    numel = torch.Size(own).numel()
+    numel, dtype = torch.Size(own).numel(), getattr(torch, first.dtype)
     if not numel:
-        return torch.empty(own, dtype=getattr(torch, first.dtype), device="cpu")
-    return torch.from_file(str(scratch / str(index)), shared=True, size=numel,
-                           dtype=getattr(torch, first.dtype)).view(own)
+        return torch.empty(own, dtype=dtype, device="cpu")
+    # Memory of a file for which the disk has no room ends the process at the first write to it.
+    with (scratch / str(index)).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+    return torch.from_file(str(scratch / str(index)), shared=True, size=numel, dtype=dtype).view(own)
 
 
 def _bring(part: _Part, mine: tuple[PieceRecord, str | None] | None, rank: int, device: torch.device) -> Tensor | None:

@@ -319,8 +319,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
         """Write masters and states of all parameters, whole, to one file of safetensors; see :mod:`.one_file`.
 
-        Every rank must call it, between two steps; rank 0 writes. The model's frozen parameters, the scheduler and the
-        engine's counts are not in it.
+        Every rank must call it; rank 0 writes. The model's frozen parameters, the scheduler, the engine's counts, and
+        the gradients of a step that is not over are not in it.
         """
         self.checkpoint_event_prologue()
         self.checkpointing.save_file(Path(path))

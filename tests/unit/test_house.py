@@ -48,7 +48,7 @@ INSIDE = {
                    "folder one_file tags", "untrained"),
     "optimizers": ("devices param_groups rule update_hooks", "decay",
                    "adafactor elementwise kronecker orthogonalized probe",
-                   "adamuon any_torch muon namo normuon polargrad scion shampoo soap", "registry"),
+                   "adamuon muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch", "registry"),
     "ranks": ("buffers host_group host_memory leaving profiling side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
               "bucket_order measured_links param_sync", "sync"),

@@ -1,19 +1,22 @@
 """What a probe says that a class keeps, against what it keeps."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
-from pytorch_optimizer import CAME, SOAP, Shampoo
+from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, AdaBound, DAdaptAdam, EmoNavi, ScheduleFreeRAdam, Shampoo
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.any_torch import AnyTorch
 from ds_layerwise.optimizers.probe import kept_of, states_of
-from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.rule import Hyper, UpdateError
 from ds_layerwise.recipes.any_torch import is_path, recipe_of
 from ds_layerwise.recipes.registry import entry_of
 from tests.support.rooms import rooms
 
-pytestmark = rooms("probe", "any_torch")
+pytestmark = rooms("probe", "probe_checks", "any_torch")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.0, momentum=0.9, betas=(0.9, 0.9), eps=1e-8)
 
@@ -37,7 +40,7 @@ class Looks(Optimizer):
                                  half=torch.zeros(rows, dtype=torch.bfloat16), n=torch.zeros(3, dtype=torch.int64))
                     if self.extra == "half a side":
                         state["odd"] = torch.zeros(rows // 2)
-                if self.extra == "late" and int(state["n"][0]) == 5:
+                if self.extra == "late" and int(state["n"][0]) == 15:
                     state["late"] = torch.zeros(cols)
                 state["n"] += 1
                 state["left"].addmm_(param.grad, param.grad.mT)
@@ -112,9 +115,9 @@ def test_a_state_that_comes_after_the_probe_is_an_error():
     rule = AnyTorch.of(recipe(Looks, extra="late"))
     param = torch.zeros(6, 10)
     state = rule.init_state(param)
-    for _ in range(5):
+    for _ in range(15):
         rule.update_([param], [torch.ones(6, 10)], [state], HYPER)
-    with pytest.raises(StepError, match=r"Looks keeps late \(10,\) of a parameter of \(6, 10\) after 6 steps"):
+    with pytest.raises(StepError, match=r"Looks keeps late \(10,\) of a parameter of \(6, 10\) after 16 steps"):
         rule.update_([param], [torch.ones(6, 10)], [state], HYPER)
 
 
@@ -174,3 +177,119 @@ def test_recipes_of_one_path_are_equal():
     ("a:", False), ("a/b:C", False), (3, False)])
 def test_what_a_path_is(text, yes):
     assert is_path(text) is yes
+
+
+# --- what cannot be run on parts of a model, or resumed --------------------------------------------------------------
+
+
+class Elsewhere(Optimizer):
+    """Keeps a number where nobody looks, or divides by what it was made with."""
+
+    def __init__(self, params, lr=1e-3, where=""):
+        super().__init__(params, {"lr": lr, "size": [0.0], "far": torch.zeros(2)})
+        self.where, self.seen, self.all, self.made_with = where, 0.0, {"n": [torch.zeros(1)]}, lr
+        self.hidden = SimpleNamespace()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            size, before = float(param.grad.abs().mean()), 0.0
+            if self.where == "attribute":
+                before, self.seen = self.seen, size
+            elif self.where == "tensor of an attribute":
+                before = float(self.all["n"][0])
+                self.all["n"][0].fill_(size)
+            elif self.where == "list of a group":
+                before, group["size"] = group["size"][0], [size]
+            elif self.where == "tensor of a group":
+                before = float(group["far"][1])
+                group["far"][1] = size
+            elif self.where == "state of all":
+                before = self.state["all"].get("seen", 0.0)
+                self.state["all"]["seen"] = size
+            elif self.where == "unseen":
+                before = vars(self.hidden).get(str(id(param)), 0.0)
+                setattr(self.hidden, str(id(param)), size)
+            rate = group["lr"] * (group["lr"] / self.made_with if self.where == "rate" else 1)
+            param.sub_(rate * (1 + before) * param.grad)
+
+
+@pytest.mark.parametrize("where, message", [
+    ("attribute", r"goes on from optimizer.seen, and not from optimizer.state\[param\] alone"),
+    ("tensor of an attribute", "goes on from optimizer.all, and"),
+    ("list of a group", r"goes on from optimizer.param_groups\[0\]\['size'\], and"),
+    ("tensor of a group", r"goes on from optimizer.param_groups\[0\]\['far'\], and"),
+    ("state of all", r"goes on from optimizer.state\['all'\], and"),
+    ("unseen", r"does otherwise where it goes on from optimizer.state\[param\] in an instance of its own"),
+    ("rate", "takes more of the lr that it is made with than its parameter groups tell")])
+def test_what_is_kept_elsewhere_is_refused(where, message):
+    AnyTorch.of(recipe(Elsewhere))
+    with pytest.raises(ConfigError, match=f"Elsewhere {message}"):
+        AnyTorch.of(recipe(Elsewhere, where=where))
+
+
+@pytest.mark.parametrize("kind, message", [
+    (MADGRAD, r"optimizer.state\['k'\]"), (SPAM, r"optimizer.state\['total_step'\]"),
+    (EmoNavi, r"optimizer.state\['ema'\]"), (DAdaptAdam, "'numerator_weighted'"), (AdaBound, "more of the lr"),
+    (ScheduleFreeRAdam, "does otherwise where it goes on")], ids=lambda value: getattr(value, "__name__", ""))
+def test_classes_of_others_that_do_so(kind, message):
+    with pytest.raises(ConfigError, match=message):
+        AnyTorch.of(recipe(kind))
+
+
+class Counts(Optimizer):
+    """Counts in a tensor on the device of the parameter, and keeps more of what is large."""
+
+    def __init__(self, params, lr=1e-3, large=10**9):
+        super().__init__(params, {"lr": lr, "large": large})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(step=torch.zeros((), device=param.device), average=torch.zeros_like(param))
+                if param.numel() > group["large"]:
+                    state["more"] = torch.zeros_like(param)
+            state["step"] += 1
+            state["average"].lerp_(param.grad, 0.1)
+            param.sub_(group["lr"] * state["average"] / (1 - 0.9 ** state["step"]))
+
+
+def test_what_is_kept_of_a_piece_does_not_depend_on_its_length():
+    path = f"{Counts.__module__}:{Counts.__name__}"
+    scalar = recipe_of(path, whole=False)()
+    AnyTorch.of(scalar)
+    for numel in (1, 60, 5000):
+        assert {key: spec.shape for key, spec in states_of(scalar, (numel,)).items()} == {
+            "step": (), "average": (numel,)}
+    with pytest.raises(ConfigError, match="Counts keeps more of a parameter of some sizes and not of others.*number of "
+                       "ranks; use it as matrix_optimizer"):
+        AnyTorch.of(recipe_of(path, whole=False)(scalar_params={"large": 3000}))
+
+
+def test_nothing_that_a_step_works_on_is_kept():
+    rule = AnyTorch.of(recipe(SOAP, precondition_frequency=2))
+    state = rule.init_state(torch.zeros(6, 10))
+    for _ in range(4):
+        param, grad = torch.ones(6, 10), torch.ones(6, 10)
+        lent = {key: value if key == "step" else value.clone() for key, value in state.items()}
+        rule.update_([param], [grad], [lent], HYPER)
+        gone = [weakref.ref(each) for each in (param, grad, *(value for key, value in lent.items() if key != "step"))]
+        for key, value in state.items():
+            value.copy_(lent[key])
+        del param, grad, lent, value
+        assert not any(each() is not None for each in gone)
+
+
+def test_an_error_says_which_parameter():
+    rule = AnyTorch.of(recipe(Looks, extra="late"))
+    params, grads = [torch.zeros(6, 10) for _ in range(2)], [torch.ones(6, 10) for _ in range(2)]
+    states = [rule.init_state(param) for param in params]
+    for _ in range(15):
+        rule.update_(params[1:], grads[1:], states[1:], HYPER)
+    with pytest.raises(UpdateError) as caught:
+        rule.update_(params, grads, states, HYPER)
+    assert caught.value.index == 1

@@ -1,6 +1,7 @@
 """Pieces of any layout to pieces of any other: every element from exactly where it was, and what else may happen."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_another_shape_is_named():
     saved, (own,) = records(1, "balanced", 100), records(1, "balanced", 100, filled=False)
     for piece in saved[0].pieces:
         piece.state["left"] = torch.zeros(4, 4)
-    with pytest.raises(LayerWiseError, match=r"left of .* is \(4, 4\) in the checkpoint, \(3, 3\) in this run"):
+    with pytest.raises(LayerWiseError, match=r"states have other shapes \(left \(4, 4\), now \(3, 3\)\)"):
         plan(own, InMemory(saved))
 
 
@@ -222,3 +223,29 @@ def test_experts_are_numbered_over_all_ranks_in_a_checkpoint():
                      "h.1.deepspeed_experts.0.w": ("h.1.deepspeed_experts.0.w", "h.1.deepspeed_experts.1.w")}
     with pytest.raises(LayerWiseError, match="own.weight is another parameter on every one of 4 ranks"):
         expert_names({"own.weight": 4})
+
+
+@pytest.mark.parametrize("policy, kept", [("reset", set()), ("keep_shared", {"momentum_buffer"})])
+def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy, kept):
+    """One momentum, and a number for each row, where the run before had one for each column."""
+    rule = RuleRecord("normuon", ("momentum_buffer", "moment2_buffer"), "momentum_buffer")
+
+    def piece(rows, cols, fill):
+        return PieceRecord("a", 0, torch.full((12,), fill), {"momentum_buffer": torch.full((12,), fill),
+                                                             "moment2_buffer": torch.full((rows, cols), fill)})
+
+    saved, mine = piece(1, 4, 2.0), ShardRecord(0, 1, "", "", (piece(3, 1, 0.0),))
+    header = Header(step=3, shapes={"a": (3, 4)}, rules={"a": rule}, param_groups=None, dtypes=None)
+    of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
+    given = {"masters": True, "states": True, "on_missing_state": "error"}
+    with pytest.raises(LayerWiseError, match=r"a was updated by normuon with other settings, .*moment2_buffer "
+                       r"\(1, 4\), now \(3, 1\)\); set layerwise.on_optimizer_change to 'reset'"):
+        plan_load(mine, of_file, {"a": rule}, on_optimizer_change="error", **given)
+    plan = plan_load(mine, of_file, {"a": rule}, on_optimizer_change=policy, **given)
+    for into, value in plan.copies:
+        into.copy_(value)
+    own, = mine.pieces
+    assert set(plan.restarts["a"]) == set(rule.state_keys) - kept and torch.equal(own.master, saved.master)
+    assert bool(own.state["momentum_buffer"].any()) is bool(kept) and not own.state["moment2_buffer"].any()
+    assert plan.reasons["a"] == "normuon with states of other shapes before (moment2_buffer (1, 4), now (3, 1))" + (
+        ", went on from momentum_buffer" if kept else "")

@@ -359,3 +359,25 @@ def test_settings_out_of_bounds(key, value, message):
     off = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "matrix_optimizer": "soap", "max_update_rms": None}})
     assert off.matrix.max_update_rms is None
+
+
+@pytest.mark.parametrize("name", ["soap", "kl_soap"])
+@pytest.mark.parametrize("basis", ["qr", "eigh"])
+def test_a_gradient_without_finite_squares_never_makes_nan_of_weights(name, basis):
+    rule = rule_of(REGISTRY[name].recipe(basis=basis, precondition_frequency=2, max_update_rms=0))
+    param, hyper = torch.ones(4, 6), Hyper(lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.95), eps=1e-8)
+    state = rule.init_state(param)
+    with pytest.raises(UpdateError, match=f"{name} finds no eigenvectors of .*step 5 .*beyond 1e18 .*clip them"):
+        for step in range(6):
+            grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)) * (1e25 if step == 3 else 1)
+            rule.update_([param], [grad], [state], hyper)
+    assert torch.isfinite(param).all()
+
+
+def test_an_eps_of_zero_is_told_where_eigenvalues_are_divided_by():
+    rule = rule_of(REGISTRY["kl_soap"].recipe(precondition_frequency=1))
+    param, hyper = torch.ones(4, 6), Hyper(lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.95), eps=0.0)
+    state = rule.init_state(param)
+    with pytest.raises(UpdateError, match="eps, the least eigenvalue that kl_soap divides by, is 0: make it 1e-8"):
+        for _ in range(4):
+            rule.update_([param], [torch.ones(4, 6)], [state], hyper)

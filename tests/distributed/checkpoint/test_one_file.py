@@ -1,5 +1,9 @@
 """Masters and states of whole parameters in one file, outside of the engine's checkpoints."""
 
+import contextlib
+import io
+
+import deepspeed.comm as dist
 import pytest
 import torch
 from safetensors import safe_open
@@ -132,3 +136,56 @@ class TestOneFile(DistributedTest):
         with safe_open(tmp_path / "there", framework="pt") as content:
             assert content.keys()
         train_engine(engine, 1, first=1)
+
+    @pytest.mark.world_size(2)
+    def test_no_room_and_a_folder_of_somebody_else_are_errors_on_all_ranks(self, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        mine = tmp_path / "file.parts" / "notes.txt"
+        with monkeypatch.context() as patch:
+            patch.setattr("os.posix_fallocate", full)
+            with pytest.raises(LayerWiseError, match=r"file.parts cannot be written: .*No space left on device"):
+                engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        dist.barrier()
+        assert not list(tmp_path.iterdir())
+        dist.barrier()
+        on_rank_0(lambda: (mine.parent.mkdir(), mine.write_text("mine")))
+        with pytest.raises(LayerWiseError, match="file.parts cannot be written: it holds notes.txt, and is removed"):
+            engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        assert mine.read_text() == "mine"
+        dist.barrier()
+        # What a save that was killed has left goes.
+        on_rank_0(lambda: mine.rename(mine.with_name("3")))
+        engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        dist.barrier()
+        assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+    @pytest.mark.world_size(2)
+    def test_ranks_that_read_files_of_two_saves_are_told(self, tmp_path):
+        engine = start(Net(), ds_config())
+        for name in ("0", "1"):
+            train_engine(engine, 1)
+            engine.optimizer.progress.updates = 1
+            engine.optimizer.save_state_dict_to_file(tmp_path / name)
+        before = whole_states(engine)
+        with pytest.raises(LayerWiseError, match="the checkpoint in .* differs between ranks"):
+            engine.optimizer.load_state_dict_from_file(tmp_path / str(engine.global_rank))
+        assert_equal_states(whole_states(engine), before)
+
+    @pytest.mark.world_size(2)
+    def test_a_step_that_is_not_over_is_repeated_and_that_is_said(self, tmp_path):
+        engine = start(Net(), ds_config(gas=2))
+        train_engine(engine, 1, gas=2)
+        expected = whole_states(engine)
+        engine.backward(engine((1, 0, engine.global_rank)))
+        engine.step()
+        engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        train_engine(engine, 1, gas=2, first=1)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            engine.optimizer.load_state_dict_from_file(tmp_path / "file")
+        assert_equal_states(whole_states(engine), expected)
+        assert engine.global_rank or "between two micro-batches of a step" in said.getvalue()

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
@@ -13,11 +14,12 @@ from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.fused import FUSED, OVERRIDES, Fused, parts_in, taken_apart
 from tests.support.harness import DistributedTest, made_once
+from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("parts", "owned", "regular", "universal", "reshard")
+pytestmark = rooms("parts", "owned", "regular", "universal", "reshard", "one_file")
 
 
 def engine_of(*, apart=False, split=True, layerwise=None, **changes):
@@ -131,3 +133,38 @@ class TestStatesOfOtherShapes(DistributedTest):
             assert not any(value.any() for (name, key), value in states.items()
                            if name in FUSED and key.startswith(("exp_avg", "row_avg", "step")))
             assert torch.equal(states["plain", "left"], torch.load(runs / folder / "expected.pt")["plain", "left"])
+
+
+class Gated(nn.Module):
+    """Gate and up, each twice as wide as their input: the factor of the rows of either has as many elements as both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.both, self.other = nn.Linear(3, 12), nn.Linear(8, 6)
+
+    def forward(self, place):
+        return whole_number_loss(self, place)
+
+
+class TestStatesAsLargeAsTheParameter(DistributedTest):
+    @pytest.mark.world_size(2)
+    def test_they_come_back_in_their_own_shape(self, tmp_path):
+        def engine_of_soap(**layerwise):
+            return start(Gated(), ds_config(
+                optimizer={"type": "LayerWise", "params": {"lr": 0.003, "matrix_optimizer": "soap"}},
+                layerwise={"overrides": [{"name": "both.weight", "split": {"gate": 6, "up": 6}}], **layerwise}))
+
+        engine = engine_of_soap(save_universal=True)
+        train_engine(engine, 3)
+        expected = whole_states(engine)
+        assert expected["both.weight", "L.up"].shape == (6, 6)
+        engine.save_checkpoint(tmp_path, tag="regular")
+        engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        other = engine_of_soap(layout="lpt")
+        for load in (lambda: other.load_checkpoint(tmp_path, tag="regular"),
+                     lambda: other.load_checkpoint(tmp_path, tag="regular_universal"),
+                     lambda: other.optimizer.load_state_dict_from_file(tmp_path / "file")):
+            train_engine(other, 1, first=40)
+            load()
+            assert_equal_states(whole_states(other), expected)

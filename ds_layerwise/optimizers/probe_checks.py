@@ -1,0 +1,221 @@
+"""What a class of ``torch.optim.Optimizer`` must not do, or ranks that own some parameters each cannot run it.
+
+Note: what is tried
+    Some steps on small tensors: of one parameter beside another and alone; of two halves; of one that goes on from its
+    state in an instance of its own, as after a load; and of one that was made with another learning rate. What comes
+    out must be alike. What a class draws at random differs anyway, and is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.probe import (
+    ERRORS,
+    SMALL,
+    STEPS,
+    aside,
+    draw,
+    make,
+    rebuilt,
+    said,
+    states_of,
+    step_of,
+    walk,
+)
+from ds_layerwise.optimizers.rule import Hyper, UpdateRule
+from ds_layerwise.recipes.any_torch import AnyTorch
+
+#: Steps of a run that is resumed, and after how many of them: something may come late.
+_LONG, _RESUMED = 12, (1, 7)
+
+#: A learning rate that no class has for its default.
+_LR = 0.0123
+
+
+def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
+    """Refuse a class that does not do with parts of a model what it does with all of it, or after a load what it does
+    without.
+
+    Args:
+        new_rule: makes a rule for the class, which has seen no parameter yet.
+
+    Raises:
+        ConfigError: it cannot be made; what it does to a parameter depends on others, which are on other ranks, or on
+            what is not in the state of that one; or it is to be cut by element, and what it does to one depends on
+            others.
+    """
+    shapes: list[tuple[int, ...]] = [(6, 10), (10, 4)] if recipe.whole else [(60,), (24,)]
+    _check_where_it_keeps(recipe, shapes[0])
+    if not recipe.whole:
+        _check_keys_of_pieces(recipe)
+    if not _is_repeatable(recipe, shapes[0]):
+        return  # What it draws at random differs from run to run anyway.
+    alone = [_trained(recipe, [shape], [seed])[0] for seed, shape in enumerate(shapes)]
+    together = _trained(recipe, shapes, range(len(shapes)))
+    if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(alone, together, strict=True)):
+        raise ConfigError(f"{recipe.rule} does to one parameter what depends on the others, and ranks own some each; "
+                          "it cannot run on parts of a model")
+    _check_it_goes_on(recipe, new_rule, shapes[0])
+    if not recipe.whole:
+        values, grads = draw((60,), 0), [draw((60,), 100 + step) for step in range(STEPS)]
+        halves = torch.cat([_stepped(recipe, values[part], [grad[part] for grad in grads])
+                            for part in (slice(0, 24), slice(24, 60))])
+        if not torch.allclose(halves, _stepped(recipe, values, grads), rtol=1e-4, atol=1e-6):
+            raise ConfigError(f"{recipe.rule} does to one element what depends on the others of its parameter, and "
+                              "parameters of the scalar optimizer are cut by element; use it as matrix_optimizer")
+
+
+def _check_where_it_keeps(recipe: AnyTorch, shape: tuple[int, ...]) -> None:
+    """Refuse a class that goes on from what it keeps elsewhere than in the state of a parameter.
+
+    Raises:
+        ConfigError: names where; such a thing is not in a checkpoint, and may be of all parameters together.
+    """
+    with aside():
+        param = draw(shape, 0)
+        optimizer = make(recipe, param)
+        found = []
+        for step in range(STEPS):
+            param.grad = draw(shape, 1 + step)
+            step_of(recipe, optimizer, shape)
+            found.append({where: _copied(value) for where, value in _elsewhere(optimizer, param)})
+    changed = [where for where, value in found[-1].items() if not _is_same(value, found[0].get(where))]
+    if changed or (changed := [where for where in found[-1] if where.startswith("optimizer.state")]):
+        raise ConfigError(f"{recipe.rule} goes on from {', '.join(changed)}, and not from optimizer.state[param] "
+                          "alone: ranks own some parameters each, and a checkpoint has what is kept of each; this "
+                          "class cannot be used here")
+
+
+def _elsewhere(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Any]]:
+    """What an optimizer of ``param`` has beside its state, and what its step counts, by where it is."""
+    for key, value in vars(optimizer).items():
+        if key not in ("defaults", "state", "param_groups"):
+            yield f"optimizer.{key}", value
+    for key, value in optimizer.param_groups[0].items():
+        # Of numbers, those that count are known, and others have been refused.
+        if key not in ("lr", "weight_decay", "params") and not isinstance(value, (int, float)):
+            yield f"optimizer.param_groups[0][{key!r}]", value
+    for other in optimizer.state:
+        if other is not param:
+            yield f"optimizer.state[{other!r}]", None
+
+
+def _copied(value: Any) -> Any:
+    return rebuilt(value, lambda _, each: each.clone() if isinstance(each, Tensor) else each) if isinstance(
+        value, (Tensor, dict, list)) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether numbers, texts and tensors in ``one`` and ``other`` are alike; what else there is counts for nothing."""
+    first, second = dict(walk(one)), dict(walk(other))
+    if first.keys() != second.keys():
+        return False
+    for path, value in first.items():
+        twin = second[path]
+        if isinstance(value, Tensor) or isinstance(twin, Tensor):
+            if not (isinstance(value, Tensor) and isinstance(twin, Tensor) and torch.equal(value, twin)):
+                return False
+        elif isinstance(value, (int, float, str)) and value != twin:
+            return False
+    return True
+
+
+def _check_keys_of_pieces(recipe: AnyTorch) -> None:
+    """Refuse a class that keeps other things of a long piece than of a short one: how parameters are cut depends on the
+    number of ranks.
+
+    Raises:
+        ConfigError: names what it keeps.
+    """
+    short, *others = [set(states_of(recipe, (numel,))) for numel in (1, 60, SMALL + 1, 2**20 + 1)]
+    if differ := set().union(*others).symmetric_difference(short):
+        raise ConfigError(f"{recipe.rule} keeps {', '.join(sorted(differ))} of a parameter of some sizes and not of "
+                          "others, and how long the pieces of a parameter are depends on the number of ranks; use it "
+                          "as matrix_optimizer")
+
+
+def _check_it_goes_on(recipe: AnyTorch, new_rule: Callable[[], UpdateRule], shape: tuple[int, ...]) -> None:
+    """Refuse a class that keeps more than its state, or more of the ``lr`` that it is made with than its groups have.
+
+    Raises:
+        ConfigError: says which.
+    """
+    grads = [draw(shape, 1 + step) for step in range(_LONG)]
+    expected, of_group = (_stepped_at(recipe, made_with, draw(shape, 0), grads) for made_with in (_LR, None))
+    if not _agree(of_group, expected):
+        raise ConfigError(f"{recipe.rule} takes more of the lr that it is made with than its parameter groups tell, so "
+                          "that no schedule moves it as it should; give it arguments with which it does not, or use "
+                          "another class")
+    with aside():
+        param, rule = draw(shape, 0), new_rule()
+        state = rule.init_state(param)
+        for step, grad in enumerate(grads):
+            if step in _RESUMED:
+                rule, state = new_rule(), {key: value.clone() for key, value in state.items()}
+            try:
+                rule.update_([param], [grad], [state],
+                             Hyper(lr=_LR, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=0.0))
+            except ERRORS as e:
+                raise ConfigError(f"{recipe.rule} cannot go on from its state after {step} steps, as after a load: "
+                                  f"{said(e)}") from e
+    if not _agree(param, expected):
+        raise ConfigError(f"{recipe.rule} does otherwise where it goes on from optimizer.state[param] in an instance "
+                          "of its own, as after a load: it keeps something elsewhere; this class cannot be used here")
+
+
+def _stepped_at(recipe: AnyTorch, made_with: float | None, param: Tensor, grads: list[Tensor]) -> Tensor:
+    """``param`` after a step with each of ``grads`` at one learning rate, of an instance that was ``made_with`` it, or,
+    for None, with that of a probe."""
+    with aside():
+        optimizer = make(recipe, param) if made_with is None else make(recipe, param, lr=made_with)
+        group, = optimizer.param_groups
+        group.update({key: value for key, value in (("lr", _LR), ("weight_decay", 0.0)) if key in group and (
+            key != "lr" or made_with is None)})
+        for grad in grads:
+            param.grad = grad.clone()
+            step_of(recipe, optimizer, tuple(param.shape))
+    return param
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], seeds: Any) -> list[Tensor]:
+    """Parameters of ``shapes`` after some steps together."""
+    with aside():
+        params = [draw(shape, seed) for shape, seed in zip(shapes, seeds, strict=True)]
+        optimizer = make(recipe, *params)
+        for step in range(STEPS):
+            for param, seed in zip(params, seeds, strict=True):
+                param.grad = draw(tuple(param.shape), 100 * (1 + seed) + step)
+            step_of(recipe, optimizer, tuple(params[0].shape))
+    return params
+
+
+def _stepped(recipe: AnyTorch, values: Tensor, grads: list[Tensor]) -> Tensor:
+    with aside():
+        param = values.clone()
+        optimizer = make(recipe, param)
+        for grad in grads:
+            param.grad = grad.clone()
+            step_of(recipe, optimizer, tuple(param.shape))
+    return param
+
+
+def _is_repeatable(recipe: AnyTorch, shape: tuple[int, ...]) -> bool:
+    """Whether the class draws nothing at random."""
+    values, grads = draw(shape, 0), [draw(shape, 1 + step) for step in range(STEPS)]
+    with torch.random.fork_rng(devices=[]):
+        runs = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            runs.append(_stepped(recipe, values, grads))
+    return torch.equal(*runs)
