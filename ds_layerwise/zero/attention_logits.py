@@ -54,10 +54,10 @@ class AttentionLogits:
             return
         with comm.Alike(None):
             self._attentions = attentions_of(model, self.clip, trained=params.keys(), tp_size=settings.tp_size)
-        self._check_matched(model)
-        own = [attention.name for attention in self._attentions]
-        self._everywhere = own if settings.model_group is None else list(dict.fromkeys(
-            name for names in comm.gather_objects(own, group=settings.model_group) for name in names))
+        own = [attention.name for attention in self._attentions], matched(model, self.clip)
+        everyone = [own] if settings.model_group is None else comm.gather_objects(own, group=settings.model_group)
+        self._everywhere = list(dict.fromkeys(name for names, _ in everyone for name in names))
+        self._check_found({index for _, indices in everyone for index in indices})
         self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         start = 0
         for attention in self._attentions:
@@ -76,14 +76,19 @@ class AttentionLogits:
                 attention_hook.watch(self._modules.values(), self._note)
         weakref.finalize(self, attention_hook.forget, list(self._modules.values())).atexit = False
 
-    def _check_matched(self, model: nn.Module) -> None:
-        """Refuse an entry that is for no module, on any part of the model."""
-        everyone = comm.gather_objects(sorted(matched(model, self.clip)), group=self._settings.model_group)
-        here = {index for each in everyone for index in each}
+    def _check_found(self, used: Collection[int]) -> None:
+        """Refuse an entry that is for no module of any part of the model, and a model without attention.
+
+        Args:
+            used: the entries, by index, that are for one.
+        """
         for index, entry in enumerate(self.clip.attention if self.clip else ()):
-            if index not in here:
+            if index not in used:
                 raise ConfigError(f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module is "
                                   "called so; correct it, or remove the entry")
+        if self.clip is not None and not self._everywhere:
+            raise ConfigError("layerwise.qk_clip finds no attention module in this model; name them in "
+                              "layerwise.qk_clip.attention, or leave it out")
 
     def destroy(self) -> None:
         """Look at no module any more."""

@@ -66,8 +66,8 @@ def counts_for(implementation: str, module: Any, query: Tensor, key: Tensor, mas
         return _Band(query, key, causal and query.shape[2] > 1, None, 0)
     raise StepError(f"the attention logits of {type(module).__name__} cannot be measured in implementation "
                     f"{implementation!r} with a mask of {type(mask).__name__}; load the model with attn_implementation "
-                    "'sdpa', or set layerwise.qk_clip.hook to false and give them to "
-                    "engine.optimizer.note_attention_logits")
+                    "'sdpa'; or leave layerwise.log_max_attention_logit out, or set layerwise.qk_clip.hook to "
+                    "false and give them to engine.optimizer.note_attention_logits")
 
 
 def _everything(first: int, last: int) -> Tensor | None:
