@@ -18,6 +18,7 @@ from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.presets import PRESETS, started
+from ds_layerwise.recipes.qk_clip import QkClip
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import NOT_HERE, entry_of, names, recipes_of_settings
 from ds_layerwise.recipes.settings import (
@@ -300,6 +301,10 @@ class LayerWiseConfig(Section):
     """No schedule takes the learning rate of embeddings and output heads below this; None for no bound."""
     apply_wd_to_qk_layernorm: bool = False
     """Whether vectors of norms over queries and keys are decayed though others are not; Megatron-LM's key."""
+    qk_clip: Annotated[QkClip | None, _OR_NULL] = None
+    """Scale queries and keys down where attention logits are too large; see :mod:`.recipes.qk_clip`. None for never."""
+    log_max_attention_logit: bool = False
+    """Measure and report the largest attention logits, which ``qk_clip`` does anyway; Megatron-LM's key."""
     dump_param_map: Annotated[Annotated[str, Field(min_length=1)] | None, _OR_NULL] = None
     """A file that rank 0 writes at start: what ``ds-layerwise plan --list --json`` tells; None for none."""
 
@@ -312,6 +317,8 @@ class LayerWiseConfig(Section):
         values = dict(section)
         if "rename" in values:
             values["rename"] = _renames("layerwise.rename", values["rename"])
+        if values.get("qk_clip") is not None:
+            values["qk_clip"] = QkClip.from_section("layerwise.qk_clip", values["qk_clip"])
         if "overrides" in values:
             entries = values["overrides"]
             if isinstance(entries, str) or not isinstance(entries, Sequence):

@@ -14,7 +14,7 @@ from ds_layerwise.plan.matching import Changes
 from ds_layerwise.plan.routes import Route
 
 #: What model families call a norm over queries or keys, with what is in it.
-_QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
+QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ByKind:
         if route.weight_decay is not None or own_decay:
             return route
         exempt = len(shape) < 2 and not self.decay_vectors
-        if exempt and not (self.apply_wd_to_qk_layernorm and _QK_NORM.fullmatch(route.name)):
+        if exempt and not (self.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)):
             return replace(route, weight_decay=0.0)
         return route if route.whole else replace(route, weight_decay=self.scalar_weight_decay)
 

@@ -241,6 +241,13 @@ def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
     return value
 
 
+def max_over_ranks(value: Tensor, *, group: Group) -> Tensor:
+    """The largest of ``value`` over ``group``, element by element. ``value``, which has no NaN, is overwritten."""
+    if size_of(group) > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value
+
+
 class Peers:
     """What an update of parts of matrices asks of the ranks with the others; see :mod:`.orthogonalize.tensor_shards`.
 

@@ -18,6 +18,7 @@ from ds_layerwise.plan.layout import Layout, Piece
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.host_memory import HostMemory
+from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.ranks.writes import follow_
 from ds_layerwise.recipes.parts import whole_states
 from ds_layerwise.recipes.recipe import StateSpec
@@ -167,10 +168,13 @@ class Owned:
         return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
 
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
-               leave_out: Collection[str] = ()) -> None:
+               leave_out: Collection[str] = (), scaled: Mapping[str, Factors] | None = None) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
+
+        Args:
+            scaled: by parameter, what masters are multiplied with after their update.
 
         Raises:
             StepError: a rule cannot update a parameter, which it names; others are updated.
@@ -194,6 +198,10 @@ class Owned:
                 raise StepError(f"{seen[error.index][0]}: {error}") from error
             for (_, each), copy in zip(seen, copies, strict=True):
                 each.take_back(copy)
+        for piece in self.pieces[index]:
+            if scaled and piece.name in scaled:
+                scaled[piece.name].scale_(brought.get((piece.name, MASTER), self.masters.piece(piece.name)),
+                                          piece.param_start)
         self._write_values(index, brought)
         self.host.send_back(index)
 

@@ -3,7 +3,7 @@
 Note: what is found without being told
     The fused projections of transformers, by the names of their modules and the numbers in ``model.config``:
 
-    * queries, keys and values, by ``model_type``, see :data:`_QKV`: one after the other, or by head;
+    * queries, keys and values, by ``model_type``, see :data:`QKV`: one after the other, or by head;
     * ``gate_up_proj``, a linear layer: gate and up; and of experts in one tensor, as their module says it is laid out;
     * multi-head latent attention: of the queries, and of what all heads share, the dimensions without and with
       rotation; of what comes out of the latent, keys and values.
@@ -25,7 +25,7 @@ from ds_layerwise.routing.heads import HEADS, WIDTHS, number_of
 from ds_layerwise.routing.tensor_marks import runs_of
 
 #: By model type, the fused projection, and whether its queries, keys and values lie head by head.
-_QKV = {"gpt2": ("c_attn", False), "openai-gpt": ("c_attn", False), "phi3": ("qkv_proj", False), "mpt": ("Wqkv", False),
+QKV = {"gpt2": ("c_attn", False), "openai-gpt": ("c_attn", False), "phi3": ("qkv_proj", False), "mpt": ("Wqkv", False),
         "gpt_neox": ("query_key_value", True), "bloom": ("query_key_value", True),
         "persimmon": ("query_key_value", True)}
 
@@ -100,7 +100,7 @@ def _known(config: Any, name: str, route: Route, module: nn.Module, routes: Mapp
     leaf, shape = path[-1], route.matrix_shape
     if leaf == "gate_up_proj" and shape is not None and len(shape) == 2 and isinstance(module, nn.Linear):
         return _split(gate=shape[0] // 2, up=shape[0] // 2)
-    qkv, by_head = _QKV.get(config.model_type, ("", False))
+    qkv, by_head = QKV.get(config.model_type, ("", False))
     if leaf == qkv and not per_head:
         return _qkv(config, route, by_head)
     beside = ".".join([*path[:-1], "kv_b_proj", "weight"])

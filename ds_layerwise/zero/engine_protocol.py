@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
+from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.settings import Timers
 
@@ -17,10 +18,11 @@ from ds_layerwise.zero.settings import Timers
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and schedulers look for.
 
-    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups.
+    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups, and ``attention``.
     """
 
     optimizer: torch.optim.Optimizer
+    attention: AttentionLogits
     bit16_groups: list[list[nn.Parameter]]
 
     def __init__(self, scaling: LossScaling) -> None:
@@ -79,6 +81,17 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Set the learning rate of every group; both optimizers follow in their ratio to it."""
         for group in self.param_groups:
             group["lr"] = lr
+
+    # --- attention logits --------------------------------------------------------------------------------------------
+
+    def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
+        """Take note, in a forward pass, of the largest logits by head; see :meth:`.AttentionLogits.note`."""
+        self.attention.note(attention, largest)
+
+    @property
+    def max_attention_logits(self) -> dict[str, float]:
+        """By attention module, the largest logit of the last step that was not skipped, over all ranks."""
+        return dict(self.attention.largest)
 
     # --- the engine's backward protocol ------------------------------------------------------------------------------
 

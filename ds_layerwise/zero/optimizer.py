@@ -27,6 +27,7 @@ from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import Wires, make_wires
 from ds_layerwise.zero import ambient, autocast, start_up, takeover
+from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import EngineOptimizer, norm_tensor, survivable, timed
@@ -72,6 +73,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         names = {param: name for name, param in self._params.items()}
         self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
         self._device = next(iter(self._params.values())).device
+        self.attention = AttentionLogits(model, config, settings, params=self._params, device=self._device,
+                                         held={piece.name for piece in self.layout.pieces(self.rank)})
         self._products = Products.agree({route.recipe for route in self.routes.values()}, self._device)
         # One rank may find no memory, on the device or, page-locked, on the host.
         with comm.Alike(None), ambient.set_aside(self._device):
@@ -250,9 +253,12 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             factor, frozen = self._prepare_update()
         self._skipped.note(self.overflow, self.loss_scaler, self.progress.updates + 1)
         if self.overflow:
+            self.attention.forget()
             return
+        scaled = self.attention.settle(frozen)
         self.progress.updates += 1
-        self._update.run(self.progress.updates, factor, frozen)
+        self._update.run(self.progress.updates, factor, frozen, scaled)
+        self.attention.report(self._engine())
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def _prepare_update(self) -> tuple[float, frozenset[str]]:
@@ -354,7 +360,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
-        return start_up.table(self._planned, self.settings, self.forecast(), self.optimizer, self._products)
+        return start_up.table(self._planned, self.settings, self.forecast(), self.optimizer, self._products,
+                              self.attention)
 
     def listed(self) -> list[dict[str, Any]]:
         """Every parameter's route; see :func:`.plan.listing.listed`."""
@@ -373,6 +380,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             autocast.forget(param)
         for access in self._access:
             access.detach()
+        self.attention.destroy()
         self._param_sync.remove_hooks()
         self._param_sync.finish()
 

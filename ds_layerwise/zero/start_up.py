@@ -11,6 +11,7 @@ from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
+from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.products import Products
 from ds_layerwise.zero.settings import Settings
@@ -34,9 +35,10 @@ def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, An
 
 
 def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: LayerWiseOptimizer,
-          products: Products) -> str:
+          products: Products, attention: AttentionLogits) -> str:
     """Who trains what and why, and what it ``costs`` each rank."""
     told = {recipe: products.told(recipe) for recipe in {route.recipe for route in planned.routes.values()}}
-    return start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
-                          without_effect=settings.without_effect,
-                          products={recipe: text for recipe, text in told.items() if text is not None})
+    found = start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
+                           without_effect=settings.without_effect,
+                           products={recipe: text for recipe, text in told.items() if text is not None})
+    return "\n".join(filter(None, [found, attention.told()]))

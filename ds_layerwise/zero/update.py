@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.profiling import profiled
+from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.zero.engine_protocol import timed
 from ds_layerwise.zero.interrupted import Interrupted
 
@@ -27,8 +28,8 @@ class Update:
         self._optimizer, self._owned, self._param_sync = optimizer, owned, param_sync
         self._interrupted, self._timers, self._zero_grad = interrupted, timers, zero_grad
 
-    def run(self, step: int, factor: float, frozen: frozenset[str]) -> None:
-        """Update everything but ``frozen`` with ``factor`` times the averaged gradients.
+    def run(self, step: int, factor: float, frozen: frozenset[str], scaled: Mapping[str, Factors]) -> None:
+        """Update everything but ``frozen`` with ``factor`` times the averaged gradients, then multiply ``scaled``.
 
         Every rank must call this at the same point. Parameters may still be under way when it returns, where they are
         waited for at their first use.
@@ -43,7 +44,7 @@ class Update:
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):
-                        self._owned.update(left[-1], groups, factor, leave_out=frozen)
+                        self._owned.update(left[-1], groups, factor, leave_out=frozen, scaled=scaled)
                     self._param_sync.launch(left[-1])
                     left.pop()
                 self._optimizer.mark_step()

@@ -36,26 +36,27 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "conditions recipe",
-                "adafactor any_torch elementwise kronecker param_keys parts update_hooks",
+                "adafactor any_torch elementwise kronecker param_keys parts qk_clip update_hooks",
                 "orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",
              "by_kind drafts hosting listing rates run_config", "rows ways", "planner", "cost", "forecast",
              "link_fit model_file prediction tensor_cuts", "report"),
-    "routing": ("tensor_marks", "facts heads", "parts", "rules"),
+    "routing": ("tensor_marks", "facts heads", "parts", "attention rules"),
     "orthogonalize": ("batching parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
                    "folder one_file tags", "untrained"),
     "optimizers": ("devices param_groups rule update_hooks", "decay",
                    "adafactor elementwise kronecker orthogonalized probe",
                    "adamuon muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch", "registry"),
-    "ranks": ("buffers host_group host_memory leaving profiling side_stream under_way writes", "comm owned",
+    "ranks": ("buffers host_group host_memory leaving profiling scaled side_stream under_way writes", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
               "bucket_order measured_links param_sync", "sync"),
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings skipped "
-             "state_access takeover", "engine_protocol planned products unfinished",
+    "zero": ("ambient autocast guard interrupted largest_logits loss_scaling offloading one_file resumed_groups save "
+             "settings skipped state_access takeover", "attention_hook", "attention_logits",
+             "engine_protocol planned products unfinished",
              "before_update load start_up update", "checkpointing", "optimizer", "param_map"),
     "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }

@@ -1,0 +1,50 @@
+"""Factors by output of a layer, for a piece of its weight or bias that is cut anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """What the outputs of a layer are multiplied with.
+
+    Args:
+        values: 1-D float32, one for each output.
+        axis: which axis of the parameter the outputs are.
+        cols: how long its last axis is; 1 for a bias.
+    """
+
+    values: Tensor
+    axis: Literal[0, 1]
+    cols: int
+
+    def scale_(self, piece: Tensor, start: int) -> None:
+        """Multiply, in place, 1-D ``piece``, which begins ``start`` elements into the flattened parameter."""
+        cols, values = self.cols, self.values.to(piece.device)
+        first, column = divmod(start, cols)
+        # Up to three parts: the rest of a row, whole rows, the beginning of a row.
+        begin = min(-start % cols, piece.numel())
+        rows = (piece.numel() - begin) // cols
+        whole = first + bool(column)
+        for part, row, left in ((piece[:begin], first, column), (piece[begin + rows * cols:], whole + rows, 0)):
+            if part.numel():
+                part.mul_(values[row] if self.axis == 0 else values[left:left + part.numel()])
+        if rows:
+            piece[begin:begin + rows * cols].view(rows, cols).mul_(
+                values[whole:whole + rows, None] if self.axis == 0 else values)
+
+
+def factors_of(units: Tensor, unit: Tensor, power: Tensor) -> Tensor:
+    """``units[unit] ** power``, 1-D: by output, what it is multiplied with.
+
+    Args:
+        units: 1-D, by unit of heads, what its logits are to be multiplied with.
+        unit: by output, which unit it is of.
+        power: by output; 0 for what stays.
+    """
+    return torch.pow(units[unit], power)

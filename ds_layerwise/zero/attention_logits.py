@@ -1,0 +1,240 @@
+"""The largest attention logits of a step: noted in forward passes, reduced over ranks once, reported, and clipped by.
+
+Note: what counts, and until when
+    Forward passes of modules that are in training, of all micro-batches and ranks that hold the module; the largest
+    stays on the device until the step. Every step forgets what was noted before it, also one that is skipped: its
+    weights stay, and the next forward passes measure them anew.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.output import announce
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.scaled import Factors, factors_of
+from ds_layerwise.recipes.qk_clip import QkClip, power_of
+from ds_layerwise.routing.attention import Attention, Scaled, attentions_of, matched
+from ds_layerwise.zero import attention_hook
+from ds_layerwise.zero.settings import Settings
+
+#: So many updates may pass without a logit of a module: layers may be dropped at random.
+_PATIENCE = 10
+
+
+class AttentionLogits:
+    """Notes, reduces, reports and clips by the largest attention logits of a model.
+
+    Args:
+        params: the trained parameters by name.
+        held: the parameters of which this rank holds a piece.
+
+    Raises:
+        RoutingError, ConfigError: on every rank alike; see :func:`.routing.attention.attentions_of`.
+    """
+
+    def __init__(self, model: nn.Module, config: LayerWiseConfig, settings: Settings, *,
+                 params: Mapping[str, nn.Parameter], held: Collection[str], device: torch.device) -> None:
+        self.clip, self._settings, self._held = config.qk_clip, settings, held
+        self.measures = self.clip is not None or config.log_max_attention_logit
+        self.largest: dict[str, float] = {}
+        """By module, the largest logit of the last step that was not skipped, over all ranks and parts of the model."""
+        self._attentions: list[Attention] = []
+        self._shapes = {name: tuple(param.shape) for name, param in params.items()}
+        self._updates, self._warned = 0, False
+        if not self.measures:
+            return
+        with comm.Alike(None):
+            self._attentions = attentions_of(model, self.clip, trained=params.keys(), tp_size=settings.tp_size)
+        own = [attention.name for attention in self._attentions], matched(model, self.clip)
+        everyone = [own] if settings.model_group is None else comm.gather_objects(own, group=settings.model_group)
+        self._everywhere = list(dict.fromkeys(name for names, _ in everyone for name in names))
+        self._check_found({index for _, indices in everyone for index in indices})
+        self._places: dict[nn.Module, tuple[Attention, slice]] = {}
+        start = 0
+        for attention in self._attentions:
+            self._places[attention.module] = attention, slice(start, start + attention.units)
+            start += attention.units
+        self._modules = {attention.name: attention.module for attention in self._attentions}
+        # Where nothing has to be known of modules, one more place is for all that are not.
+        self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=device)
+        self._never = set(self._everywhere)
+        self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
+        if self.clip is not None:
+            self._factors = {each.name: _indices(each, self._shapes[each.name], attention, self.clip, device)
+                             for attention in self._attentions for each in attention.scaled if each.name in held}
+        with comm.Alike(None):
+            if self.clip is None or self.clip.hook:
+                attention_hook.watch(self._modules.values(), self._note)
+        weakref.finalize(self, attention_hook.forget, list(self._modules.values())).atexit = False
+
+    def _check_found(self, used: Collection[int]) -> None:
+        """Refuse an entry that is for no module of any part of the model, and a model without attention.
+
+        Args:
+            used: the entries, by index, that are for one.
+        """
+        for index, entry in enumerate(self.clip.attention if self.clip else ()):
+            if index not in used:
+                raise ConfigError(f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module is "
+                                  "called so; correct it, or remove the entry")
+        if self.clip is not None and not self._everywhere:
+            raise ConfigError("layerwise.qk_clip finds no attention module in this model; name them in "
+                              "layerwise.qk_clip.attention, or leave it out")
+
+    def destroy(self) -> None:
+        """Look at no module any more."""
+        attention_hook.forget((attention.module for attention in self._attentions), self._note)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def note(self, attention: nn.Module | str, largest: Any) -> None:
+        """Take note of the largest logits of a forward pass; nothing happens for a module in evaluation.
+
+        Args:
+            attention: the module, or its path in the model.
+            largest: (heads,), by head of queries on this rank, before the softmax, scaled; -inf for what saw none.
+
+        Raises:
+            StepError: nobody asked for logits, the module is not known, or it has another number of heads.
+        """
+        if not self.measures:
+            raise StepError("attention logits are noted where layerwise.qk_clip or layerwise.log_max_attention_logit "
+                            "is set; set one, or do not call note_attention_logits")
+        module = self._modules.get(attention) if isinstance(attention, str) else attention
+        if module is not None and not module.training:
+            return
+        if module in self._places:
+            self._note(module, largest)
+        elif self.clip is None and not self._attentions:
+            self._raise_to(self._noted[-1:], torch.as_tensor(largest).reshape(-1).amax().reshape(1))
+        else:
+            known = ", ".join(self._modules) or "none"
+            raise StepError(f"note_attention_logits got {attention if isinstance(attention, str) else type(attention)}"
+                            f", which is not among the attention modules of this model: {known}")
+
+    def _note(self, module: nn.Module, largest: Any) -> None:
+        found, place = self._places[module]
+        values = torch.as_tensor(largest).detach().reshape(-1)
+        if found.heads is not None and values.numel() != found.heads:
+            raise StepError(f"note_attention_logits got {values.numel()} logits for {found.name}, which has "
+                            f"{found.heads} heads on this rank; give the largest of each")
+        self._raise_to(self._noted[place], values.reshape(found.units, -1).amax(1))
+
+    @staticmethod
+    def _raise_to(place: Tensor, values: Tensor) -> None:
+        # A maximum over ranks may lose what is not a number.
+        values = torch.nan_to_num(values.to(place), nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        torch.maximum(place, values, out=place)
+
+    def forget(self) -> None:
+        """Forget what was noted since the last step."""
+        if self.measures:
+            self._noted.fill_(-math.inf)
+
+    @torch.no_grad()
+    def settle(self, frozen: Collection[str]) -> dict[str, Factors]:
+        """Reduce what was noted over ranks, and forget it. Every rank must call this at the same point.
+
+        Args:
+            frozen: the parameters that are not updated in this step.
+
+        Returns:
+            By parameter of which this rank holds a piece, what it is to be multiplied with after its update.
+
+        Raises:
+            StepError: on every rank, if a logit is not finite, or a module never had one.
+        """
+        if not self.measures:
+            return {}
+        reduced = comm.max_over_ranks(self._noted.clone(), group=self._settings.group)
+        self.forget()
+        values = reduced.tolist()
+        mine = {attention.name: max(values[place]) for attention, place in self._places.values()}
+        largest = torch.tensor([*(mine.get(name, -math.inf) for name in self._everywhere), values[-1]],
+                               dtype=torch.float32, device=reduced.device)
+        if self._settings.model_group is not None:
+            comm.max_over_ranks(largest, group=self._settings.model_group)
+        *of_modules, others = largest.tolist()
+        found = dict(zip(self._everywhere, of_modules, strict=True))
+        self._judge(found)
+        if others > -math.inf:
+            found[""] = others
+        self.largest = {name: value for name, value in found.items() if value > -math.inf}
+        over = {} if self.clip is None else {
+            attention.name for attention, place in self._places.values() if max(values[place]) > self.clip.threshold}
+        return self._scaled(reduced, over, frozen) if over else {}
+
+    def _scaled(self, reduced: Tensor, over: Collection[str], frozen: Collection[str]) -> dict[str, Factors]:
+        threshold = self.clip.threshold if self.clip else math.inf
+        units = threshold / reduced.clamp(min=threshold)
+        left = {attention.name for attention in self._attentions for each in attention.scaled if each.name in frozen}
+        if left & set(over) and not self._warned and comm.rank_of(self._settings.group) == 0:
+            self._warned = True
+            announce(f"ds_layerwise: queries or keys of {min(left & set(over))} were frozen after the start, and are "
+                     "not clipped")
+        return {name: Factors(factors_of(units[self._places[attention.module][1]], unit, power), axis, cols)
+                for name, (attention, unit, power, cols, axis) in self._factors.items()
+                if attention.name in over and attention.name not in left}
+
+    def _judge(self, found: Mapping[str, float]) -> None:
+        """Refuse logits that nothing can be done with.
+
+        Raises:
+            StepError: see :meth:`settle`.
+        """
+        self._updates += 1
+        self._never -= {name for name, value in found.items() if value > -math.inf}
+        if wrong := next((name for name, value in found.items() if value == math.inf), None):
+            raise StepError(f"an attention logit of {wrong} is not finite, though all gradients are; look for what "
+                            "makes it, or leave layerwise.qk_clip and layerwise.log_max_attention_logit out")
+        if self.clip is not None and self._never and self._updates >= _PATIENCE:
+            raise StepError(f"layerwise.qk_clip got no attention logits of {min(self._never)} in {self._updates} "
+                            "updates: it does not attend the way that is measured, or not at all; give them to "
+                            "engine.optimizer.note_attention_logits, or name the others in "
+                            "layerwise.qk_clip.attention")
+
+    def report(self, engine: Any) -> None:
+        """Write the largest logits of this step, whose samples ``engine`` has yet to count, to its monitor."""
+        if self.largest and engine is not None and engine.monitor.enabled:
+            engine.monitor.write_events(events_of(self.largest, engine.global_samples + engine.train_batch_size()))
+
+    def told(self) -> str:
+        """One line for the start-up table; empty where nothing is measured."""
+        if not self.measures:
+            return ""
+        count, frozen = len(self._attentions), sum(not each.scaled for each in self._attentions)
+        modules = f"{count} attention module{'s' * (count != 1)}"
+        if self.clip is None:
+            return f"attention logits: the largest are reported, of {modules}"
+        return (f"QK-clip: threshold {self.clip.threshold:g}, alpha {self.clip.alpha:g}, {modules}"
+                f"{f', {frozen} of them frozen and left' * bool(frozen)}")
+
+
+def events_of(largest: Mapping[str, float], samples: int) -> list[tuple[str, float, int]]:
+    """What DeepSpeed's monitor is told of the largest logits by module; ``samples`` were seen by then."""
+    if not largest:
+        return []
+    return [("Train/Samples/max_attention_logit", max(largest.values()), samples),
+            *((f"Train/Samples/max_attention_logit/{name}", value, samples) for name, value in largest.items() if name)]
+
+
+def _indices(scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip,
+             device: torch.device) -> tuple[Attention, Tensor, Tensor, int, Any]:
+    """Of a parameter, by output, the unit that it is of, and the power; its columns; and the axis of outputs."""
+    heads = scaled.outputs.heads()
+    widths = torch.tensor([width for *_, width in heads])
+    per_unit = (attention.heads or attention.units) // attention.units
+    unit = torch.tensor([0 if role == "other" else head if role == "key" else head // per_unit
+                         for role, head, _ in heads])
+    power = torch.tensor([power_of(role, clip.alpha) for role, *_ in heads], dtype=torch.float32)
+    return (attention, unit.repeat_interleave(widths).to(device), power.repeat_interleave(widths).to(device),
+            shape[1] if len(shape) == 2 else 1, scaled.axis)

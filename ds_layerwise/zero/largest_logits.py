@@ -1,0 +1,151 @@
+"""The largest attention logit of each head, among those that a token may attend to, without the whole matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import StepError
+
+#: Logits that are in memory at a time.
+_AT_A_TIME = 1 << 24
+
+#: Of rows [first, last) of the matrix of logits, which count: a bool tensor that broadcasts to (batch, heads, rows,
+#: keys), or None for all.
+Counts = Callable[[int, int], "Tensor | None"]
+
+
+@torch.no_grad()
+def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts) -> Tensor:
+    """The largest of ``scaling * query @ key.T`` that counts, by head of queries: (heads,), float32; -inf if none does.
+
+    Products are made in the dtype of ``query``: in bfloat16 a logit is good for three digits.
+
+    Args:
+        query: (batch, heads, length, width).
+        key: (batch, heads of keys, keys, width); heads of queries in a row share one of keys.
+    """
+    batch, heads, length, _ = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    largest = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
+    turned, rows = key.to(query.dtype).transpose(-1, -2), max(1, _AT_A_TIME // (batch * heads * keys))
+    with torch.autocast(query.device.type, enabled=False):
+        for first in range(0, length, rows):
+            some = query[:, :, first:first + rows] * scaling
+            here = some.shape[2]
+            logits = (some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned).view(batch, heads, here, keys)
+            allowed = counts(first, first + here)
+            if allowed is not None:
+                logits = logits.masked_fill(~allowed, -math.inf)
+            largest = torch.maximum(largest, logits.amax((0, 2, 3)).float())
+    return largest
+
+
+def counts_for(implementation: str, module: Any, query: Tensor, key: Tensor, mask: Any,
+               kwargs: Mapping[str, Any]) -> Counts:
+    """Which logits count in one of transformers' implementations of attention, given what that is called with.
+
+    Raises:
+        StepError: it is none of "eager", "sdpa" and those with "flash" in their names, or the mask is of another kind.
+    """
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
+        return _flash(query, key, mask, kwargs, causal)
+    if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
+        return _Masked(_as_bool(mask)[..., :key.shape[2]])
+    if mask is None and implementation == "eager":
+        return _everything
+    if mask is None and implementation == "sdpa":
+        # A causal mask that is left out begins with the first key.
+        return _Band(query, key, causal and query.shape[2] > 1, None, 0)
+    raise StepError(f"the attention logits of {type(module).__name__} cannot be measured in implementation "
+                    f"{implementation!r} with a mask of {type(mask).__name__}; load the model with attn_implementation "
+                    "'sdpa'; or leave layerwise.log_max_attention_logit out, or set layerwise.qk_clip.hook to "
+                    "false and give them to engine.optimizer.note_attention_logits")
+
+
+def _everything(first: int, last: int) -> Tensor | None:
+    return None
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """A mask of what counts from one that is added to logits, in which only what is hidden is hugely negative."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Masked:
+    allowed: Tensor
+    """(batch or 1, heads or 1, length or 1, keys), bool."""
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        return self.allowed if self.allowed.shape[2] == 1 else self.allowed[:, :, first:last]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Band:
+    """What is not in the future, nor too far away; ``window`` None: however far."""
+
+    query: Tensor
+    key: Tensor
+    causal: bool
+    window: int | None
+    shift: int
+    """Row i stands at key i + ``shift``."""
+
+    def __call__(self, first: int, last: int) -> Tensor | None:
+        if not self.causal and self.window is None:
+            return None
+        places = torch.arange(self.key.shape[2], device=self.key.device)
+        away = torch.arange(first + self.shift, last + self.shift, device=self.key.device)[:, None] - places
+        allowed = torch.ones_like(away, dtype=torch.bool)
+        if self.causal:
+            allowed &= away >= 0
+        if self.window is not None:
+            allowed &= away.abs() < self.window
+        return allowed
+
+
+def _flash(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], causal: bool) -> Counts:
+    """What flash attention does: rows end with the last key; tokens that are padded, as query or as key, are left out;
+    and sequences that are packed one after the other, by their lengths or by positions that start again, apart."""
+    length, keys = query.shape[2], key.shape[2]
+    band = _Band(query, key, causal, kwargs.get("sliding_window"), keys - length)
+    real = None if mask is None else mask[:, -keys:].bool()
+    of_query, of_key = _sequences(length, keys, query.device, kwargs)
+
+    def counts(first: int, last: int) -> Tensor | None:
+        allowed = band(first, last)
+        if of_query is not None and of_key is not None:
+            same = of_query[first:last, None] == of_key
+            allowed = same if allowed is None else allowed & same
+        if real is not None:
+            rows = real[:, keys - length:][:, first:last]
+            both = (rows[:, :, None] & real[:, None, :])[:, None]
+            allowed = both if allowed is None else allowed & both
+        return allowed
+
+    return counts
+
+
+def _sequences(length: int, keys: int, device: torch.device,
+               kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """By query and by key, the number of the sequence that it is in; None where there is one."""
+    ends = [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
+    if all(isinstance(each, Tensor) for each in ends):
+        numbers = [torch.searchsorted(each.to(device).contiguous(), torch.arange(n, device=device, dtype=each.dtype),
+                                      right=True)
+                   for each, n in zip(ends, (length, keys), strict=True) if each is not None]
+        return numbers[0], numbers[1]
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.shape == (1, length) and length == keys and length > 1:
+        # As transformers has it: packed if positions ever go back, and each sequence begins at 0.
+        number = (positions[0] == 0).long().cumsum(0).to(device) * (torch.diff(positions[0]) < 0).any().to(device)
+        return number, number
+    return None, None

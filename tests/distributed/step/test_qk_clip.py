@@ -1,0 +1,426 @@
+"""QK-clip: queries and keys of heads whose logits were too large come down after the update, on every rank alike."""
+
+import csv
+import os
+from types import SimpleNamespace
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+
+from ds_layerwise.errors import ConfigError, RoutingError, StepError
+from tests.support import internals
+from tests.support.attention import (
+    KINDS,
+    Attends,
+    attention_modules,
+    clip_plainly,
+    largest_by_head,
+    model_of,
+    plain_logits,
+    tokens_of,
+)
+from tests.support.checkpoints import masters
+from tests.support.harness import DistributedTest
+from tests.support.models import Block
+from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients, whole_number_loss
+from tests.support.rooms import rooms
+from tests.support.tensor_parallel import Mpu, mark, part
+from tests.support.training import allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine
+
+pytestmark = rooms("attention", "attention_hook", "attention_logits", "qk_clip", "scaled", "update")
+
+STEPS, ALPHA, THOROUGH = 2, 0.3, os.environ.get("THOROUGH") == "1"
+
+
+def threshold_of(kind):
+    """What some heads are above, and others are not."""
+    return 4.5 if "latent" in kind else 7.5
+
+
+def engine_of(kind, *, layerwise=None, attention="sdpa", **changes):
+    clip = {"qk_clip": {"threshold": threshold_of(kind), "alpha": ALPHA}, "auto_split": False}
+    return start(Attends(model_of(kind, attention=attention)),
+                 ds_config(**{"layerwise": {**clip, **(layerwise or {})}, "bucket_numel": 1500, **changes}))
+
+
+def oracle_of(kind, *, world_size, gas=1, steps=STEPS, alpha=ALPHA, scalar=()):
+    """Masters, and by step the largest logits by module and head: plain updates, each followed by a plain clip."""
+    module = Attends(model_of(kind, attention="eager"))
+    params = trainable(module)
+    tables = {id(each.weight) for each in module.modules() if isinstance(each, torch.nn.Embedding)}
+    tables |= {id(module.model.get_output_embeddings().weight)}
+    matrices = {name: (1, *p.shape) for name, p in params.items()
+                if p.dim() == 2 and id(p) not in tables and not name.endswith(scalar)}
+    oracle = Reference(params, Recipe(matrices=matrices, world_size=world_size, gas=gas, muon_lr=0.02, adam_lr=0.003,
+                                      weight_decay=0.1))
+    seen = []
+    for step in range(steps):
+        places = [[(step, micro, rank) for micro in range(gas)] for rank in range(world_size)]
+        with plain_logits(module.model) as found, torch.no_grad():
+            for place in (place for of_rank in places for place in of_rank):
+                module.model(input_ids=tokens_of(place))
+        seen.append(largest_by_head(found))
+        oracle.step([[{name: whole_number_gradients(name, p.shape, *place) / gas for name, p in params.items()}
+                      for place in of_rank] for of_rank in places])
+        with torch.no_grad():
+            for path, largest in seen[-1].items():
+                clip_plainly(kind, oracle.params, f"model.{path}", largest, threshold_of(kind), alpha)
+            for name, value in oracle.model_params().items():
+                module.get_parameter(name).copy_(value)
+    return oracle.params, seen
+
+
+def assert_masters(engine, expected):
+    found, params = masters(engine), internals.trained(engine)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].view(params[name].shape), value, rtol=2e-5, atol=2e-6,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+class TestAgainstAPlainOne(DistributedTest):
+    world_size = [1, 2, 3]
+
+    def test_every_kind_of_attention(self):
+        world_size = dist.get_world_size()
+        for kind in list(KINDS) if THOROUGH else list(KINDS)[world_size - 1::3]:
+            engine = engine_of(kind)
+            train_engine(engine, STEPS)
+            expected, seen = oracle_of(kind, world_size=world_size)
+            assert_masters(engine, expected)
+            assert_same_on_all_ranks(engine.module)
+            found = engine.optimizer.max_attention_logits
+            assert list(found) == [f"model.{path}" for path in attention_modules(engine.module.model)]
+            for path, largest in seen[-1].items():
+                assert found[f"model.{path}"] == pytest.approx(float(largest.max()), rel=1e-5)
+            # Some heads were clipped, some were not, and that again after the first clip.
+            over = torch.stack([torch.stack(list(each.values())) for each in seen]) > threshold_of(kind)
+            assert over[0].any() and over[1:].any() and not over.all(), kind
+            engine.destroy()
+
+
+#: Of one engine each: stage, precision, what is where, and who updates queries.
+SCALAR = ("q_proj.weight", "k_proj.bias")
+BY_ADAM = {"overrides": [{"name": f"*{name}", "optimizer": "scalar"} for name in SCALAR[:1]]}
+ON_HOST = {"stage": 1, "reduce_bucket_size": 1500, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+CHANGES = [{"stage": 2}, {"layerwise": BY_ADAM}, {"layerwise": {"overlap_param_gather": True}},
+           {"zero_optimization": ON_HOST}, {"attention": "eager", "gas": 2}]
+
+
+class TestHow(DistributedTest):
+    world_size = 2
+    kind = "grouped, with biases"
+
+    def test_all_ways_give_what_the_plain_one_does(self):
+        for changes in CHANGES:
+            engine, gas = engine_of(self.kind, **changes), changes.get("gas", 1)
+            train_engine(engine, STEPS, gas=gas)
+            scalar = SCALAR if changes.get("layerwise") is BY_ADAM else ()
+            assert_masters(engine, oracle_of(self.kind, world_size=2, gas=gas, scalar=scalar)[0])
+            assert_same_on_all_ranks(engine.module)
+            engine.destroy()
+
+    def test_masters_are_clipped_and_weights_are_what_they_round_to(self):
+        engine = engine_of(self.kind, bf16={"enabled": True})
+        before = masters(engine)
+        # Nothing moves but by the clip.
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        train_engine(engine, 1)
+        found, clipped = masters(engine), 0
+        largest = engine.optimizer.max_attention_logits
+        for name, param in internals.trained(engine).items():
+            ratio = found[name] / before[name]
+            clipped += int(not torch.equal(ratio, torch.ones_like(ratio)))
+            assert torch.equal(found[name].view(param.shape).bfloat16(), param), name
+            # A head is scaled as a whole, in float32: no rounding to bfloat16 shows.
+            if name.endswith("q_proj.weight"):
+                of_heads = ratio.view(2, -1)
+                torch.testing.assert_close(of_heads, of_heads[:, :1].expand_as(of_heads), rtol=1e-6, atol=0)
+        assert clipped == 8 and min(largest.values()) > threshold_of(self.kind)
+
+    def test_the_same_batch_then_has_logits_at_the_threshold(self):
+        for kind in ("separate", "grouped, with biases", "latent"):
+            engine = engine_of(kind)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0
+            place, model = (0, 0, dist.get_rank()), engine.module.model
+            plain = model_of(kind, attention="eager")
+            found = []
+            for _ in range(2):
+                plain.load_state_dict(model.state_dict())
+                with plain_logits(plain) as logits, torch.no_grad():
+                    for rank in range(2):
+                        plain.train()(input_ids=tokens_of((0, 0, rank)))
+                found.append(largest_by_head(logits))
+                engine.backward(engine(place))
+                engine.step()
+            # The first layer alone: what later ones see has changed.
+            before, after = (next(iter(each.values())) for each in found)
+            units = before.view(2, -1) if "grouped" in kind else before.view(-1, 1)
+            eta = (threshold_of(kind) / units.amax(1, keepdim=True)).clamp(max=1)
+            assert (eta < 1).any()
+            torch.testing.assert_close(after.view_as(units), units * eta, rtol=1e-5, atol=0)
+            assert after.max() <= threshold_of(kind) * (1 + 1e-5)
+            engine.destroy()
+
+
+class OwnAttention(torch.nn.Module):
+    """Queries and keys of two heads, whose largest logits are what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = torch.nn.Linear(6, 8), torch.nn.Linear(6, 8, bias=False)
+
+
+class Own(torch.nn.Module):
+    """A model of nobody's: ``forward`` calls ``before`` with itself, then has whole numbers for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.attn, self.other, self.before = OwnAttention(), torch.nn.Linear(6, 6), lambda module: None
+        self.dropped = OwnAttention()
+
+    def forward(self, place):
+        self.before(self)
+        return whole_number_loss(self, place)
+
+
+ENTRY = {"name": "attn", "heads": 2, "q": "q", "k": "k"}
+
+
+def start_own(layerwise=None, **changes):
+    own = {"qk_clip": {"threshold": 2.0, "attention": [ENTRY]}}
+    return start(Own(), ds_config(layerwise=own if layerwise is None else layerwise, **changes))
+
+
+def step_of(engine, *noted, number=0):
+    """One step, in whose forward pass rank r notes what ``noted[r]`` says, if anything."""
+    own = noted[dist.get_rank()] if dist.get_rank() < len(noted) else None
+
+    def before(module):
+        if own is not None:
+            engine.optimizer.note_attention_logits(module.attn, own)
+    engine.module.before = before
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    held = masters(engine)
+    engine.backward(engine((number, 0, dist.get_rank())))
+    engine.step()
+    ratios = {name: value / held[name] for name, value in masters(engine).items()}
+    return {name: ratio.view(2, -1)[:, 0].tolist() for name, ratio in ratios.items() if name.startswith("attn")}
+
+
+class TestGiven(DistributedTest):
+    world_size = 2
+
+    def test_the_largest_of_all_ranks_and_passes_counts(self):
+        engine = start_own()
+        found = step_of(engine, [1.0, 3.0], torch.tensor([8.0, 1.0], dtype=torch.float64))
+        root = (2 / 3) ** 0.5
+        for name in ("attn.q.weight", "attn.q.bias", "attn.k.weight"):
+            assert found[name] == pytest.approx([0.5, root], rel=1e-6)
+        assert engine.optimizer.max_attention_logits == {"attn": 8.0}
+        # Every step forgets; a rank may note nothing, and so may all.
+        assert step_of(engine, None, [1.0, 4.0])["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
+        assert step_of(engine)["attn.q.weight"] == [1.0, 1.0]
+        assert engine.optimizer.max_attention_logits == {}
+        assert "QK-clip: threshold 2, alpha 0.5, 1 attention module" in engine.optimizer.describe()
+
+    def test_evaluation_does_not_count(self):
+        engine = start_own()
+        engine.eval()
+        engine.module.before = lambda module: engine.optimizer.note_attention_logits("attn", [99.0, 99.0])
+        engine((0, 0, 0))
+        engine.train()
+        assert step_of(engine, [1.0, 4.0])["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
+
+    def test_a_skipped_step_forgets_them(self):
+        allow_fp16()
+        engine = start_own(fp16={"enabled": True, "loss_scale": 8})
+        engine.module.before = lambda module: engine.optimizer.note_attention_logits("attn", [99.0, 99.0])
+        engine.backward(engine((0, 0, 0)) * (float("nan") if dist.get_rank() else 1.0))
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert step_of(engine, [1.0, 4.0])["attn.k.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
+
+    def test_what_is_not_finite_is_an_error_on_every_rank(self):
+        engine = start_own()
+        for wrong in (float("nan"), float("inf")):
+            with pytest.raises(StepError, match="an attention logit of attn is not finite, though all gradients are"):
+                step_of(engine, [1.0, wrong])
+            assert engine.optimizer.step_count == 0
+            engine.optimizer.zero_grad()
+        assert step_of(engine, [1.0, float("-inf")])["attn.q.weight"] == [1.0, 1.0]
+
+    def test_what_nobody_ever_notes_is_an_error(self):
+        entry = {**ENTRY, "name": "*"}
+        engine = start_own({"qk_clip": {"attention": [ENTRY, {**entry, "name": "dropped"}]}})
+        for number in range(9):
+            step_of(engine, [1.0, 1.0], number=number)
+        with pytest.raises(StepError, match="got no attention logits of dropped in 10 updates"):
+            step_of(engine, [1.0, 1.0], number=9)
+
+    def test_wrong_calls(self):
+        engine = start_own()
+        note = engine.optimizer.note_attention_logits
+        with pytest.raises(StepError, match="got 3 logits for attn, which has 2 heads on this rank"):
+            note("attn", [1.0, 2.0, 3.0])
+        with pytest.raises(StepError, match="got other, which is not among the attention modules of this model: attn"):
+            note("other", [1.0, 2.0])
+        with pytest.raises(StepError, match="is set; set one, or do not call"):
+            start_own({}).optimizer.note_attention_logits("attn", [1.0, 2.0])
+
+    def test_entries_must_be_for_something(self):
+        with pytest.raises(ConfigError, match=r"qk_clip.attention\[0\].name is 'atn', and no module is called so"):
+            start_own({"qk_clip": {"attention": [{**ENTRY, "name": "atn"}]}})
+        with pytest.raises(RoutingError, match="finds attention in models of transformers, which this is not"):
+            start_own({"qk_clip": {}})
+        module = Own()
+        module.config = SimpleNamespace(model_type="own")
+        with pytest.raises(ConfigError, match="layerwise.qk_clip finds no attention module in this model"):
+            start(module, ds_config(layerwise={"qk_clip": {}}))
+
+    def test_what_was_frozen_after_the_start_is_left(self):
+        engine = start_own()
+        step_of(engine, [1.0, 1.0])
+        engine.module.attn.q.requires_grad_(False)
+        engine.module.attn.k.requires_grad_(False)
+        assert step_of(engine, [9.0, 9.0], number=1)["attn.k.weight"] == [1.0, 1.0]
+
+
+def written(folder):
+    return {path.stem: [row for row in csv.reader(path.open())][1:] for path in (folder / "job").glob("*.csv")}
+
+
+class TestReported(DistributedTest):
+    world_size = 2
+
+    def monitor(self, folder):
+        return {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
+
+    def test_the_monitor_has_them_either_way(self, tmp_path):
+        for way in ({"qk_clip": {"threshold": 2.0, "attention": [ENTRY]}}, {"log_max_attention_logit": True}):
+            clips, folder = "qk_clip" in way, tmp_path / str(len(way["qk_clip"]) if "qk_clip" in way else 0)
+            engine = start_own(way, **self.monitor(folder))
+            assert step_of(engine, [1.0, 4.0], [3.0, 2.0])["attn.k.weight"][1] == pytest.approx(
+                0.5 ** 0.5 if clips else 1.0, rel=1e-6)
+            step_of(engine, [1.5, 1.0], number=1)
+            dist.barrier()
+            found = written(folder)
+            assert found["Train_Samples_max_attention_logit"] == [["2", "4.0"], ["4", "1.5"]]
+            # As the engine counts samples.
+            assert [row[0] for row in found["Train_Samples_lr"]] == ["2", "4"]
+            assert ("Train_Samples_max_attention_logit_attn" in found) is clips
+            dist.barrier()
+
+    def test_a_model_of_transformers_is_measured_by_itself(self, tmp_path):
+        engine = start(Attends(model_of("latent")), ds_config(layerwise={"log_max_attention_logit": True},
+                                                              **self.monitor(tmp_path)))
+        assert "attention logits: the largest are reported, of 2 attention modules" in engine.optimizer.describe()
+        train_engine(engine, 1)
+        _, (seen,) = oracle_of("latent", world_size=2, steps=1)
+        dist.barrier()
+        found = written(tmp_path)
+        for path, largest in seen.items():
+            label = f"Train/Samples/max_attention_logit/model.{path}".replace("/", "_")
+            # The writer takes what is behind the last point for a suffix of a file.
+            name = next(each for each in found if label.startswith(each) and each.count(".") == label.count("."))
+            assert float(found[name][0][1]) == pytest.approx(float(largest.max()), rel=1e-5)
+
+    def test_it_takes_one_collective_a_step_and_none_where_it_is_off(self, monkeypatch):
+        counts = {}
+        for on in (False, True):
+            engine = start_own(None if on else {})
+            calls, plain = [], dist.all_reduce
+
+            def counted(*args, calls=calls, plain=plain, **kwargs):
+                calls.append(args[0].numel())
+                return plain(*args, **kwargs)
+            monkeypatch.setattr(dist, "all_reduce", counted)
+            engine.module.before = lambda module, on=on, engine=engine: (
+                engine.optimizer.note_attention_logits("attn", [1.0, 1.0]) if on else None)
+            train_engine(engine, 1)
+            monkeypatch.undo()
+            counts[on] = calls
+        assert len(counts[True]) == len(counts[False]) + 1 and 3 in counts[True]
+
+
+class TestTensorParallel(DistributedTest):
+    world_size = 4
+
+    def test_every_rank_clips_the_heads_that_it_has(self):
+        """Two ranks have a head each, two copies of the model."""
+        mpu, config = Mpu(2), ds_config(layerwise={"qk_clip": {"threshold": 2.0, "attention": [ENTRY]}})
+        module = Own()
+        for layer in (module.attn.q, module.attn.k):
+            layer.weight = torch.nn.Parameter(part(layer.weight.data, 0, mpu))
+            mark(layer.weight, 0, partition_stride=1)
+        module.attn.q.bias = torch.nn.Parameter(part(module.attn.q.bias.data, 0, mpu))
+        mark(module.attn.q.bias, 0, partition_stride=1)
+        for layer in (module.dropped, module.other):
+            layer.requires_grad_(False)
+        engine = start(module, config, mpu=mpu)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        before = {name: p.detach().clone() for name, p in engine.module.attn.named_parameters()}
+        logits = {0: 3.0, 1: 1.0, 2: 8.0, 3: 4.0}[dist.get_rank()]
+        engine.module.before = lambda module: engine.optimizer.note_attention_logits(module.attn, [logits])
+        engine.backward(engine((0, 0, dist.get_rank() // 2)))
+        engine.step()
+        eta = 2 / (8.0 if mpu.get_model_parallel_rank() == 0 else 4.0)
+        for name, param in engine.module.attn.named_parameters():
+            torch.testing.assert_close(param.detach(), before[name] * eta ** 0.5, rtol=1e-6, atol=1e-7)
+        assert engine.optimizer.max_attention_logits == {"attn": 8.0}
+
+    def test_what_is_not_cut_into_heads_is_refused(self):
+        mpu, module = Mpu(2), Own()
+        with pytest.raises(RoutingError, match="attn.q.weight has to lie on 2 tensor-parallel ranks as whole heads"):
+            start(module, ds_config(layerwise={"qk_clip": {"attention": [ENTRY]}}), mpu=mpu)
+
+
+class Noting(Block):
+    """A block that calls ``note`` in every forward pass, if it has one."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.note = None
+
+    def forward(self, x):
+        if self.note is not None:
+            self.note()
+        return super().forward(x)
+
+
+class TestPipeline(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.filterwarnings("ignore:c10d")
+    def test_stages_clip_what_they_have_and_know_of_all(self):
+        """Two stages, two pipes."""
+        layers = [LayerSpec(torch.nn.Linear, 8, 8), LayerSpec(Noting, 8, 2), LayerSpec(Noting, 8, 2),
+                  LayerSpec(torch.nn.Linear, 8, 8, bias=False)]
+        module = PipelineModule(layers, num_stages=2, seed_layers=True, partition_method="uniform",
+                                loss_fn=lambda x, y: (x * y).sum())
+        clip = {"threshold": 2.0, "attention": [{"name": "[12]", "heads": 2, "qkv": "qkv"}]}
+        engine = start(module, ds_config(gas=2, layerwise={"qk_clip": clip}))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        pipe, before = engine.grid.get_data_parallel_id(), {}
+        for name, block in engine.module.named_children():
+            if isinstance(block, Noting):
+                before[name] = block.qkv.weight.detach().clone()
+                largest = [int(name) + pipe, 8.0 * int(name)]
+                block.note = lambda name=name, largest=largest: engine.optimizer.note_attention_logits(name, largest)
+        assert len(before) == 1
+        data = [(torch.ones(1, 3, 8), torch.ones(1, 3, 8))] * 2
+        engine.train_batch(iter(data))
+        assert engine.optimizer.max_attention_logits == {"1": 8.0, "2": 16.0}
+        for name, value in before.items():
+            eta = torch.tensor([min(1.0, 2.0 / (int(name) + 1)), 2.0 / (8.0 * int(name))]).sqrt()
+            factors = torch.cat([eta.repeat_interleave(4).repeat(2), torch.ones(8)])
+            torch.testing.assert_close(engine.module.get_submodule(name).qkv.weight.detach(), value * factors[:, None],
+                                       rtol=1e-6, atol=1e-7)
