@@ -22,6 +22,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.any_torch import AnyTorch
+from ds_layerwise.recipes.client import ClientTorch
 from ds_layerwise.recipes.recipe import DTYPE_BYTES, StateSpec
 
 #: The state that counts steps, whatever else there is.
@@ -41,7 +43,7 @@ _STEPS = 3
 _SMALL = 4096
 
 #: Sides of which no one is another's, nor a product of others.
-_SHAPES = (2, 7, 11), (3, 13, 5)
+_SHAPES = (17, 19, 2, 7, 11), (29, 23, 3, 13, 5)
 
 #: What code that nobody here wrote raises when it does not like what it gets.
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
@@ -107,6 +109,9 @@ def make(recipe: AnyTorch, *params: Tensor) -> Optimizer:
     Raises:
         ConfigError: the class does not take the arguments, or it has no ``lr``.
     """
+    if isinstance(recipe, ClientTorch):
+        made: Optimizer = recipe.prototype.make(params)
+        return made
     of_groups = sorted({"lr", "weight_decay", "params"} & recipe.arguments.keys())
     if of_groups:
         raise ConfigError(f"{recipe.rule} is given {', '.join(of_groups)}, which parameter groups have; set "
@@ -221,15 +226,26 @@ def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
         param = _draw(shape, 0).to(device)
         optimizer = make(recipe, param)
         group, = optimizer.param_groups
+        own = _own(optimizer)
         for step in range(_STEPS):
             param.grad = _draw(shape, 1 + step).to(device)
             step_of(recipe, optimizer, shape)
             states.append(rebuilt(dict(optimizer.state.get(param, {})), lambda _, value: _described(value)))
             groups.append({(key,): value for key, value in group.items() if key not in ("lr", "weight_decay", "params")
                            and isinstance(value, (int, float))})
+        for key, value in _own(optimizer).items():
+            if own.get(key) != value:
+                raise ConfigError(f"{recipe.rule} changes its {key} in a step, from {own.get(key)!r} to {value!r}: no "
+                                  "state and no group has it, so that no checkpoint could")
     seen = [dict(walk(state)) for state in states]
     return Kept(tuple(rebuilt(state, lambda path, value: _leaf(recipe, seen, path, value)) for state in states),
                 _counts_of_group(recipe, groups), counter.get_total_flops() // _STEPS)
+
+
+def _own(optimizer: Optimizer) -> dict[str, Any]:
+    """What ``optimizer`` keeps beside states and groups, as far as it can be compared."""
+    return {key: value for key, value in vars(optimizer).items()
+            if value is None or isinstance(value, (bool, int, float, str))}
 
 
 def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str, Leaf]:
@@ -361,12 +377,13 @@ def _draw(shape: tuple[int, ...], seed: int) -> Tensor:
 @contextmanager
 def _aside() -> Iterator[None]:
     """Leave the random numbers of the run as they are."""
-    state = random.getstate()
+    state, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
+        numpy.random.set_state(of_numpy)
 
 
 def _said(error: Exception) -> str:
