@@ -14,6 +14,7 @@ from pydantic import Field, create_model
 
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.any_torch import any_of
+from ds_layerwise.recipes.client import ClientOptimizerConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.overrides import Override
@@ -52,6 +53,14 @@ _OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 def is_ours(optimizer_type: str | None) -> bool:
     """Whether ``optimizer.type`` names this backend, in any letter case."""
     return optimizer_type is not None and optimizer_type.lower() in OPTIMIZER_TYPES
+
+
+def is_for_us(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed config means this backend: by its type, or, beside an optimizer that a script gives, by a
+    ``layerwise`` section without an ``optimizer`` section."""
+    section = ds_config.get("optimizer")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return is_ours(kind) if isinstance(kind, str) else section is None and "layerwise" in ds_config
 
 
 def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
@@ -295,6 +304,8 @@ class LayerWiseConfig(Section):
     rename: Mapping[str, str] = Field(default_factory=dict)
     """Globs over names in checkpoints to names in the model, each ``*`` standing for the same text in both."""
     overrides: tuple[Override, ...] = ()
+    client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
+    """Of an optimizer that the script gives to ``initialize``; see :mod:`.recipes.client`."""
     decoupled_lr: Annotated[NonNegative | None, _OR_NULL] = None
     """Learning rate of embeddings and output heads, as an override's ``lr``; Megatron-LM's key. None for the run's."""
     decoupled_min_lr: Annotated[NonNegative | None, _OR_NULL] = None
@@ -325,12 +336,21 @@ class LayerWiseConfig(Section):
                 raise ConfigError(f"layerwise.overrides must be a list, got {entries!r}")
             values["overrides"] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", each)
                                         for i, each in enumerate(entries))
+        if "client_optimizer" in values:
+            values["client_optimizer"] = _client_optimizer("layerwise.client_optimizer", values["client_optimizer"])
         found = build(cls, "layerwise", values)
         lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
         if lr is not None and min_lr is not None and min_lr > lr:
             raise ConfigError(f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
                               f"{lr:g}; lower it")
         return found
+
+
+def _client_optimizer(where: str, value: object) -> ClientOptimizerConfig:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be an object like {{'split': 'whole'}}, got {value!r}")
+    only_known(where, value, ClientOptimizerConfig.keys())
+    return build(ClientOptimizerConfig, where, dict(value))
 
 
 def _renames(where: str, value: object) -> dict[str, str]:

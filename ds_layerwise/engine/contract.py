@@ -118,6 +118,7 @@ _WRAPPED = (
     Name(f"{_ENGINE}._configure_with_arguments", "wrapped", ("self", "args", "mpu")),
     Name(f"{_ENGINE}._do_sanity_check", "wrapped", ("self",)),
     Name(f"{_ENGINE}._broadcast_model", "wrapped", ("self",)),
+    Name(f"{_ENGINE}._configure_optimizer", "wrapped", ("self", "client_optimizer", "model_parameters")),
     Name(f"{_ENGINE}._configure_basic_optimizer", "wrapped", ("self", "model_parameters")),
     Name(f"{_ENGINE}._do_optimizer_sanity_check", "wrapped", ("self", "basic_optimizer")),
     Name(f"{_ENGINE}._configure_zero_optimizer", "wrapped", ("self", "optimizer")),
@@ -201,7 +202,7 @@ _READ = (
     Name("deepspeed.runtime.tensor_parallel.config.TPTrainingConfig.tensor_parallel", "read"),
     Name("deepspeed.runtime.tensor_parallel.config.TPConfig.tp_group", "read"),
     *_names(_ENGINE, "read", """
-        _config _running_engine_backward checkpoint_engine client_lr_scheduler client_optimizer
+        _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
         enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_steps gradient_average
         has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
         module_forward_post_hook module_forward_pre_hook mp_world_size mpu optimizer save_non_zero_checkpoint

@@ -37,10 +37,11 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise.config import is_ours
+from ds_layerwise.config import is_for_us, is_ours
 from ds_layerwise.engine import loading, own_overrides, patches, saving
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.client import ClientOptimizer, given_by
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
@@ -59,7 +60,12 @@ from ds_layerwise.zero.settings import Settings
 
 def _uses_us(engine: DeepSpeedEngine) -> bool:
     # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
-    return is_ours(engine._config.optimizer_name)
+    return is_for_us(engine._config._param_dict)
+
+
+def _has_client(config: Mapping[str, Any]) -> bool:
+    """Whether the script is to give the optimizer of ``config``, which is for this backend."""
+    return config.get("optimizer") is None
 
 
 def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
@@ -69,10 +75,10 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
         ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
     """
     zero = given.get("zero_optimization")
-    if is_ours((given.get("optimizer") or {}).get("type")):
+    if is_for_us(given):
         refuse_misplaced(given)
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if not isinstance(offload, dict) or not is_ours((given.get("optimizer") or {}).get("type")):
+    if not isinstance(offload, dict) or not is_for_us(given):
         return original(given)
     ratio = offload.get("ratio", "auto")
     if ratio == "auto":
@@ -89,7 +95,7 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
     """What the engine's config says to this backend; read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
-        found = RunConfig.from_ds_config(config._param_dict)
+        found = RunConfig.from_ds_config(config._param_dict, client=_has_client(config._param_dict))
         layerwise = found.layerwise.model_copy(update={"overrides": (*found.layerwise.overrides, *own_overrides.now())})
         config._layerwise_run = replace(found, layerwise=layerwise)
     run: RunConfig = config._layerwise_run
@@ -99,8 +105,7 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
 def _initialize_params(original: Callable[[Any], Any], config: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
     """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it, too."""
     optimizer = given.get("optimizer")
-    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else optimizer
-    if not (isinstance(kind, str) and is_ours(kind)):
+    if not is_for_us(given) and not (isinstance(optimizer, str) and is_ours(optimizer)):
         return original(given)
     # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
     config_of(with_plain_numbers(given))
@@ -108,14 +113,14 @@ def _initialize_params(original: Callable[[Any], Any], config: ds_config_module.
         return original(given)
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         try:
-            RunConfig.from_ds_config(given)
+            RunConfig.from_ds_config(given, client=_has_client(given))
         except ConfigError as ours:
             raise ours from error
         raise
 
 
 def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
-    if is_ours(config.optimizer_name):
+    if is_for_us(config._param_dict):
         config._param_dict = with_plain_numbers(config._param_dict)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             if config._param_dict.get(key) == "auto":
@@ -168,9 +173,17 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    check_recipes(_run(engine).optimizer.recipes)
+    run = _run(engine)
     _refuse_what_is_not_read(engine._config, given)
-    if engine.client_optimizer is not None:
+    if _has_client(given):
+        if engine.client_optimizer is None:
+            raise ConfigError("the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
+                              "optimizer given to initialize(), and there is none of these; name one, or remove the "
+                              "section")
+        _refuse_what_clients_lack(run)
+    else:
+        check_recipes(run.optimizer.recipes)
+    if not _has_client(given) and engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
     if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(engine.mpu):
@@ -178,6 +191,14 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     elif engine.mpu is not None and engine.autotp_size() > 1:
         raise ConfigError(f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
                           "sequence parallelism, which this optimizer does not support; remove one of the two")
+
+
+def _refuse_what_clients_lack(run: RunConfig) -> None:
+    default = type(run.layerwise)()
+    for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm"):
+        if getattr(run.layerwise, key) != getattr(default, key):
+            raise ConfigError(f"layerwise.{key} is set, and the groups of the optimizer that was given to initialize() "
+                              "say what it would; remove it, and make a group of those parameters")
 
 
 #: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
@@ -241,6 +262,20 @@ def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeed
         return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section, schedules=lr_schedules)
 
 
+def _configure_optimizer(original: Callable[[Any, Any], Any], engine: DeepSpeedEngine, client_optimizer: Any,
+                         model_parameters: Any) -> Any:
+    if not _uses_us(engine) or client_optimizer is None:
+        return original(client_optimizer, model_parameters)
+    with _alike():
+        ours = ClientOptimizer(given_by(client_optimizer, model_parameters),
+                               split=_run(engine).layerwise.client_optimizer.split)
+        check_recipes(ours.recipes_by_group)
+    result = original(ours, model_parameters)
+    # What is called with it next makes schedulers.
+    engine.basic_optimizer = ours.client
+    return result
+
+
 def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
     if isinstance(basic_optimizer, LayerWiseOptimizer):
         return "zero_optimization"
@@ -301,6 +336,7 @@ WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_with_arguments": _configure_with_arguments,
     "_do_sanity_check": _do_sanity_check,
     "_broadcast_model": _broadcast_model,
+    "_configure_optimizer": _configure_optimizer,
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,

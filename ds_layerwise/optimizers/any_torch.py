@@ -80,6 +80,7 @@ class AnyTorch:
         if optimizer is None or not step:
             optimizer = self._optimizers[state[COUNT]] = probe.make(self._recipe, param)
         group, = optimizer.param_groups
+        group.update(hyper.of_client)
         group.update(params=[param], lr=hyper.lr)
         if "weight_decay" in group:
             group["weight_decay"] = hyper.weight_decay

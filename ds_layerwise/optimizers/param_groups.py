@@ -8,19 +8,24 @@ writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to ``adam_lr``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.plan.layout import Piece
 from ds_layerwise.plan.rates import check_floors, check_peaks
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.settings import check, nearest, normalised, plain
 
 #: What every group says once it is built.
 HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
+
+#: What a config gives a group, and the ratio to ``lr`` that a group has of it.
+RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
 
 #: What a user's group may say. ``muon_lr`` and ``adam_lr`` become the two ratios.
 GROUP_KEYS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "use_muon")
@@ -31,6 +36,16 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "decoupled_weight_decay": (True, ), "correct_bias": (True, ), "bias_correction": (True, ), "adjust_lr_fn": (None, ),
     "optimizer": (None, ), "max_grad_norm": (None, 0), "torch_adam": (True, ), "adam_w_mode": (True, ),
     "fp32_optimizer_states": (True, )}
+
+
+class Held(NamedTuple):
+    """What this rank owns of one parameter."""
+
+    param: Tensor
+    route: Route
+    piece: Piece
+    state: dict[str, Tensor]
+    """Live."""
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
@@ -80,6 +95,24 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         any schedule, in this run or in the one that it goes on from."""
         return [{**{key: group[key] for key in HYPER_KEYS}, "configured_lr": known["lr"]}
                 for group, known in zip(self.param_groups, self.configured, strict=True)]
+
+    @property
+    def recipes_by_group(self) -> tuple[Recipe, ...]:
+        """By group, the recipe of its parameters; empty where each parameter has its own."""
+        return ()
+
+    def named(self, given: Mapping[str, Any]) -> dict[str, object]:
+        """What of ``given``, which a group was given, a load compares: by the names that a config has for it."""
+        named: dict[str, object] = {"lr": float(given["lr"])}
+        # As many digits as survive a product of two roundings.
+        named |= {key: float(f"{float(given[ratio]) * float(given['lr']):.12g}") for key, ratio in RATIOS.items()}
+        return named | {key: tuple(map(float, given[key])) if key == "betas" else float(given[key])
+                        for key in HYPER_KEYS if key not in ("lr", *RATIOS.values())}
+
+    def hold(self, held: Iterable[Held]) -> None:
+        """Show the states of what this rank owns by parameter."""
+        for each in held:
+            self.state[each.param] = each.state
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
         """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, a schedule that makes rates

@@ -22,6 +22,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.any_torch import AnyTorch
+from ds_layerwise.recipes.client import ClientTorch
 from ds_layerwise.recipes.recipe import DTYPE_BYTES, StateSpec
 
 #: The state that counts steps, whatever else there is.
@@ -41,7 +43,7 @@ STEPS = 3
 SMALL = 4096
 
 #: Sides of which no one is another's, nor a product of others.
-_SHAPES = (2, 7, 11), (3, 13, 5)
+_SHAPES = (17, 19, 2, 7, 11), (29, 23, 3, 13, 5)
 
 #: What code that nobody here wrote raises when it does not like what it gets.
 ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
@@ -107,6 +109,9 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
     Raises:
         ConfigError: the class does not take the arguments, or it has no ``lr``.
     """
+    if isinstance(recipe, ClientTorch):
+        made: Optimizer = recipe.prototype.make(params)
+        return made
     of_groups = sorted({"lr", "weight_decay", "params"} & recipe.arguments.keys())
     if of_groups:
         raise ConfigError(f"{recipe.rule} is given {', '.join(of_groups)}, which parameter groups have; set "
@@ -321,12 +326,13 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 @contextmanager
 def aside() -> Iterator[None]:
     """Leave the random numbers of the run as they are."""
-    state = random.getstate()
+    state, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
+        numpy.random.set_state(of_numpy)
 
 
 def said(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,8 @@ class Hyper:
     momentum: float
     betas: tuple[float, float]
     eps: float
+    of_client: Mapping[str, Any] = field(default_factory=dict)
+    """All that the group of a client optimizer says, with the names of its class; of others nothing."""
 
 
 class UpdateError(StepError):

@@ -108,7 +108,8 @@ class Route:
             lr = self.lr * (float(group["lr"]) / float(group["configured_lr"]))
         return {"lr": lr if self.min_lr is None else max(lr, self.min_lr),
                 **{key: float(group[key] if value is None else value) for key, value in own.items()},
-                "betas": tuple(float(beta) for beta in betas)}
+                "betas": tuple(float(beta) for beta in betas),
+                **{key: group[key] for key in ("of_client",) if key in group}}
 
     @property
     def copied(self) -> int:

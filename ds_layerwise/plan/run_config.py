@@ -39,18 +39,21 @@ class RunConfig:
     """Keys that are accepted, but change nothing."""
 
     @classmethod
-    def from_ds_config(cls, config: object) -> RunConfig:
+    def from_ds_config(cls, config: object, *, client: bool = False) -> RunConfig:
         """Parse a whole DeepSpeed config, and refuse what this backend could not honour.
+
+        Args:
+            client: whether the script gives the optimizer, and the config names none.
 
         Raises:
             ConfigError: names the key, its value, what it may say and the way out.
         """
         given: Mapping[str, Any] = config_of(with_plain_numbers(config))
         section = given.get("optimizer") or {}
-        if not is_ours(section.get("type")):
+        if not client and not is_ours(section.get("type")):
             raise ConfigError(f"optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got {section.get('type')!r}"
                               f"{'' if section else ': there is no optimizer section'}")
-        optimizer = OptimizerConfig.from_section(section)
+        optimizer = OptimizerConfig() if client else OptimizerConfig.from_section(section)
         layerwise = LayerWiseConfig.from_section(given.get("layerwise", {}))
         refuse_unsupported(given)
         check_autocast(given)

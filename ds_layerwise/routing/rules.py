@@ -50,6 +50,7 @@ from ds_layerwise.plan.routes import (
     with_changes,
     with_cut,
 )
+from ds_layerwise.recipes.client import check_override
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.facts import facts_of, holders_of
@@ -103,7 +104,8 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
                      overrides: Sequence[Override] = (), per_head: bool = False, auto_split: bool = True,
                      recipes: Recipes = Recipes(), tp_size: int = 1, tp_rank: int = 0,
                      elsewhere: Elsewhere | None = None, experts: Mapping[str, Sequence[str]] | None = None,
-                     by_kind: ByKind = ByKind(), own_decay: Collection[int] = ()) -> dict[str, Route]:
+                     by_kind: ByKind = ByKind(), own_decay: Collection[int] = (),
+                     by_group: Sequence[Recipe] = ()) -> dict[str, Route]:
     """Route every trainable parameter of ``param_groups``, in the order of ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no route. With
@@ -116,6 +118,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         tp_rank: which of them this is.
         experts: see :func:`.routing.facts.facts_of`.
         own_decay: the parameter groups, by index, that say for themselves what their weight decay is.
+        by_group: the recipes of the groups of a client optimizer, which sees parameters as they are.
 
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained or gets sparse
@@ -123,13 +126,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
             optimizer though the user neither took one away nor chose for all, or it is not clear how a matrix is cut.
     """
     names = {param: name for name, param in model.named_parameters()}
-    group_of: dict[str, int] = {}
-    for index, group in enumerate(param_groups):
-        for param in group["params"]:
-            if param not in names:
-                raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
-                                   "model does not have; pass parameters of the model given to initialize()")
-            group_of[names[param]] = index
+    group_of = _groups_of(names, param_groups)
     homes, tensor = _homes(model, elsewhere), TensorRank(tp_size, tp_rank)
     trained = {name: param for param, name in names.items()
                if name in group_of and param.requires_grad and param.numel()}
@@ -142,6 +139,9 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         if _table_or_head(param, homes[name]):
             by_kind.change_table(merged[name])
         mine = merged[name].values
+        if by_group:
+            routes[name] = _of_client(name, param, group_of[name], by_group[group_of[name]], mine, recipes, tp_size)
+            continue
         wanted = _wanted(param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes)
         route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
@@ -151,13 +151,25 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
     config = getattr(model, "config", None)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
-    if auto_split:
+    if auto_split and not by_group:
         routes = split_known(config, routes, trained, holders, tensor, named=named, per_head=per_head)
     if per_head:
         routes = split_heads(config, routes, trained, tp_size, named=named)
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes
+
+
+def _groups_of(names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """By name, the index of the group that a parameter is in."""
+    found: dict[str, int] = {}
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise RoutingError(f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that the "
+                                   "model does not have; pass parameters of the model given to initialize()")
+            found[names[param]] = index
+    return found
 
 
 def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
@@ -192,6 +204,19 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
     shape, reason = (None, table) if table else _matrix_shape(param, home)
     return Route(name=name, recipe=recipes.scalar if shape is None else recipes.matrix, reason=reason, group=0,
                  matrix_shape=shape)
+
+
+def _of_client(name: str, param: Tensor, group: int, recipe: Recipe, changes: Mapping[str, Any], recipes: Recipes,
+               tp_size: int) -> Route:
+    """The route of a parameter of a client optimizer: whole in the shape that it has, or cut by element."""
+    check_override(name, changes)
+    route = Route(name=name, recipe=recipe, reason=f"param_groups[{group}] of the optimizer given", group=group,
+                  matrix_shape=(tuple(param.shape) or (1,)) if recipe.whole else None, by_user=True)
+    if recipe.whole and tp_size > 1 and is_cut(param):
+        raise RoutingError(f"{name} {tuple(param.shape)} is cut by tensor parallelism, and {recipe.rule}, which was "
+                           "given to initialize(), knows nothing of the other parts; name optimizers in the config "
+                           "instead, or give its group \"split\": \"element\" if each element is updated alone")
+    return with_changes(_with_cut(route, param, tp_size), changes, recipes)
 
 
 def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:

@@ -14,7 +14,7 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
 from ds_layerwise.config import LayerWiseConfig
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan import cost, hosting
@@ -99,8 +99,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
                             rules_of(self.routes, peers, fast_dtypes=self._products.dtypes), names=self._planned.names,
                             batch_matrices=self.config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory)
-        for name, state in self._owned.states.items():
-            self.optimizer.state[self._params[name]] = state
+        self.optimizer.hold(Held(self._params[piece.name], self.routes[piece.name], piece,
+                                 self._owned.states[piece.name]) for pieces in self._owned.pieces for piece in pieces)
 
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""

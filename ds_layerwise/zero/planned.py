@@ -11,6 +11,7 @@ from torch import nn
 
 from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
@@ -60,6 +61,10 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     Raises:
         RoutingError, ConfigError, LayoutError: on every rank alike.
     """
+    if optimizer.recipes_by_group and pipeline.is_pipeline(model):
+        raise ConfigError("an optimizer given to initialize() cannot train a PipelineModule: stages tell each other "
+                          "what they train with, by names; name its class in the config, as optimizer.params."
+                          "matrix_optimizer")
     rules, elsewhere = optimizer.config, pipeline.elsewhere(
         model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
@@ -72,7 +77,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                                   per_head=rules.per_head_muon, auto_split=config.auto_split, recipes=rules.recipes,
                                   tp_size=tp_size, tp_rank=comm.rank_of(settings.tensor_group) if tp_size > 1 else 0,
                                   elsewhere=elsewhere, experts=names, by_kind=ByKind.of(rules, config),
-                                  own_decay=optimizer.own_decay)
+                                  own_decay=optimizer.own_decay, by_group=optimizer.recipes_by_group)
         optimizer.require_chosen_rates(routes)
         trained = {name: param for name, param in model.named_parameters() if name in routes}
         specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),

@@ -21,12 +21,9 @@ from torch import Tensor
 from ds_layerwise.checkpoint.plain import plain
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.config import OnHyperChange
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.param_groups import RATIOS, LayerWiseOptimizer
 
-#: What a config gives a group, and the ratio to ``lr`` by which a group knows the second and the third.
-_RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
-_RATES = ("lr", *_RATIOS)
-_OTHERS = ("momentum", "betas", "weight_decay", "eps")
+_RATES = ("lr", *RATIOS)
 
 #: What else schedulers of torch keep in a group of the learning rate, and in lists of their own.
 _IN_GROUPS, _IN_LISTS = ("lr", "initial_lr", "max_lr", "min_lr"), ("base_lrs", "max_lrs", "_last_lr")
@@ -51,14 +48,23 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         goes_on: whether that is one of torch's, and goes on from its state in the checkpoint.
     """
     changes: dict[tuple[str, object, object, bool], list[int]] = {}
+    others: list[str] = []
     for index, saved in enumerate(header.param_groups or ()):
         group, built = optimizer.param_groups[index], optimizer.built_with[index]
+        if saved.keys() & RATIOS.values() and not built.keys() & RATIOS.values():
+            others.append(f"param_groups[{index}] was saved by a run whose config named its optimizers, and this one "
+                          "was given an optimizer; its values go on, and those of the checkpoint do not")
+            continue
+        if built.keys() & RATIOS.values() and not saved.keys() & RATIOS.values() and header.configured:
+            others.append(f"param_groups[{index}] was saved by a run that was given an optimizer; the values of this "
+                          "one's config go on, and those of the checkpoint do not")
+            continue
         before = _given(saved, header.configured[index] if header.configured else None, built,
                         is_scheduled=scheduler is not None)
         for key, value in saved.items():
             _set(group, key, value)
-        old, new = _named(before), _named(built)
-        different = [key for key in new if old[key] != new[key]]
+        old, new = optimizer.named(before), optimizer.named(built)
+        different = [key for key in new if key in old and old[key] != new[key]]
         sets_lr = scheduler is not None and not goes_on and "lr" in different
         taken = [key for key in different if wins == "config" or sets_lr and key in _RATES]
         for key in different:
@@ -66,7 +72,7 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken)}
         if "lr" in taken and goes_on:
             _follow_lr(scheduler, index, before["lr"], built["lr"])
-    return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + [
+    return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
         f"{what} is in the checkpoint as an object that only code could restore; this run's own goes on"
         for what in header.unreadable]
 
@@ -93,21 +99,12 @@ def _given(saved: Mapping[str, Any], configured: Mapping[str, Any] | None,
     return {**known, "lr": saved.get("initial_lr", (built if is_scheduled else known)["lr"])}
 
 
-def _named(given: Mapping[str, Any]) -> dict[str, object]:
-    """By the names that a config has for it."""
-    named: dict[str, object] = {"lr": float(given["lr"])}
-    # As many digits as survive a product of two roundings.
-    named |= {key: float(f"{float(given[ratio]) * float(given['lr']):.12g}") for key, ratio in _RATIOS.items()}
-    named |= {key: tuple(map(float, given[key])) if key == "betas" else float(given[key]) for key in _OTHERS}
-    return named
-
-
 def _follow_config(group: dict[str, Any], before: Mapping[str, Any], built: Mapping[str, Any],
                    taken: Sequence[str]) -> dict[str, Any]:
     """Let ``group`` have of ``built`` what ``taken`` names, and return that."""
-    given = {key: built[key] for key in taken if key in _OTHERS}
+    given = {key: built[key] for key in taken if key not in _RATES}
     if set(_RATES).intersection(taken):
-        given |= {ratio: built[ratio] for ratio in _RATIOS.values()}
+        given |= {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
     for key, value in given.items():
         _set(group, key, value)
     if "lr" in taken:

@@ -1,0 +1,188 @@
+"""What can be told of an optimizer object of a script, and more optimizers like it.
+
+Note: what an object is
+    Its class, ``defaults``, the values of its parameter groups, its states, and whatever else its ``__dict__`` has. An
+    optimizer for one parameter on one rank has to be like it in all of that, and no constructor is called for it: the
+    rest of ``__dict__`` is copied. What cannot be copied so that the copy works alike on another tensor, because it is
+    code of the script, a tensor, another optimizer or a connection to other ranks, is refused by its name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.client import SPLIT, ClientSplit, ClientTorch, client_recipe
+from ds_layerwise.recipes.settings import check, plain
+
+#: What of ``__dict__`` belongs to torch, or is copied otherwise.
+_OF_TORCH = ("defaults", "state", "param_groups", "_zero_grad_profile_name", "_opt_called", "_step_count", "step",
+             "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+             "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+             "_optimizer_load_state_dict_post_hooks")
+
+#: What of a group is for the whole of it, and not for an optimizer of one of its parameters.
+ABOUT_GROUPS = ("params", "param_names", SPLIT)
+
+#: Keys that a schedule or a script moves, and overrides replace.
+MOVED = ("lr", "weight_decay")
+
+#: What schedulers of torch note in a group.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prototype:
+    """What makes optimizers like one group of an object."""
+
+    kind: type[Optimizer]
+    defaults: Mapping[str, Any]
+    rest: Mapping[str, Any]
+    """What else stands in its ``__dict__``."""
+    group: Mapping[str, Any]
+    """The group's values when the engine was made, without its parameters."""
+
+    def make(self, params: Sequence[Tensor]) -> Optimizer:
+        """A new optimizer for ``params``, without states, of which ``lr`` is 1e-3."""
+        made = self.kind.__new__(self.kind)
+        group = {**copy.deepcopy(dict(self.group)), "lr": 1e-3, "params": list(params)}
+        made.__setstate__({**copy.deepcopy(dict(self.rest)), "defaults": copy.deepcopy(dict(self.defaults)),
+                           "state": defaultdict(dict), "param_groups": [group]})
+        return made
+
+
+def path_of(client: Optimizer) -> str:
+    """What a config calls its class: by the outermost package that has it, as states belong to a class by that name."""
+    kind = type(client)
+    name, parts = kind.__qualname__.rpartition(".")[2], kind.__module__.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    found = next((each for each in packages if getattr(sys.modules.get(each), name, None) is kind), kind.__module__)
+    return f"{found}:{name}"
+
+
+def check_object(client: object) -> Optimizer:
+    """``client``, if optimizers like it can be made.
+
+    Raises:
+        ConfigError: it is no ``torch.optim.Optimizer``; or it wraps another, needs a closure, has hooks before its
+            step, has another ``step`` than its class, or keeps what cannot be copied.
+    """
+    if not isinstance(client, Optimizer):
+        raise ConfigError(f"the optimizer given to initialize() must be a torch.optim.Optimizer, got "
+                          f"{type(client).__module__}.{type(client).__qualname__}")
+    path = path_of(client)
+    for key, value in vars(client).items():
+        if isinstance(value, Optimizer):
+            raise ConfigError(f"{path} wraps another optimizer, its {key} ({path_of(value)}), and steps on all "
+                              "parameters of it at once, which are on several ranks here; give initialize() the "
+                              "optimizer inside, without its wrapper")
+    needs = [name for name, each in inspect.signature(type(client).step).parameters.items()
+             if name != "self" and each.default is each.empty and each.kind in (
+                 each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    if needs:
+        raise ConfigError(f"{path}.step needs {', '.join(needs)}, and engine.step() has no closure that could "
+                          "evaluate the model again; use another optimizer")
+    if type(client).__module__.startswith("deepspeed.ops"):
+        raise ConfigError(f"{path} is made for stock DeepSpeed's offloading; give initialize() torch's optimizer of "
+                          "that name; Accelerate, which puts this one in its place, leaves it with "
+                          "zero_force_ds_cpu_optimizer set to false")
+    if client._optimizer_step_pre_hooks:
+        raise ConfigError(f"{path} has hooks that run before its step (register_step_pre_hook), which would find no "
+                          "gradients: those stay in the engine; remove them, and use the engine's gradient_clipping")
+    own_step = vars(client).get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        raise ConfigError(f"somebody has replaced the step of this {path}, which would not run: an engine takes its "
+                          "own; write a class with that step")
+    _check_copied(path, "", {key: value for key, value in vars(client).items() if key not in _OF_TORCH})
+    _check_copied(path, "defaults", client.defaults)
+    for index, group in enumerate(client.param_groups):
+        where = f"param_groups[{index}]"
+        values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
+        _check_copied(path, where, values, tensors=True)
+        for key in MOVED:
+            value = plain(values.get(key, 0.0))
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or "lr" not in values:
+                raise ConfigError(f"{where}.{key} of {path} is {values.get(key)!r}, and an engine needs a number that "
+                                  "schedules can move; give one (of an optimizer that finds its own rate, switch that "
+                                  "off)")
+    return client
+
+
+def recipes_of(client: Optimizer, *, split: ClientSplit) -> tuple[ClientTorch, ...]:
+    """By parameter group of ``client``, the recipe of its parameters.
+
+    Args:
+        split: for groups that do not say ``split`` themselves.
+
+    Raises:
+        ConfigError: one says what it cannot be.
+    """
+    rest = {key: value for key, value in vars(client).items() if key not in _OF_TORCH}
+    found = []
+    for index, group in enumerate(client.param_groups):
+        values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
+        chosen = check(ClientSplit, f"param_groups[{index}].{SPLIT}", group.get(SPLIT, split))
+        prototype = Prototype(type(client), copy.deepcopy(client.defaults), copy.deepcopy(rest), copy.deepcopy(values))
+        told = {key: _told(value) for key, value in values.items() if key not in (*MOVED, *_OF_SCHEDULERS)}
+        found.append(client_recipe(path_of(client), prototype, told, split=chosen))
+    return tuple(found)
+
+
+def _told(value: Any) -> str:
+    """``value`` as text without addresses."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_told(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_told, value))}]"
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{value:g}" if isinstance(value, float) else str(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def _check_copied(path: str, where: str, values: Mapping[Any, Any], *, tensors: bool = False) -> None:
+    """Refuse what of ``values`` cannot be copied for another tensor.
+
+    Args:
+        tensors: whether tensors without axes may be there, such as learning rates.
+    """
+    for key, value in values.items():
+        if (why := _refused(value, tensors)) is not None:
+            raise ConfigError(f"{path} keeps {f'{where}.' * bool(where)}{key} ({why}), of which each parameter would "
+                              "need one of its own on the rank that owns it; use a class that keeps numbers, text and "
+                              "containers of those, beside its states")
+
+
+def _refused(value: Any, tensors: bool) -> str | None:
+    """Why ``value`` cannot be copied; None if it can."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device,
+                                           torch.Size, numpy.generic, type, types.BuiltinFunctionType)):
+        return None
+    if isinstance(value, Tensor):
+        return None if tensors and not value.dim() else f"a tensor of {tuple(value.shape)}"
+    if isinstance(value, types.FunctionType):
+        if value.__closure__ or "<" in value.__qualname__:
+            return f"the function {value.__qualname__}, which is code inside other code"
+        return None
+    if isinstance(value, partial):
+        return _refused(value.func, tensors) or _refused(value.args, tensors) or _refused(value.keywords, tensors)
+    if isinstance(value, Mapping):
+        return next((why for each in value.items() for part in each if (why := _refused(part, tensors))), None)
+    if isinstance(value, (Sequence, Set)):
+        return next((why for each in value if (why := _refused(each, tensors))), None)
+    if is_dataclass(value):
+        return next((why for each in fields(value) if (why := _refused(getattr(value, each.name), tensors))), None)
+    return f"a {type(value).__module__}.{type(value).__qualname__}"

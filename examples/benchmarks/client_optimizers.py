@@ -1,0 +1,160 @@
+"""What becomes of optimizers that others wrote, given to ``deepspeed.initialize``: stock ZeRO-1 and this backend.
+
+    OMP_NUM_THREADS=1 python examples/benchmarks/client_optimizers.py
+
+Needs pytorch-optimizer. Each class trains a small model for some steps in one process, and, as the same object, on
+several ranks, of which each has an equal part of the batch; gradients are float32, and nothing is clipped. A difference
+is the largest of any weight, over the largest that any weight has moved in one process: rounding makes some 1e-6 of
+that, a step in another direction some 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_optimizer as others
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+BATCH, WIDTH = 12, 24
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """All that torch's Muon takes."""
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+#: How each object is made. Shampoo and SOAP look at whole matrices now and then, the others at each step.
+MADE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "torch.optim.AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    "torch.optim.Muon": lambda m: torch.optim.Muon(matrices(m), lr=2e-2),
+    "torch.optim.Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
+    "SOAP": lambda m: others.SOAP(m.parameters(), lr=1e-2, precondition_frequency=2),
+    "Shampoo": lambda m: others.Shampoo(m.parameters(), lr=1e-2, preconditioning_compute_steps=2),
+    "CAME": lambda m: others.CAME(m.parameters(), lr=1e-2),
+    "Lamb": lambda m: others.Lamb(m.parameters(), lr=1e-2),
+    "MARS": lambda m: others.MARS(m.parameters(), lr=1e-2),
+    "SCION": lambda m: others.SCION(matrices(m), lr=1e-2),
+}
+
+
+def make_model() -> nn.Module:
+    """Matrices of which cuts into equal parts fall somewhere inside, and vectors."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 17), nn.Tanh(),
+                         nn.Linear(17, WIDTH))
+
+
+def batch(step: int) -> Tensor:
+    """The inputs of a step for all ranks together."""
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: Any, inputs: Tensor) -> Tensor:
+    """What is made small: the model is to give the inputs in the other order."""
+    error: Tensor = model(inputs) - inputs.flip(1)
+    return error.square().mean()
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All of them as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def alone(name: str, steps: int) -> Tensor:
+    """The weights after ``steps`` in one process."""
+    model = make_model()
+    optimizer = MADE[name](model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return weights(model)
+
+
+def on_rank(rank: int, ranks: int, name: str, backend: str, steps: int, folder: str) -> None:
+    """One rank of one run; writes the weights, or what ended it."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu",
+                      LOCAL_SIZE=str(ranks), TORCHDYNAMO_DISABLE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    import deepspeed
+
+    import ds_layerwise
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=f"file://{folder}/store", rank=rank,
+                               world_size=ranks)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // ranks, "zero_optimization": {"stage": 1},
+        "gradient_clipping": 0.0, "steps_per_print": 10**9}
+    own = {"layerwise": {}} if backend == "ours" else {"zero_allow_untested_optimizer": True}
+    make = ds_layerwise.initialize if backend == "ours" else deepspeed.initialize
+    model = make_model()
+    result: Any
+    try:
+        engine, *_ = make(model=model, optimizer=MADE[name](model), config={**config, **own})
+        for step in range(steps):
+            engine.backward(loss_of(engine, batch(step).chunk(ranks)[rank]))
+            engine.step()
+        result = weights(model)
+    except Exception as error:  # What ends a run is what is asked for.
+        result = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    torch.save(result, f"{folder}/{rank}")
+    os._exit(0)  # The other ranks may wait for this one, and would wait at its regular end.
+
+
+def run(name: str, backend: str, ranks: int, steps: int, seconds: float) -> list[Tensor | str]:
+    """What each rank has to show; of one that is killed, that."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=on_rank, args=(rank, ranks, name, backend, steps, folder))
+                     for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(seconds)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return [torch.load(path) if (path := Path(folder, str(rank))).exists() else "killed"
+                for rank in range(ranks)]
+
+
+def told(results: list[Tensor | str], expected: Tensor, start: Tensor) -> str:
+    """A cell of the table."""
+    errors = [each for each in results if isinstance(each, str) and each != "killed"]
+    if errors:
+        return f"error: {errors[0][:90]}"
+    if "killed" in results:
+        return "does not end"
+    moved = (expected - start).abs().max()
+    worst = max(float((each - expected).abs().max() / moved) for each in results if isinstance(each, Tensor))
+    return f"{worst:.1e}" if worst == worst else "not a number"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", nargs="+", choices=MADE, default=list(MADE))
+    parser.add_argument("--seconds", type=float, default=180, help="after which a run is ended")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| class | ranks | stock ZeRO-1 | this backend |")
+    print("|---|---:|---|---|")
+    for name in arguments.only:
+        expected, start = alone(name, arguments.steps), weights(make_model())
+        for ranks in arguments.ranks:
+            cells = [told(run(name, backend, ranks, arguments.steps, arguments.seconds), expected, start)
+                     for backend in ("stock", "ours")]
+            print(f"| {name} | {ranks} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

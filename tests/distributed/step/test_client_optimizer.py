@@ -1,0 +1,331 @@
+"""Optimizers that a script gives to ``initialize``: against the same object in one process."""
+
+import copy
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from pytorch_optimizer import CAME, MARS, SAM, SOAP, Lookahead, ScheduleFreeAdamW, Shampoo
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+import ds_layerwise
+from ds_layerwise.errors import LayerWiseError, StepError
+from ds_layerwise.plan.report import as_json
+from tests.support import internals
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.reference import trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, train_engine
+
+pytestmark = rooms("client", "client_object", "client_states", "probe", "wraps")
+
+STEPS = 6
+MATRIX_NAMES = ("square.weight", "tall.weight", "flat.weight", "twin.weight")
+
+
+def config(*, split="whole", layerwise=None, **changes):
+    given = ds_config(layerwise={"client_optimizer": {"split": split}, **(layerwise or {})}, **changes)
+    del given["optimizer"]
+    return given
+
+
+def start(module, optimizer, given=None, **kwargs):
+    engine, *_ = ds_layerwise.initialize(model=module, model_parameters=list(module.parameters()),
+                                         optimizer=optimizer, config=given or config(), **kwargs)
+    return engine
+
+
+def matrices(module):
+    return [p for name, p in trainable(module).items() if name in MATRIX_NAMES]
+
+
+def two_groups(module):
+    """Some without weight decay, at another rate."""
+    named = trainable(module)
+    return [{"params": [p for p in named.values() if p.dim() > 1]},
+            {"params": [p for p in named.values() if p.dim() < 2], "lr": 0.004, "weight_decay": 0.0}]
+
+
+#: How objects are made. Muon takes nothing but matrices: what is missing in its groups is frozen.
+MADE = {
+    "Muon": lambda m: Muon(matrices(m), lr=0.02, weight_decay=0.1, ns_steps=4),
+    "Adafactor": lambda m: Adafactor(two_groups(m), lr=0.02, beta2_decay=-0.7),
+    "AdamW": lambda m: AdamW(two_groups(m), lr=0.02, betas=(0.8, 0.9), weight_decay=0.1),
+    "SOAP": lambda m: SOAP(two_groups(m), lr=0.02, weight_decay=0.1, precondition_frequency=2),
+    "CAME": lambda m: CAME(two_groups(m), lr=0.02),
+    "MARS": lambda m: MARS(two_groups(m), lr=0.02),
+    "Shampoo": lambda m: Shampoo(two_groups(m), lr=0.02, preconditioning_compute_steps=2),
+    "NAdam": lambda m: NAdam(two_groups(m), lr=0.02),
+}
+CALLABLE = ("Adafactor", "CAME")
+ALWAYS = ("Muon", "Adafactor", "SOAP", "CAME")
+
+
+def averaged(name, shape, step, ranks):
+    return sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(ranks)) / ranks
+
+
+def in_one_process(make, steps, ranks, *, before_step=lambda optimizer, step: None, after=lambda optimizer: None,
+                   clip=None):
+    """The weights that the object makes by itself, without engine or ranks."""
+    module = Net()
+    optimizer = make(module)
+    schedule = after(optimizer)
+    for step in range(steps):
+        before_step(optimizer, step)
+        for name, param in trainable(module).items():
+            param.grad = averaged(name, param.shape, step, ranks)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return {name: param.detach() for name, param in trainable(module).items()}
+
+
+def assert_close(found, expected, rtol=1e-5, atol=1e-6):
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+class TestAgainstOneProcess(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.world_size([2, 3])
+    @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in ALWAYS))
+                                      for kind in MADE])
+    def test_it_trains_as_alone_and_resumes(self, kind, tmp_path):
+        module = Net()
+        engine = start(module, (lambda params: MADE[kind](module)) if kind in CALLABLE else MADE[kind](module))
+        train_engine(engine, STEPS // 2)
+        planned = as_json(engine.optimizer.forecast())["memory_bytes"][engine.global_rank]["states"]
+        found = sum(value.nbytes for state in internals.states(engine).values() for value in state.values()
+                    if value.dim())
+        assert found <= planned <= 1.02 * found + 4 * len(internals.states(engine))
+        engine.save_checkpoint(tmp_path)
+        other = Net()
+        resumed = start(other, MADE[kind](other), config(stage=2, bucket_numel=10**6))
+        resumed.load_checkpoint(tmp_path)
+        assert_equal_states(whole_states(resumed), whole_states(engine))
+        expected = in_one_process(MADE[kind], STEPS, dist.get_world_size())
+        for each in (engine, resumed):
+            train_engine(each, STEPS - STEPS // 2, first=STEPS // 2)
+            assert_close(masters(each), expected)
+        if kind == "Muon":
+            frozen = {name: p for name, p in Net().named_parameters() if name not in MATRIX_NAMES}
+            for name, param in engine.module.named_parameters():
+                assert name in MATRIX_NAMES or torch.equal(param, frozen[name]), name
+
+    def test_elements_states_from_before_and_what_moves(self):
+        def loaded(module):
+            """An object that has stepped before, as one whose state was loaded has."""
+            optimizer = AdamW(two_groups(module), lr=0.02, betas=(0.8, 0.9), weight_decay=0.1)
+            for step in range(40, 42):
+                for name, param in trainable(module).items():
+                    param.grad = averaged(name, param.shape, step, 1)
+                optimizer.step()
+            optimizer.zero_grad()
+            return optimizer
+
+        def cycle(optimizer):
+            return OneCycleLR(optimizer, max_lr=[0.03, 0.01], total_steps=STEPS + 3, base_momentum=0.7)
+
+        expected = in_one_process(loaded, STEPS, 2, after=cycle)
+        for split in ("element", "whole"):
+            module = Net()
+            optimizer = loaded(module)
+            engine = start(module, optimizer, config(split=split), lr_scheduler=cycle(optimizer))
+            for step in range(STEPS):
+                train_engine(engine, 1, first=step)
+            assert_close(masters(engine), expected)
+            cut = [name for name, route in engine.optimizer.routes.items() if not route.whole]
+            assert sorted(cut) == (sorted(trainable(Net())) if split == "element" else [])
+            assert engine.optimizer.param_groups is optimizer.param_groups
+
+    @pytest.mark.parametrize("how", ["object before", "object after", "callable", "section", "by hand"])
+    def test_schedules_move_what_the_script_holds(self, how):
+        rates = [1.0, 0.5, 0.25, 2.0, 1.0, 0.5, 0.25]
+
+        def schedule(optimizer):
+            return LambdaLR(optimizer, rates.__getitem__)
+
+        module, given, kwargs = Net(), config(clip=0.0), {}
+        optimizer = MADE["AdamW"](module)
+        if how == "object before":
+            kwargs["lr_scheduler"] = schedule(optimizer)
+        elif how == "callable":
+            kwargs["lr_scheduler"] = schedule
+        elif how == "section":
+            given["scheduler"] = {"type": "WarmupLR", "params": {
+                "warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"}}
+        engine = start(module, optimizer, given, **kwargs)
+        after, found = (schedule(optimizer) if how == "object after" else None), []
+        for step in range(4):
+            if how == "by hand":
+                for group, lr in zip(optimizer.param_groups, (0.02, 0.004), strict=True):
+                    group.update(lr=lr * rates[step], betas=(0.5 + step / 10, 0.9))
+            found.append([dict(group) for group in optimizer.param_groups])
+            train_engine(engine, 1, first=step)
+            if after:
+                after.step()
+
+        def as_found(alone, step):
+            for group, said in zip(alone.param_groups, found[step], strict=True):
+                group.update({key: said[key] for key in ("lr", "betas", "weight_decay")})
+
+        assert_close(masters(engine), in_one_process(MADE["AdamW"], 4, 2, before_step=as_found))
+        if how != "section":
+            assert [group["lr"] for group, _ in found] == [0.02 * rate for rate in rates[:4]]
+        else:
+            assert found[0][0]["lr"] == 0 < found[2][0]["lr"] < found[3][0]["lr"] < 0.02
+
+    @pytest.mark.parametrize("changes", [
+        {"zero_optimization": {"stage": 1, "reduce_bucket_size": 600,
+                               "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        {"stage": 2, "bf16": {"enabled": True}}], ids=["host", "bf16"])
+    def test_the_host_and_half_precision(self, changes, tmp_path):
+        module, plain = Net(), Net()
+        engine = start(module, MADE["SOAP"](module), config(**changes))
+        other = start(plain, MADE["SOAP"](plain), config(**({"bf16": changes["bf16"]} if "bf16" in changes else {})))
+        for each in (engine, other):
+            train_engine(each, STEPS)
+        assert_equal_states(whole_states(engine), whole_states(other))
+        assert all(value.dtype == torch.float32 for value in masters(engine).values())
+
+    def test_overrides_and_groups_of_two_kinds(self):
+        """A group may be cut by element beside others that are whole; overrides set rates and weight decay."""
+        def make(module):
+            first, second = two_groups(module)
+            return AdamW([first, {**second, "split": "element"}], lr=0.02, weight_decay=0.1)
+
+        def alone(module):
+            named = trainable(module)
+            return AdamW([
+                {"params": [p for name, p in named.items() if p.dim() > 1 and name != "tall.weight"]},
+                {"params": [p for p in named.values() if p.dim() < 2], "lr": 0.004, "weight_decay": 0.0},
+                {"params": [named["tall.weight"]], "lr": 0.01, "weight_decay": 0.5}], lr=0.02, weight_decay=0.1)
+
+        module = Net()
+        engine = start(module, make(module), config(layerwise={"overrides": [
+            {"name": "tall.weight", "lr_scale": 0.5, "weight_decay": 0.5}]}))
+        train_engine(engine, STEPS)
+        assert_close(masters(engine), in_one_process(alone, STEPS, 2))
+        assert {name for name, route in engine.optimizer.routes.items() if not route.whole} == {
+            name for name, p in trainable(Net()).items() if p.dim() < 2}
+        assert "torch.optim:AdamW: betas [0.9, 0.999], eps 1e-08, decoupled_weight_decay True" in " ".join(
+            engine.optimizer.describe().split())
+
+    def test_a_checkpoint_of_the_class_by_name_goes_on(self, tmp_path):
+        """States belong to the class, however it was given."""
+        module = Net()
+        engine = start(module, Adafactor(module.parameters(), lr=0.02))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        again = Net()
+        changed = start(again, Adafactor(again.parameters(), lr=0.01), config(
+            layerwise={"on_hyper_change": "config"}))
+        changed.load_checkpoint(tmp_path)
+        assert changed.optimizer.param_groups[0]["lr"] == 0.01 and changed.optimizer.step_count == 2
+        assert_equal_states(whole_states(changed), whole_states(engine))
+        third = Net()
+        kept = start(third, Adafactor(third.parameters(), lr=0.01))
+        kept.load_checkpoint(tmp_path)
+        assert kept.optimizer.param_groups[0]["lr"] == 0.02
+
+
+class Closed(SGD):
+    """Keeps code of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.rate = lambda: lr
+
+
+class Counts(SGD):
+    """Counts where no checkpoint looks."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.turns = 0
+
+    def step(self, closure=None):
+        self.turns += 1
+        super().step()
+
+
+def stepped(optimizer, module):
+    """With a state that the class would not have."""
+    optimizer.state[module.experts] = {"square": torch.ones(())}
+    return optimizer
+
+
+def hooked(optimizer):
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def with_step(optimizer):
+    optimizer.step = lambda closure=None: None
+    return optimizer
+
+
+REFUSED = {
+    "a wrapper": (lambda m: Lookahead(SGD(m.parameters(), lr=0.1)), {}, "Lookahead wraps another optimizer.*SGD"),
+    "another wrapper": (lambda m: SAM(m.parameters(), SGD, lr=0.1), {}, "SAM wraps another optimizer"),
+    "a closure": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS.step needs closure"),
+    "code inside": (lambda m: Closed(m.parameters(), 0.1), {}, "Closed keeps rate .*code inside other code"),
+    "a count of its own": (lambda m: Counts(m.parameters(), 0.1), {}, r"Counts goes on from optimizer\.turns"),
+    "sums of a group": (lambda m: ScheduleFreeAdamW(m.parameters(), lr=0.1), {}, "all parameters of a group together"),
+    "hooks": (lambda m: hooked(SGD(m.parameters(), lr=0.1)), {}, "register_step_pre_hook"),
+    "a step of the script": (lambda m: with_step(SGD(m.parameters(), lr=0.1)), {}, "has replaced the step of"),
+    "a strange state": (lambda m: stepped(AdamW(m.parameters(), lr=0.1), m), {},
+                        "experts.*differ in exp_avg, exp_avg_sq, square, step"),
+    "no rate": (lambda m: SGD([{"params": m.parameters(), "lr": None}], lr=0.1), {}, "lr of .* is None"),
+    "a group's split": (lambda m: SGD([{"params": m.parameters(), "split": "elements"}], lr=0.1), {},
+                        "split must be one of 'whole', 'element', got 'elements'"),
+    "elements that look at each other": (lambda m: Adafactor(m.parameters()), {"split": "element"},
+                                         "one element what depends on the others"),
+    "no optimizer": (lambda m: lambda params: "SGD", {}, "must be a torch.optim.Optimizer, .*got builtins.str"),
+    "an override": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {
+        "overrides": [{"name": "embed.*", "optimizer": "adamw"}]}}, "sets optimizer for embed.weight.*can set lr"),
+    "a rate of embeddings": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {"decoupled_lr": 0.1}},
+                             "decoupled_lr is set, and the groups"),
+    "another's parameter": (lambda m: SGD([*m.parameters(), nn.Parameter(torch.ones(3))], lr=0.1), {},
+                            "the model does not have"),
+    "two optimizers": (lambda m: SGD(m.parameters(), lr=0.1), {"optimizer": {"type": "LayerWiseMuon"}},
+                       "given twice"),
+    "no optimizer at all": (lambda m: None, {}, "or an optimizer given to initialize"),
+    "a misspelt split": (lambda m: SGD(m.parameters(), lr=0.1), {"split": "rows"},
+                         "layerwise.client_optimizer.split must be one of 'whole', 'element', got 'rows'"),
+}
+
+
+class TestRefusals(DistributedTest):
+    world_size = 2
+
+    def test_what_cannot_be_right_is_refused(self):
+        for what, (make, changes, message) in REFUSED.items():
+            module, given = Net(), {**config(**{k: v for k, v in changes.items() if k != "optimizer"})}
+            if "optimizer" in changes:
+                given["optimizer"] = changes["optimizer"]
+            with pytest.raises(LayerWiseError, match=message):
+                start(module, make(module), given)
+                pytest.fail(what)
+
+    def test_what_would_go_behind_the_engine(self):
+        module, plain = Net(), Net()
+        optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
+        saved = copy.deepcopy(optimizer.state_dict())
+        seen = []
+        optimizer.register_step_post_hook(lambda *_: seen.append(len(seen)))
+        engine = start(module, optimizer)
+        for call in (optimizer.step, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+                     lambda: optimizer.load_state_dict(saved)):
+            with pytest.raises(StepError, match="an engine trains with this"):
+                call()
+        train_engine(engine, 2)
+        assert seen == [0, 1]
+        with pytest.raises(LayerWiseError, match="given to another engine"):
+            start(plain, optimizer)
