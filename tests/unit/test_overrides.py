@@ -344,6 +344,9 @@ def test_experts_of_one_name_must_all_be_meant():
     with pytest.raises(RoutingError, match="experts.0.up: layerwise.overrides sets lr to 1.0, and for experts.2.up to "
                        "'nothing'"):
         overrides_by_name(known, entries({"name": "*.0.up", "lr": 1}))
+    with pytest.raises(RoutingError, match="experts.2.up: layerwise.overrides sets lr to 1.0, and for experts.0.up to "
+                       "'nothing'"):
+        overrides_by_name(known, entries({"name": "*.2.up", "lr": 1}))
 
 
 def test_overrides_of_register_and_initialize_come_together():
