@@ -126,10 +126,12 @@ def _of_other_shapes(piece: PieceRecord, keys: Sequence[str], sources: Sequence[
     """Those of ``keys`` that ``sources`` have in another shape than ``piece``, with both shapes."""
     found = {}
     for key in keys:
-        if key in piece.state and not piece.is_elementwise(key) and sources:
-            was, now = tuple(_values(piece.name, sources[0], key).shape), tuple(piece.state[key].shape)
-            if was != now:
-                found[key] = (was, now)
+        if key not in piece.state or not sources:
+            continue
+        was, now = tuple(_values(piece.name, sources[0], key).shape), tuple(piece.state[key].shape)
+        # A square matrix has factors of as many elements as itself, which count as elements of it.
+        if was != now and not (piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()):
+            found[key] = (was, now)
     return found
 
 

@@ -14,6 +14,9 @@ from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.recipes import adafactor as recipes
 
+#: The least bound: the root of less than a float32 can be divided by is no number.
+TINY = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True, slots=True)
 class Adafactor:
@@ -31,7 +34,8 @@ class Adafactor:
 
     State: ``row_var`` (R), ``(..., rows, 1)``, ``col_var`` (C), ``(..., 1, cols)``, and ``step`` (t), 0-d float32 on
     the CPU.
-    Reference: :class:`torch.optim.Adafactor`, which says how it differs from arXiv 1804.04235
+    Reference: :class:`torch.optim.Adafactor`, which says how it differs from arXiv 1804.04235. Where ``eps1``^2 is no
+    float32, as of 1e-30, torch makes NaN of a row without gradients; here it stays where it is.
     """
 
     recipe: recipes.Adafactor = recipes.Adafactor()
@@ -79,8 +83,9 @@ class Adafactor:
         for means, axis in ((rows, -1), (columns, -2)):
             means.lerp_(torch.linalg.vector_norm(grad, dim=axis, keepdim=True).square_().div_(grad.shape[axis]), weight)
         moments = rows @ columns
-        moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=self.recipe.eps1))
-        return moments.clamp_(min=self.recipe.eps1**2).rsqrt_().mul_(grad)
+        moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=max(self.recipe.eps1, TINY)))
+        # 1e-30, which other packages have for eps1, squared is no float32; a row without a gradient would become NaN.
+        return moments.clamp_(min=max(self.recipe.eps1**2, TINY)).rsqrt_().mul_(grad)
 
 
 def _rms(matrices: Tensor) -> Tensor:

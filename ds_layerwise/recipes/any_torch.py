@@ -7,7 +7,7 @@ on tensors without memory, and is found by its name, like rules, because it take
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from types import new_class
@@ -17,24 +17,28 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ds_layerwise.recipes.recipe import Recipe, StateSpec
+from ds_layerwise.recipes.settings import normalised
 
 #: What names a class: its module, a colon, its name.
 PATH = r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"
 
 
-def _frozen(value: object) -> object:
-    if isinstance(value, Mapping):
-        return tuple((key, _frozen(each)) for key, each in sorted(value.items()))
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(_frozen(each) for each in value)
-    return value
-
-
 def _arguments(value: object) -> object:
-    pairs = value if isinstance(value, tuple) and all(isinstance(each, tuple) for each in value) else None
-    if not isinstance(value, Mapping) and pairs is None:
+    if isinstance(value, tuple) and all(isinstance(each, tuple) for each in value):
+        return value
+    if not isinstance(value, Mapping):
         raise PydanticCustomError("dict_type", "no keyword arguments")
-    return _frozen(value)
+    found = tuple((key, normalised(each)) for key, each in sorted(value.items()))
+    for key, each in found:
+        if not _is_plain(each):
+            raise ValueError(f"the argument {key} of a class is {each!r}; arguments are numbers, texts, true, false, "
+                             "null, and lists of them, so that ranks can compare them")
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else value is None or isinstance(
+        value, (str, bool, int, float))
 
 
 #: Keyword arguments, as pairs in the order of their names, with tuples for lists.

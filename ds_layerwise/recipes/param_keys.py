@@ -144,8 +144,9 @@ _ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
 def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
     try:
         return predicate(*args)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise RoutingError(f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: {e}") from e
+    except Exception as e:  # whatever somebody's function raises
+        raise RoutingError(f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
+                           f"{str(e).partition(chr(10))[0]}") from e
 
 
 def _check_function(predicate: object, name: object, fn: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 #: Learning rates are not among them where an update has AdamW's size: the rate is then that of the run.
@@ -21,8 +21,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 #: How large an update is. They go together: who says the first has said what the others must fit.
 _SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
 
+#: Hooks that say so in place of the scale of a preset; see :class:`.update_hooks.UpdateHooks`.
+_HOOKS = ("hyperball", "relative_update")
 
-def started(preset: str, given: Collection[str]) -> Mapping[str, Any]:
-    """The starting values of ``preset`` that a config leaves as they are, which gives the keys ``given`` itself."""
-    left_out = {*given, *(_SIZE if _SIZE[0] in given else ())}
+
+def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The starting values of ``preset`` that a config leaves as they are, which says what is ``given`` itself."""
+    left_out = {*given, *(_SIZE if _SIZE[0] in given or any(given.get(hook) for hook in _HOOKS) else ())}
     return {key: value for key, value in PRESETS[preset].items() if key not in left_out}

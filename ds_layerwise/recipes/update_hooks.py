@@ -101,3 +101,8 @@ class UpdateHooks(Recipe):
         said = [f"{key} {list(value) if isinstance(value, tuple) else value}"
                 for key, value in named.items() if value is not None]
         return "".join(f", {each}" for each in said + ["relative_update"] * self.relative_update)
+
+
+def keeps_zeros(recipe: Recipe) -> bool:
+    """Whether a matrix of zeros stays one under ``recipe``, because its updates are as large as itself."""
+    return isinstance(recipe, UpdateHooks) and (recipe.relative_update or recipe.hyperball == "own")

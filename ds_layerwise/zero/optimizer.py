@@ -82,6 +82,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         groups = self._init_syncs()
         self._init_parts(model)
         self._init_hooks(model, groups)
+        start_up.warn_of_zeros(planned, settings, self._owned)
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in self._params.items() if name not in planned.saved_elsewhere]

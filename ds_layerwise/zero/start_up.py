@@ -5,16 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.report import start_up_table
+from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
+from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.recipes.update_hooks import keeps_zeros
 from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.products import Products
 from ds_layerwise.zero.settings import Settings
+
+
+def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
+    """Warn of matrices of zeros that a hook keeps at their own norm. Every rank of the group must call it.
+
+    No error: a checkpoint may be loaded next.
+    """
+    kept = {name for name, route in planned.routes.items() if keeps_zeros(route.recipe)}
+    if not kept:
+        return
+    mine = [piece.name for pieces in owned.pieces for piece in pieces
+            if piece.name in kept and not owned.masters.piece(piece.name).any()]
+    found = sorted({name for names in comm.gather_objects(mine, group=settings.group) for name in names})
+    if found and comm.rank_of(settings.group) == 0:
+        more = f" and {len(found) - 5} more" * (len(found) > 5)
+        logger.warning(f"ds_layerwise: {', '.join(found[:5])}{more}: all weights are 0, and relative_update, or "
+                       "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a norm, or leave "
+                       "the hook out for them with layerwise.overrides")
 
 
 def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None) -> Forecast:

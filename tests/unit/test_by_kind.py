@@ -255,6 +255,16 @@ def test_what_the_config_says_itself_wins():
     assert (scaled.matrix.extra_scale_factor, scaled.muon_lr, scaled.matrix.ns_steps) == (1.0, 0.02, 16)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("hook", [{"hyperball": "own"}, {"relative_update": True}])
+def test_a_hook_that_says_how_large_updates_are_replaces_the_scale_of_a_preset(preset, hook):
+    found = optimizer(preset=preset, lr=1e-3, muon_lr=0.02, **hook)
+    assert (found.matrix.scale_mode, found.matrix.extra_scale_factor, found.muon_lr) == ("original", 1.0, 0.02)
+    assert found.matrix.ns_steps == PRESETS[preset]["ns_steps"] and not {"scale_mode", "muon_lr"} & {*found.from_preset}
+    off = dict.fromkeys(hook, None if "hyperball" in hook else False)
+    assert optimizer(preset=preset, lr=1e-3, **off).matrix.scale_mode == PRESETS[preset]["scale_mode"]
+
+
 @pytest.mark.parametrize("params, told", [
     ({"preset": "kimmi"}, "optimizer.params.preset must be one of 'kimi', 'keller_jordan', 'soap_muon_beyond', got"),
     ({"preset": "soap_muon_beyond", "scale_mode": "original", "lr": 1e-3}, "lr is 0.001 without muon_lr"),

@@ -236,6 +236,16 @@ def test_a_function_that_fails_is_told_with_the_parameter_and_its_name():
         ParamKey(name="a", module="Linear").matches(torch.zeros(3), "a")
 
 
+@pytest.mark.parametrize("error", [AssertionError, NotImplementedError, KeyError, ValueError])
+def test_whatever_a_function_raises_names_the_parameter_in_one_line(error):
+    def fails(param):
+        raise error(param)
+
+    with pytest.raises(RoutingError, match=rf"w: ParamPredicate\(name='x'\) fails for it: {error.__name__}: ") as e:
+        ParamKey(predicate=ParamPredicate("x", fails)).matches(torch.nn.Parameter(torch.ones(40, 3)), "w")
+    assert "\n" not in str(e.value)
+
+
 # --- several together ------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +344,9 @@ def test_experts_of_one_name_must_all_be_meant():
     with pytest.raises(RoutingError, match="experts.0.up: layerwise.overrides sets lr to 1.0, and for experts.2.up to "
                        "'nothing'"):
         overrides_by_name(known, entries({"name": "*.0.up", "lr": 1}))
+    with pytest.raises(RoutingError, match="experts.2.up: layerwise.overrides sets lr to 1.0, and for experts.0.up to "
+                       "'nothing'"):
+        overrides_by_name(known, entries({"name": "*.2.up", "lr": 1}))
 
 
 def test_overrides_of_register_and_initialize_come_together():

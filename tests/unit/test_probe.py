@@ -3,11 +3,13 @@
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, AdaBound, DAdaptAdam, EmoNavi, ScheduleFreeRAdam, Shampoo
 from torch.optim import Adafactor, AdamW, Optimizer
 
+from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.any_torch import AnyTorch
 from ds_layerwise.optimizers.probe import kept_of, states_of
@@ -170,6 +172,23 @@ def test_recipes_of_one_path_are_equal():
     one, other = (entry_of(path, whole=True).recipe(matrix_params={"betas": [0.9, 0.8]}) for _ in range(2))
     assert one == other and hash(one) == hash(other) and one.rule == path
     assert one != entry_of(path, whole=True).recipe() != entry_of(path, whole=False).recipe()
+
+
+def test_arguments_are_what_ranks_can_compare():
+    def arguments(value):
+        return OptimizerConfig.from_section({"type": "LayerWise", "params": {
+            "matrix_optimizer": "torch.optim:SGD", "matrix_params": {"momentum": value}}}).matrix.arguments["momentum"]
+
+    for given, found in ((np.float64(0.5), 0.5), (torch.tensor(2), 2), (np.array([0.5, 1]), (0.5, 1.0)),
+                         ([1, [None, "a"]], (1, (None, "a"))), (True, True)):
+        assert repr(arguments(given)) == repr(found)
+    for given in ({"a": 1}, {0.5}, [{"a": 1}], torch.float32, lambda: 3):
+        with pytest.raises(ConfigError, match="optimizer.params: the argument momentum of a class is .*; arguments are "
+                           "numbers, texts, true, false, null, and lists of them"):
+            arguments(given)
+    with pytest.raises(ConfigError, match="optimizer.params.matrix_params must be an object, got 3"):
+        OptimizerConfig.from_section({"type": "LayerWise", "params": {"matrix_optimizer": "torch.optim:SGD",
+                                                                      "matrix_params": 3}})
 
 
 @pytest.mark.parametrize("text, yes", [

@@ -249,3 +249,17 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     assert bool(own.state["momentum_buffer"].any()) is bool(kept) and not own.state["moment2_buffer"].any()
     assert plan.reasons["a"] == "normuon with states of other shapes before (moment2_buffer (1, 4), now (3, 1))" + (
         ", went on from momentum_buffer" if kept else "")
+
+
+def test_a_square_of_a_square_matrix_is_told_from_those_of_its_heads():
+    rule = RuleRecord("soap", ("L",), None)
+
+    def piece(left):
+        return PieceRecord("a", 0, torch.zeros(16), {"L": left})
+
+    for saved, mine in ((torch.zeros(2, 2, 2), torch.zeros(16)), (torch.zeros(16), torch.zeros(2, 2, 2))):
+        of_file = SimpleNamespace(pieces=lambda name, start, stop, saved=saved: [piece(saved)], header=Header(
+            step=3, shapes={"a": (4, 4)}, rules={"a": rule}, param_groups=None, dtypes=None))
+        with pytest.raises(LayerWiseError, match="a was updated by soap with other settings.*set layerwise.on_optimiz"):
+            plan_load(ShardRecord(0, 1, "", "", (piece(mine),)), of_file, {"a": rule}, masters=True, states=True,
+                      on_missing_state="error", on_optimizer_change="error")

@@ -156,6 +156,21 @@ def test_adafactors_mean_of_second_moments_has_a_least_value():
     torch.testing.assert_close(value, torch.full((2, 3), 1 - 0.01 * 0.5 / math.sqrt(0.25 * 0.25 / 0.3)))
 
 
+@pytest.mark.parametrize("eps1", [1e-30, 1e-44])
+def test_rows_without_gradients_stay_where_they_are_under_adafactor(eps1):
+    rule, hyper = rule_of(Adafactor(eps1=eps1)), Hyper(lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0, 0), eps=0.0)
+    grad = torch.ones(4, 6)
+    grad[0] = grad[:, 0] = 0
+    param = torch.ones(4, 6)
+    state = rule.init_state(param)
+    for _ in range(3):
+        rule.update_([param], [grad], [state], hyper)
+    assert torch.equal(param == 1, grad == 0) and torch.isfinite(param).all()
+    param = torch.ones(4, 6)
+    rule.update_([param], [torch.zeros(4, 6)], [rule.init_state(param)], hyper)
+    assert torch.equal(param, torch.ones(4, 6))
+
+
 def test_adafactor_takes_each_matrix_of_a_stack_for_itself():
     rule, stack = rule_of(Adafactor()), start((3, 6, 4))
     stack[1] *= 50

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
-from tests.support.training import ds_config, start
+from tests.support.training import Net, ds_config, start, train_engine
 
 pytestmark = rooms("buffers", "forecast", "start_up")
 
@@ -44,3 +45,21 @@ class TestStartUp(DistributedTest):
         if not offload:
             assert memory.peak > 0.95 * expected
             assert expected < (2 if case == "float32" else 3) * size
+
+
+class TestZeros(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("hook, warns", [({"hyperball": "own"}, True), ({"relative_update": True}, True),
+                                             ({"hyperball": 2.0}, False), ({"radial_brake": [0.5, 1]}, False)])
+    def test_a_matrix_of_zeros_that_stays_one_is_told(self, hook, warns, monkeypatch):
+        warned = []
+        monkeypatch.setattr(logger, "warning", lambda text, *_: warned.append(text))
+        model = Net()
+        nn.init.zeros_(model.tall.weight)
+        engine = start(model, ds_config(params=hook))
+        about = [text for text in warned if "all weights are 0" in text]
+        assert len(about) == (warns and engine.global_rank == 0)
+        assert all("ds_layerwise: tall.weight: all weights are 0" in text for text in about)
+        train_engine(engine, 2)
+        assert bool(model.tall.weight.any()) is not warns
