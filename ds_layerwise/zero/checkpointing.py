@@ -22,6 +22,7 @@ from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
+from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, header_tensor
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.untrained import find_others
 from ds_layerwise.config import LayerWiseConfig
@@ -33,7 +34,7 @@ from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.zero import one_file, resumed_groups, unfinished
+from ds_layerwise.zero import one_file, resumed_groups, sharded, unfinished
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.load import Found, Load, check_names, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
@@ -164,7 +165,8 @@ class Checkpointing:
         return self._find(lambda: UniversalCheckpoint(folder) if universal else self.open_regular(folder), folder,
                           universal=universal, states=states, masters=masters, strict=strict)
 
-    def _find(self, open_it: Callable[[], RegularCheckpoint | PipelineCheckpoint | UniversalCheckpoint | OneFile],
+    def _find(self, open_it: Callable[[], RegularCheckpoint | PipelineCheckpoint | UniversalCheckpoint | OneFile
+                                        | ShardedCheckpoint],
               folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> Found:
         self.offloading.reload()
         config, planned = self.config, self.planned
@@ -184,6 +186,8 @@ class Checkpointing:
                 check_names(saved, folder, planned.saved_shapes.keys(), of_all_stages=of_all_stages)
             others = find_others(saved, folder, self.module, trained={spec.name for spec in planned.specs},
                                  rename=config.rename, strict=strict) if isinstance(opened, UniversalCheckpoint) else {}
+            if isinstance(opened, ShardedCheckpoint):
+                others = opened.read_others()
             accumulated = unfinished.from_records(
                 opened, engine=self.engine(), owned=self.owned, settings=self.settings, rank=self.owned.rank,
                 world_size=planned.layout.world_size, rename=config.rename, names=planned.saved_shapes,
@@ -217,6 +221,33 @@ class Checkpointing:
                 self.owned.follow_values(index)
             one_file.save(path, self.owned.record().pieces, self.header(), (LOSS_SCALER, self.scaling.scaler),
                           self.owned.device)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
+        with comm.Alike(None):
+            self._check_one_file()
+            self.offloading.check_not_offloaded()
+            self.interrupted.check()
+        with self.saving():
+            for index in range(len(self.planned.layout.buckets)):
+                self.owned.follow_values(index)
+            groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
+            header = header_tensor(self.header(), (LOSS_SCALER, self.scaling.scaler))
+            return sharded.state_dict(self.owned.record().pieces, self.planned.saved_shapes, self.module, groups,
+                                      header, is_first=comm.rank_of(None) == 0)
+
+    def load_sharded(self, checkpoint: Any, *, states: bool) -> None:
+        """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
+        with comm.Alike(None):
+            self._check_one_file()
+        shapes = self.planned.saved_shapes
+        aside = {**dict.fromkeys(sharded.tied(self.module, shapes), torch.empty(0)),
+                 **sharded.untrained(self.module, shapes)}
+        found = self._find(lambda: ShardedCheckpoint(checkpoint, self.owned.rule_records(), others=aside),
+                           Path(str(checkpoint)), universal=True, states=states, masters=True, strict=True)
+        with self.loading(Load(found, wants_scheduler=False)):
+            self.finish_load()
+        self.weights_from_masters()
 
     def load_file(self, path: Path, *, states: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""

@@ -338,6 +338,19 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.checkpoint_event_prologue()
         self.checkpointing.load_file(Path(path), states=states)
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What ``torch.distributed.checkpoint.save`` takes: {"model", "optim"} as for FSDP2, masters for weights; see
+        :mod:`.checkpoint.sharded`. Every rank must call it, between two steps, and save before the next: it has views.
+        """
+        self.checkpoint_event_prologue()
+        return self.checkpointing.sharded_state_dict()
+
+    def load_sharded_state_dict(self, checkpoint: Any, *, states: bool = True) -> None:
+        """Take over such a checkpoint, or FSDP2's, from its folder or a torch ``StorageReader``, in a run of any size;
+        ``states=False``: weights alone. All ranks raise LayerWiseError if it is damaged, or does not fit one."""
+        self.checkpoint_event_prologue()
+        self.checkpointing.load_sharded(checkpoint, states=states)
+
     @property
     def fresh_states(self) -> dict[str, str]:
         """After a load, by parameter, why its optimizer state is not the checkpoint's."""

@@ -45,7 +45,7 @@ INSIDE = {
     "routing": ("tensor_marks", "facts heads", "parts", "attention rules"),
     "orthogonalize": ("batching parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular", "aside pipeline universal",
-                   "folder one_file tags", "untrained"),
+                   "folder one_file sharded tags", "untrained"),
     "optimizers": ("devices param_groups rule update_hooks", "decay",
                    "adafactor client_object elementwise kronecker orthogonalized probe",
                    "adamuon client_states muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch",
@@ -56,7 +56,7 @@ INSIDE = {
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted largest_logits loss_scaling offloading one_file resumed_groups save "
-             "settings skipped state_access takeover", "attention_hook", "attention_logits",
+             "settings sharded skipped state_access takeover", "attention_hook", "attention_logits",
              "engine_protocol planned products unfinished",
              "before_update load start_up update", "checkpointing", "optimizer", "param_map"),
     "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),

@@ -1,0 +1,264 @@
+"""Masters and states as ``torch.distributed.checkpoint`` has them: by name, whole in the file, each part by its owner.
+
+Under ``model``, a master by the name of its parameter, float32; under ``optim.state``, a state by that and its own.
+Both as torch's ``get_state_dict`` lays them out for FSDP2. ``ds_layerwise.header`` is what only this package asks for.
+
+Note: who writes what
+    Each rank hands over what it has. Of a tensor of the whole shape those are some boxes, into which :func:`boxes` cuts
+    a range of elements. torch asks a tensor for its boxes by three methods of its ``_Checkpointable``, and nothing is
+    sent between ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.regular import KEY, describe, header_of
+from ds_layerwise.checkpoint.safe_load import load_bytes_safely
+from ds_layerwise.errors import LayerWiseError
+
+#: What the file calls weights, states, and what is beside them.
+MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds_layerwise.header"
+
+#: What torch's readers raise at files that are missing or damaged.
+_ERRORS = (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError, ImportError,
+           AttributeError, AssertionError, TypeError)
+
+#: The state that counts steps.
+_COUNT = "step"
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut the elements ``[start, stop)`` of a tensor of ``shape`` into boxes, in ascending order of elements.
+
+    Returns:
+        Of each, where it begins along every axis, and how long it is. Each is a range of elements in memory; of n axes
+        there are at most 2n - 1.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last and stop - start < inner:
+        for offset, size in boxes(shape[1:], start - first * inner, stop - first * inner):
+            yield (first, *offset), (1, *size)
+        return
+    full, end = -(-start // inner), stop // inner
+    if start < full * inner:
+        yield from boxes(shape, start, full * inner)
+    if full < end:
+        yield (full, *(0 for _ in shape[1:])), (end - full, *shape[1:])
+    if end * inner < stop:
+        yield from boxes(shape, end * inner, stop)
+
+
+class Piece(Tensor):
+    """A tensor of the shape of a whole parameter, of which this rank has some elements; for checkpoints alone.
+
+    Args:
+        held: 1-D, the elements of the flattened whole from ``start`` on. Not copied.
+    """
+
+    held: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, held: Tensor, start: int, shape: Sequence[int]) -> Piece:
+        """A tensor without memory of its own."""
+        made: Piece = Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=held.dtype, device=held.device)
+        made.held, made.start = held, start
+        return made
+
+    def __init__(self, held: Tensor, start: int, shape: Sequence[int]) -> None:
+        """All is done."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """What it is."""
+        return f"Piece({self.held.numel()} of {tuple(self.shape)} from {self.start})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Nothing can be computed with a part.
+
+        Raises:
+            LayerWiseError: always.
+        """
+        raise LayerWiseError(f"{func} of a tensor of which this rank has a part: sharded_state_dict() is for "
+                             "torch.distributed.checkpoint.save(), which writes parts; async_save() would copy them")
+
+    def _boxes(self) -> list[tuple[torch.Size, torch.Size]]:
+        return [(torch.Size(offset), torch.Size(size)) for offset, size in
+                boxes(self.shape, self.start, self.start + self.held.numel())]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        """What torch is to write of it."""
+        properties = TensorProperties(dtype=self.dtype)
+        return [WriteItem(index=MetadataIndex(fqn, offset), type=WriteItemType.SHARD, tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offset, sizes=size), properties=properties, size=self.shape))
+            for offset, size in self._boxes()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """What torch is to read of it."""
+        return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, size in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The memory of one box."""
+        first = 0
+        for offset, size in self._boxes():
+            if offset == index.offset:
+                return self.held[first:first + math.prod(size)].view(size)
+            first += math.prod(size)
+        raise LayerWiseError(f"{index.fqn}: there is no box at {index.offset} of it")
+
+
+def header_tensor(header: Header, scaler: tuple[str, Any]) -> Tensor:
+    """What is beside the tensors, as bytes."""
+    content = io.BytesIO()
+    torch.save({KEY: describe(header), scaler[0]: scaler[1]}, content)
+    return torch.frombuffer(bytearray(content.getvalue()), dtype=torch.uint8)
+
+
+class ShardedCheckpoint:
+    """A checkpoint of ``torch.distributed.checkpoint``, of this package or of FSDP2; see :class:`.record.Saved`.
+
+    Values that are no tensors are not read, as torch would run code for them; its list of tensors is a pickle.
+
+    Args:
+        checkpoint: its folder, or what reads it from elsewhere.
+        rules: the optimizers of this run's parameters, whose states those in the file are taken for.
+        others: names that are no parameters to train: frozen ones and buffers.
+
+    Raises:
+        LayerWiseError: it is missing or damaged, or has no weights under ``model``.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str] | StorageReader, rules: Mapping[str, RuleRecord], *,
+                 others: Mapping[str, Tensor]) -> None:
+        self._reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
+        self._where = "the checkpoint" if isinstance(checkpoint, StorageReader) else str(checkpoint)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except _ERRORS as e:
+            raise LayerWiseError(f"{self._where} is no checkpoint of torch.distributed.checkpoint that this rank can "
+                                 f"read ({type(e).__name__}: {e})") from e
+        self._sizes = {key: tuple(each.size) for key, each in self._metadata.state_dict_metadata.items()
+                       if isinstance(each, TensorStorageMetadata)}
+        shapes = {key.removeprefix(f"{MODEL}."): size for key, size in self._sizes.items()
+                  if key.startswith(f"{MODEL}.")}
+        if not shapes:
+            raise LayerWiseError(f"{self._where} has no weights under {MODEL}; it has "
+                                 f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
+                                 "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two")
+        self._keys = self._states_of(shapes)
+        self.others = {name: others[name] for name in shapes if name in others}
+        self._shapes = {name: shape for name, shape in shapes.items() if name not in others}
+        self.header = self._own_header() if HEADER in self._sizes else self._header_of(rules)
+
+    def _states_of(self, names: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+        """By name of a parameter, the states of it; one name may be the beginning of another."""
+        found: dict[str, list[str]] = {}
+        for key in self._sizes:
+            if key.startswith(f"{STATE}."):
+                parts = key.removeprefix(f"{STATE}.").split(".")
+                ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in names)
+                if (end := next(ends, None)) is not None:
+                    found.setdefault(".".join(parts[:end]), []).append(".".join(parts[end:]))
+        return {name: tuple(sorted(keys)) for name, keys in found.items()}
+
+    def _own_header(self) -> Header:
+        content = torch.empty(self._sizes[HEADER], dtype=torch.uint8)
+        self._read({HEADER: content})
+        return header_of(load_bytes_safely(content.numpy().tobytes(), Path(self._where)))
+
+    def _header_of(self, rules: Mapping[str, RuleRecord]) -> Header:
+        """What is known of a checkpoint that this package did not write."""
+        counted = sorted(name for name, keys in self._keys.items() if _COUNT in keys and name in self._shapes)
+        step = torch.zeros(self._sizes[f"{STATE}.{counted[0]}.{_COUNT}"] if counted else ())
+        if counted:
+            self._read({f"{STATE}.{counted[0]}.{_COUNT}": step})
+        return Header(step=int(step), shapes=self._shapes, param_groups=None, dtypes=None, rules={
+            name: RuleRecord(rules[name].family if name in rules else "unknown",
+                             self._with_count(keys, rules.get(name)),
+                             rules[name].gradient_average if name in rules else None)
+            for name, keys in self._keys.items() if name in self._shapes})
+
+    @staticmethod
+    def _with_count(keys: tuple[str, ...], rule: RuleRecord | None) -> tuple[str, ...]:
+        """``keys``, and a count of steps if that is all that a rule of this run has beyond them: it says no more then
+        than that there was a step."""
+        return (*keys, _COUNT) if rule is not None and {*rule.state_keys} - {*keys} == {_COUNT} else keys
+
+    def _read(self, targets: dict[str, Any]) -> None:
+        """Fill ``targets``, by their names in the file, by this rank alone.
+
+        Raises:
+            LayerWiseError: the file is damaged, or has something of another size.
+        """
+        planner, reader = DefaultLoadPlanner(flatten_state_dict=False), self._reader
+        try:
+            planner.set_up_planner(targets, self._metadata, is_coordinator=True)
+            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+            plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
+            reader.read_data(plan, planner).wait()
+        except _ERRORS as e:
+            raise LayerWiseError(f"{self._where} cannot be read at {', '.join(sorted(targets)[:3])} "
+                                 f"({type(e).__name__}: {e})") from e
+
+    def read_others(self) -> dict[str, Tensor]:
+        """Frozen parameters and buffers, by name."""
+        read = {name: torch.empty(self._sizes[f"{MODEL}.{name}"], dtype=value.dtype)
+                for name, value in self.others.items()}
+        if read:
+            self._read({f"{MODEL}.{name}": value for name, value in read.items()})
+        return read
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """One piece, the elements ``[start, stop)``, read into memory of the host."""
+        shape = self._shapes[name]
+        rule = self.header.rules.get(name)
+        held: dict[str, Tensor] = {"": torch.empty(stop - start)}
+        targets: dict[str, Any] = {f"{MODEL}.{name}": Piece(held[""], start, shape)}
+        for key in rule.state_keys if rule is not None else ():
+            path = f"{STATE}.{name}.{key}"
+            if path not in self._sizes and key == _COUNT:
+                held[key] = torch.ones(())
+                continue
+            dtype = self._dtype(path)
+            if self._sizes.get(path) == shape and shape:
+                held[key] = torch.empty(stop - start, dtype=dtype)
+                targets[path] = Piece(held[key], start, shape)
+            else:
+                targets[path] = held[key] = torch.empty(self._sizes.get(path, ()), dtype=dtype)
+        self._read(targets)
+        master = held.pop("")
+        return [PieceRecord(name, start, master, held)]
+
+    def _dtype(self, path: str) -> torch.dtype:
+        found = self._metadata.state_dict_metadata.get(path)
+        return found.properties.dtype if isinstance(found, TensorStorageMetadata) else torch.float32

@@ -1,0 +1,95 @@
+"""What of an engine goes into a checkpoint of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.checkpoint.record import PieceRecord
+from ds_layerwise.checkpoint.sharded import Piece
+from ds_layerwise.optimizers import probe
+from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.any_torch import AnyTorch
+
+#: Recipes that torch has a class for, which reads their states.
+_CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+
+
+def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]], module: nn.Module,
+               groups: list[dict[str, Any]], header: Tensor, *, is_first: bool) -> dict[str, Any]:
+    """What ``torch.distributed.checkpoint.save`` takes, as views into live memory.
+
+    Args:
+        pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a checkpoint.
+        groups: the parameter groups, as torch's ``get_state_dict`` has them.
+        header: what only this package asks for, equal on all ranks.
+        is_first: whether this rank writes what all of them have.
+    """
+    model: dict[str, Any] = untrained(module, shapes) if is_first else {}
+    state: dict[str, dict[str, Any]] = {}
+    for piece in pieces:
+        shape = shapes[piece.name]
+        model[piece.name] = Piece(piece.master, piece.param_start, shape)
+        for key, value in piece.state.items():
+            if piece.is_elementwise(key) and shape:
+                value = Piece(value, piece.param_start, shape)
+            elif piece.param_start:
+                # Every piece has the same.
+                continue
+            state.setdefault(piece.name, {})[key] = value
+    for name, other in tied(module, shapes).items():
+        if other in model:
+            model[name] = model[other]
+    return {"model": model, "optim": {"state": state, "param_groups": groups},
+            **({"ds_layerwise": {"header": header}} if is_first else {})}
+
+
+def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
+    """By name, frozen parameters and buffers that a checkpoint has."""
+    second = tied(module, trained)
+    return {name: value for name, value in module.state_dict().items()
+            if name not in trained and name not in second and isinstance(value, Tensor)}
+
+
+def tied(module: nn.Module, trained: Mapping[str, object]) -> dict[str, str]:
+    """By each further name of a parameter, the one that it is trained under."""
+    names = {param: name for name, param in module.named_parameters()}
+    return {name: names[param] for name, param in module.named_parameters(remove_duplicate=False)
+            if names[param] != name and names[param] in trained}
+
+
+def groups_of(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]],
+              names: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """Parameter groups in the way of torch, one for all that are updated with the same values.
+
+    What a class of torch runs says all that a group of that class does, so that torch finds what it asks for.
+
+    Args:
+        groups: those of the engine, with all that an update takes of them.
+        names: by parameter, those that it has in a checkpoint.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, route in routes.items():
+        hyper = route.hyper(groups[route.group])
+        of_class = hyper.pop("of_client", None) or _group_of_class(route)
+        own = {key: hyper[key] for key in ("lr", "weight_decay", *route.recipe.hyper)
+               if of_class is None or key in of_class}
+        values = {**(of_class or {}), **own}
+        same = found.setdefault(repr(sorted(values.items(), key=str)), {**values, "params": []})
+        same["params"].extend(names[name])
+    return list(found.values())
+
+
+def _group_of_class(route: Route) -> dict[str, Any] | None:
+    """What a group of the class of torch that updates a parameter says; None if no such class does."""
+    recipe, shape = route.recipe, route.matrix_shape or (1,)
+    if isinstance(recipe, AnyTorch):
+        made = probe.make(recipe, torch.zeros([2] * len(shape)))
+    elif recipe.rule in _CLASSES:
+        made = _CLASSES[recipe.rule]([torch.zeros(1)])
+    else:
+        return None
+    return {key: value for key, value in made.param_groups[0].items() if key != "params"}

@@ -1,0 +1,222 @@
+"""Checkpoints of ``torch.distributed.checkpoint``: to FSDP2 and back, and from any number of ranks to any other."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import ds_layerwise
+from ds_layerwise.checkpoint.sharded import boxes
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
+from tests.support.harness import DistributedTest, made_once
+from tests.support.reference import trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine
+
+pytestmark = rooms("sharded", "checkpointing")
+
+ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "weight_decay": 0.125, "decay_vectors": True,
+                                         "betas": [0.5, 0.75], "eps": 1e-8, "matrix_optimizer": "torch.optim:AdamW",
+                                         "matrix_params": {"betas": [0.5, 0.75]}}}
+CONFIGS = {"muon": {}, "bf16": {"bf16": {"enabled": True}, "stage": 2}, "adamw": {"optimizer": ADAMW},
+           "host": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+           "shampoo": {"optimizer": {"type": "LayerWise", "params": {
+               "lr": 0.004, "matrix_optimizer": "pytorch_optimizer:SOAP", "matrix_params": {
+                   "precondition_frequency": 2}}}}}
+
+
+class Momentum(torch.optim.SGD):
+    """Heavy balls, whose state has Muon's name and no count."""
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 6), (3, 4, 5), (2, 3, 2, 5), (1, 1, 3)])
+def test_boxes_are_the_range_and_no_more(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for first in range(whole.numel() + 1):
+        for stop in range(first, whole.numel() + 1):
+            found = list(boxes(shape, first, stop))
+            assert len(found) <= max(1, 2 * len(shape) - 1)
+            values = [whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, sizes, strict=True))]
+                      for offset, sizes in found]
+            flat = [torch.empty(0, dtype=torch.int64), *(value.reshape(-1) for value in values)]
+            assert torch.equal(torch.cat(flat), torch.arange(first, stop))
+
+
+def save(engine, folder):
+    dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(folder))
+
+
+def sharded_net(**kwargs):
+    """The model of the tests under FSDP2, and an optimizer of it."""
+    module = Net(**kwargs)
+    for layer in (module.square, module.tall, module.flat):
+        fully_shard(layer)
+    # Its bare parameter of three rows has another number of them than ranks.
+    return fully_shard(module)
+
+
+def step_with_fsdp(module, optimizer, step):
+    """One update with the gradients that an engine would have at that step."""
+    for name, param in module.named_parameters():
+        shape = param.shape
+        whole = sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(dist.get_world_size()))
+        placed = torch.distributed.tensor.distribute_tensor(whole / dist.get_world_size(), param.device_mesh,
+                                                            param.placements)
+        param.grad = placed
+    optimizer.step()
+
+
+def whole_weights(module):
+    return {name: p.full_tensor().detach() for name, p in module.named_parameters()}
+
+
+def of_torch(module, optimizer):
+    model, optim = get_state_dict(module, optimizer)
+    return {"model": model, "optim": optim}
+
+
+class TestFromAnyNumberOfRanks(DistributedTest):
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [2], self.save)
+
+    def save(self, folder):
+        for name, changes in CONFIGS.items():
+            engine = start(Net(), ds_config(**changes))
+            train_engine(engine, 3)
+            save(engine, folder / name)
+            expected = whole_states(engine)
+            train_engine(engine, 2, first=3)
+            later = whole_states(engine)
+            on_rank_0(lambda name=name, both=(expected, later): torch.save(both, folder / f"{name}.expected"))
+
+    @pytest.mark.world_size([2, 3])
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_a_run_goes_on_from_it(self, saved, name):
+        engine = start(Net(), ds_config(bucket_numel=10**6, **CONFIGS[name]))
+        train_engine(engine, 1, first=40)
+        engine.optimizer.load_sharded_state_dict(saved / name)
+        at_save, later = torch.load(saved / f"{name}.expected")
+        assert_equal_states(whole_states(engine), at_save)
+        assert engine.optimizer.step_count == 3
+        for param_name, value in masters(engine).items():
+            param = trainable(engine.module)[param_name]
+            assert torch.equal(param.detach(), value.to(param.dtype)), param_name
+        if engine.world_size == 2:
+            train_engine(engine, 2, first=3)
+            assert_equal_states(whole_states(engine), later)
+
+
+class TestWithFSDP2(DistributedTest):
+    world_size = 2
+
+    def test_a_run_goes_on_there_and_comes_back(self, class_tmpdir):
+        """AdamW here, three steps; AdamW there, two; and here again, bit for bit what was there."""
+        engine = start(Net(), ds_config(optimizer=ADAMW))
+        train_engine(engine, 3)
+        save(engine, class_tmpdir / "ours")
+        module = sharded_net()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+        state = of_torch(module, optimizer)
+        dcp.load(state, checkpoint_id=str(class_tmpdir / "ours"))
+        set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        before = masters(engine)
+        for name, value in whole_weights(module).items():
+            assert torch.equal(value, before[name]), name
+        for step in (3, 4):
+            step_with_fsdp(module, optimizer, step)
+            train_engine(engine, 1, first=step)
+            after = masters(engine)
+            for name, value in whole_weights(module).items():
+                torch.testing.assert_close(value, after[name], rtol=1e-6, atol=1e-7,
+                                           msg=lambda text, name=name: f"{name}: {text}")
+        dcp.save(of_torch(module, optimizer), checkpoint_id=str(class_tmpdir / "theirs"))
+        expected = {(name, "fp32"): value.view(-1) for name, value in whole_weights(module).items()}
+        for name, param in module.named_parameters():
+            for key, value in optimizer.state[param].items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                expected[name, key] = whole.reshape(-1) if whole.dim() else whole
+        on_rank_0(lambda: torch.save(expected, class_tmpdir / "theirs.expected"))
+        back = start(Net(), ds_config(optimizer=ADAMW, bucket_numel=10**6))
+        back.optimizer.load_sharded_state_dict(class_tmpdir / "theirs")
+        assert_equal_states(whole_states(back), expected)
+        assert back.optimizer.step_count == 5
+
+    @pytest.mark.parametrize("kwargs", [{"tied": True}, {"frozen": True}])
+    def test_momentum_and_names_that_are_not_trained(self, kwargs, tmp_path):
+        """A client's momentum; weights under two names, and frozen ones."""
+        def make(module):
+            return Momentum([p for p in module.parameters() if p.requires_grad], lr=0.004, momentum=0.5)
+
+        module = Net(**kwargs)
+        given = ds_config(layerwise={})
+        del given["optimizer"]
+        engine, *_ = ds_layerwise.initialize(model=module, optimizer=make(module), config=given)
+        train_engine(engine, 2)
+        save(engine, tmp_path / "ours")
+        there = sharded_net(**kwargs)
+        optimizer = make(there)
+        state = of_torch(there, optimizer)
+        dcp.load(state, checkpoint_id=str(tmp_path / "ours"))
+        set_state_dict(there, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.004
+        train_engine(engine, 1, first=2)
+        for name, param in there.named_parameters():
+            if param.requires_grad:
+                shape = param.shape
+                whole = sum(whole_number_gradients(name, shape, 2, 0, rank) for rank in range(2)) / 2
+                param.grad = torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements)
+        optimizer.step()
+        after = masters(engine)
+        for name, value in whole_weights(there).items():
+            if name in after:
+                torch.testing.assert_close(value, after[name], rtol=1e-6, atol=1e-7)
+        dcp.save(of_torch(there, optimizer), checkpoint_id=str(tmp_path / "theirs"))
+        again = Net(**kwargs)
+        back, *_ = ds_layerwise.initialize(model=again, optimizer=make(again), config=given)
+        with torch.no_grad():
+            for param in again.parameters():
+                param.zero_() if not param.requires_grad else None
+        back.optimizer.load_sharded_state_dict(tmp_path / "theirs")
+        assert_equal_states(whole_states(back), {
+            key: value for key, value in whole_states(engine).items()} | {
+                key: value for key, value in whole_states(back).items() if key[1] == "step"})
+        for name, value in Net(**kwargs).named_parameters():
+            if not value.requires_grad:
+                assert torch.equal(dict(again.named_parameters())[name], value), name
+
+    def test_what_is_wrong_with_it_changes_nothing(self, tmp_path):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 2)
+        save(engine, tmp_path / "whole")
+
+        class Wider(Net):
+            def __init__(self):
+                super().__init__()
+                self.more = nn.Linear(12, 12)
+
+        wider = start(Wider(), ds_config())
+        before = whole_states(wider)
+        with pytest.raises(LayerWiseError, match="more.bias is not in the checkpoint"):
+            wider.optimizer.load_sharded_state_dict(tmp_path / "whole")
+        assert_equal_states(whole_states(wider), before)
+        save(wider, tmp_path / "wider")
+        train_engine(engine, 1, first=9)
+        before = whole_states(engine)
+        with pytest.raises(LayerWiseError, match="has more.bias, more.weight, which the model lacks"):
+            engine.optimizer.load_sharded_state_dict(tmp_path / "wider")
+        dcp.save({"weights": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "other"))
+        for name, message in {"other": "no weights under model; it has weights.w",
+                              "nothing": "is no checkpoint of torch.distributed.checkpoint"}.items():
+            with pytest.raises(LayerWiseError, match=message):
+                engine.optimizer.load_sharded_state_dict(tmp_path / name)
+        largest = max((tmp_path / "whole").glob("*.distcp"), key=lambda path: path.stat().st_size)
+        on_rank_0(lambda: largest.write_bytes(largest.read_bytes()[:300]))
+        with pytest.raises(LayerWiseError, match="cannot be read at|failed"):
+            engine.optimizer.load_sharded_state_dict(tmp_path / "whole")
+        assert_equal_states(whole_states(engine), before)
+        train_engine(engine, 1, first=10)
