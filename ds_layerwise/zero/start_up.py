@@ -11,21 +11,23 @@ from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
+from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.products import Products
 from ds_layerwise.zero.settings import Settings
 
 
-def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None) -> Forecast:
+def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None, master_dtype: MasterDtype) -> Forecast:
     """What the layout costs each rank.
 
     Args:
+        master_dtype: what masters are kept in.
         grads: the gradient buffer; None where averaged gradients alone are kept.
     """
     stored_as = {dtype: torch.float32 if grads is None else grads.dtype(dtype) for dtype in planned.layout.dtypes}
     return Forecast.of(planned.layout, planned.specs, planned.routes, stage=settings.stage, tp_size=settings.tp_size,
                        stored_as={key: dtype_name(each) for key, each in stored_as.items()},
-                       reduction=planned.reduction, host_ratio=settings.host_ratio)
+                       reduction=planned.reduction, host_ratio=settings.host_ratio, master_dtype=master_dtype)
 
 
 def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:
