@@ -14,6 +14,7 @@ from pydantic import Field, create_model
 
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.any_torch import any_of
+from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.client import ClientOptimizerConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
@@ -289,6 +290,10 @@ class LayerWiseConfig(Section):
     """Wait for an updated parameter when it is used first, not in ``step``."""
     auto_split: bool = True
     """Take the parts of fused matrices that are known for matrices; see :mod:`.routing.parts`."""
+    master_dtype: MasterDtype = "float32"
+    """What masters of bfloat16 parameters are kept in; see :mod:`ds_layerwise.optimizers.remainders`."""
+    rounding_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """What chance begins with where states are rounded by chance (``stochastic_rounding``)."""
     batch_matrices: bool = True
     """Orthogonalise matrices of equal shape together."""
     save_universal: bool = False

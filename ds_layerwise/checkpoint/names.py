@@ -82,7 +82,8 @@ class Renamed:
         self._saved, self._old = saved, {new: old for old, new in renamed.items()}
         self.header: Header = replace(
             header, shapes={renamed[name]: shape for name, shape in header.shapes.items()},
-            rules={renamed[name]: rule for name, rule in header.rules.items()})
+            rules={renamed[name]: rule for name, rule in header.rules.items()},
+            kept={renamed[name]: states for name, states in header.kept.items()})
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""

@@ -72,6 +72,8 @@ class Header:
     """What the groups said that only code could restore, left out of ``param_groups``."""
     fast_dtypes: tuple[str, ...] | None = None
     """In what an ``ns_dtype`` of "auto" could multiply, by torch's names; None if nothing was left to it."""
+    kept: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By name of a parameter, the states that are kept in fewer bits than float32, and in what."""
     loss_scaler: Any = None
     overflow: bool = False
     repeats: str = ""

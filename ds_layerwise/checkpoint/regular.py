@@ -122,6 +122,7 @@ def describe(header: Header) -> dict[str, Any]:
         "unreadable": header.unreadable,
         "dtypes": header.dtypes,
         "fast_dtypes": header.fast_dtypes,
+        "kept": {name: dict(states) for name, states in header.kept.items()},
         "repeats": header.repeats,
     }
 
@@ -144,8 +145,9 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
     groups, unreadable = _groups(ours["param_groups"])
     scaler = state_dict.get(LOSS_SCALER)
     return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
-                  # Version 0.1 of this package, which writes the same format, did not write the first two of these.
+                  # Version 0.1 of this package, which writes the same format, did not write the first three of these.
                   configured=ours.get("configured"), fast_dtypes=ours.get("fast_dtypes"),
+                  kept=ours.get("kept", {}),
                   unreadable=(*ours.get("unreadable", ()), *unreadable),
                   rules={name: rules[key] for name, key in ours["rule_of"].items()},
                   loss_scaler=None if isinstance(scaler, Unreadable) else scaler,

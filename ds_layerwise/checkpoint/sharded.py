@@ -230,6 +230,10 @@ class ShardedCheckpoint:
             raise LayerWiseError(f"{self._where} cannot be read at {', '.join(sorted(targets)[:3])} "
                                  f"({type(e).__name__}: {e})") from e
 
+    def identity(self) -> list[str]:
+        """What is the same for all ranks that read the same save."""
+        return [f"save {getattr(self._metadata.storage_meta, 'save_id', None)}", f"{len(self._sizes)} tensors"]
+
     def read_others(self) -> dict[str, Tensor]:
         """Frozen parameters and buffers, by name."""
         read = {name: torch.empty(self._sizes[f"{MODEL}.{name}"], dtype=value.dtype)

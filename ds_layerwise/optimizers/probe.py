@@ -30,8 +30,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.any_torch import AnyTorch
+from ds_layerwise.recipes.bits import DTYPE_BYTES
 from ds_layerwise.recipes.client import ClientTorch
-from ds_layerwise.recipes.recipe import DTYPE_BYTES, StateSpec
+from ds_layerwise.recipes.recipe import StateSpec
 
 #: The state that counts steps, whatever else there is.
 COUNT = "step"

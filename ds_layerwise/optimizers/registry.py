@@ -8,11 +8,15 @@ from importlib import import_module
 
 import torch
 
+from ds_layerwise.optimizers.rounding import check_codes
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.orthogonalize.tensor_shards import Peers
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import entry_of
+
+#: Of a matrix, or of a stack of elements: what is kept in how many bits does not depend on it.
+_ANY_SHAPE = (2, 2)
 
 
 @lru_cache(maxsize=None)
@@ -35,6 +39,8 @@ def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None)
     """
     for recipe in recipes:
         rule = rule_of(recipe)
+        if any(spec.kept_as == "8bit" for spec in recipe.states(_ANY_SHAPE).values()):
+            check_codes()
         if device is not None:
             rule.check(device)
 

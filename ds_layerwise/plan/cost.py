@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,10 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, Reduction, itemsize
+from ds_layerwise.recipes import bits
+from ds_layerwise.recipes.bits import MasterDtype
 
 
 def max_over_mean(loads: Sequence[int]) -> float:
@@ -85,7 +89,7 @@ class RankMemory:
     grads: int
     """The buffer that micro-batches accumulate in, and the reduced float32 shards where they are a copy."""
     masters: int
-    """Float32 copies of the rank's shards; 0 where the parameters are float32 themselves."""
+    """What there is of the rank's shards in float32 beside them; 0 where the parameters are float32 themselves."""
     states: int
     host: int = 0
     """Masters and states that live in host memory."""
@@ -96,6 +100,24 @@ class RankMemory:
     def total(self) -> int:
         """The bytes on the device between two steps."""
         return self.params + self.grads + self.masters + self.states
+
+
+def state_bytes_by(routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False) -> StateBytes:
+    """:func:`state_bytes_of`, to the byte where states are kept in blocks.
+
+    Args:
+        in_float32: as they would be if none were kept in fewer bits.
+    """
+    by_share = state_bytes_of(specs)
+
+    @cache
+    def state_bytes(name: str, numel: int) -> int:
+        if not any(spec.kept_as for spec in routes[name].states(1).values()):
+            return by_share(name, numel)
+        return sum(spec.rule_nbytes if in_float32 else spec.nbytes
+                   for spec in routes[name].states(numel).values() if not spec.on_host)
+
+    return state_bytes
 
 
 def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
@@ -110,7 +132,8 @@ def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
 
 
 def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
-                 grads_stored_as: Mapping[str, str] | None = None, host_ratio: float = 0.0) -> tuple[RankMemory, ...]:
+                 grads_stored_as: Mapping[str, str] | None = None, host_ratio: float = 0.0,
+                 master_dtype: MasterDtype = "float32") -> tuple[RankMemory, ...]:
     """What each rank holds between two steps.
 
     Args:
@@ -119,6 +142,7 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
             there are at most two buckets of gradients, and what their shards are received in, beside.
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
         host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
+        master_dtype: what masters of bfloat16 parameters are kept in; float32 where there is a ``host_ratio``.
 
     Raises:
         LayoutError: a dtype whose size is not known.
@@ -131,10 +155,9 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
         grads += itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
     reduced = [0] * layout.world_size
     for bucket in layout.buckets:
-        of_master = master_bytes(bucket)
         reduced_bytes = 0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
         for rank, numel in bucket.non_empty_shards():
-            masters[rank] += of_master * numel
+            masters[rank] += bits.master_bytes(numel, bucket.dtype, master_dtype)
             reduced[rank] += reduced_bytes * numel
     # Sums in cuts lie where the gradients do, or else in memory of their own.
     in_place = stage == 1 and all(stored_as.get(dtype, dtype) == "float32" for dtype in layout.dtypes)
@@ -158,7 +181,8 @@ def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, stat
             continue
         numel = sum(piece.numel for piece in there)
         of_states = sum(state_bytes(piece.name, piece.numel) for piece in there)
-        moved.append(numel * master_bytes(bucket) + of_states)
+        # The host's memory is a whole number of float32.
+        moved.append(-(-(numel * master_bytes(bucket) + of_states) // 4) * 4)
         states -= of_states
         # Masters that are left behind have memory of their own, without the padding of the shard.
         start, stop = bucket.shard(rank)

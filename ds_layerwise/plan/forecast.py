@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,17 +18,18 @@ from ds_layerwise.plan.cost import (
     RankMemory,
     RankTraffic,
     memory_bytes,
-    state_bytes_of,
+    state_bytes_by,
     traffic_bytes,
     wire_elements,
 )
-from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.links import Links
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.ways import SUM_BYTES, Reduction
-from ds_layerwise.recipes.recipe import DTYPE_BYTES, Recipe
+from ds_layerwise.recipes.bits import DTYPE_BYTES, MasterDtype
+from ds_layerwise.recipes.recipe import Recipe
 
 
 def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route], *,
@@ -80,11 +81,15 @@ class Forecast:
     """Bytes held for buckets under way, at most."""
     workspace: tuple[int, ...]
     """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
+    in_float32: tuple[RankMemory, ...]
+    """``memory``, if masters and states were kept in float32."""
+    opened: tuple[int, ...]
+    """Bytes in float32 of the bucket that has most of them, of what is kept in fewer bits; see :func:`opened_bytes`."""
 
     @classmethod
     def of(cls, layout: Layout, specs: list[ParamSpec], routes: Mapping[str, Route], *, stage: int,
            stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1,
-           reduction: Reduction = "ordered") -> Forecast:
+           reduction: Reduction = "ordered", master_dtype: MasterDtype = "float32") -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
@@ -92,20 +97,32 @@ class Forecast:
             tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
             reduction: how sums are made; see :mod:`.plan.ways`.
+            master_dtype: what masters are kept in.
         """
         wires = wires_of(layout, specs)
-        return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs),
-                   memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=stage, grads_stored_as=stored_as,
-                                host_ratio=host_ratio),
+        memory, in_float32 = (
+            memory_bytes(layout, state_bytes=state_bytes_by(routes, specs, in_float32=wide), stage=stage,
+                         grads_stored_as=stored_as, host_ratio=host_ratio,
+                         master_dtype="float32" if wide else master_dtype) for wide in (False, True))
+        opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
+        return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs), memory,
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction),
-                   workspace_bytes(layout, routes, tp_size=tp_size))
+                   workspace_bytes(layout, routes, opened, tp_size=tp_size), in_float32,
+                   tuple(max((of[rank] for of in opened), default=0) for rank in range(layout.world_size)))
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Bytes that each rank holds less, on its device and on the host, than in float32."""
+        return tuple(wide.total + wide.host - held.total - held.host
+                     for wide, held in zip(self.in_float32, self.memory, strict=True))
 
     @property
     def start_up(self) -> tuple[int, ...]:
         """Bytes held at most until the first step: parameters move into their buffer a bucket at a time, the rest is
-        made after that, and goes to the host a bucket at a time."""
+        made after that, and goes to the host, or into fewer bits, a bucket at a time."""
         bucket = max((bucket.numel * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets), default=0)
-        return tuple(max(rank.params + bucket, rank.total + rank.staging) for rank in self.memory)
+        return tuple(max(rank.params + bucket, rank.total + rank.staging + opened)
+                     for rank, opened in zip(self.memory, self.opened, strict=True))
 
     @property
     def fullest(self) -> int:
@@ -150,17 +167,35 @@ def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
     return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
 
 
-def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int = 1) -> tuple[int, ...]:
+def opened_bytes(bucket: Bucket, routes: Mapping[str, Route], master_dtype: MasterDtype) -> Counter[int]:
+    """By rank, what is float32 of its shard of ``bucket`` while that is updated, and is kept in fewer bits."""
+    opened: Counter[int] = Counter()
+    if (master_dtype, bucket.dtype) == ("bfloat16+remainder", "bfloat16"):
+        opened.update({rank: 4 * numel for rank, numel in bucket.non_empty_shards()})
+    keeps = any(spec.kept_as for slot in bucket.slots for spec in routes[slot.name].states(1).values())
+    for rank, _ in bucket.non_empty_shards() if keeps else ():
+        opened[rank] += sum(spec.rule_nbytes for piece in bucket.pieces(rank)
+                            for spec in routes[piece.name].states(piece.numel).values() if spec.kept_as)
+    return opened
+
+
+def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequence[Counter[int]] | None = None, *,
+                    tp_size: int = 1) -> tuple[int, ...]:
     """What each rank takes at most while it updates what it owns, beside parameters, gradients, masters and states.
 
     Buckets are updated one after another, and in them matrices of each shape; all pieces of split parameters together.
+
+    Args:
+        opened: by bucket, see :func:`opened_bytes`; None if all is kept in float32.
     """
+    opened = opened or [Counter() for _ in layout.buckets]
     most = [0] * layout.world_size
     for bucket in layout.buckets:
         recipes = {routes[slot.name].recipe for slot in bucket.slots}
         if not bucket.whole:
             for rank, numel in bucket.non_empty_shards():
-                most[rank] = max(most[rank], *(recipe.workspace((numel,)) for recipe in recipes))
+                most[rank] = max(most[rank], opened[bucket.index][rank] + max(
+                    recipe.workspace((numel,)) for recipe in recipes))
             continue
         together: Counter[tuple[int, Recipe, int, int, str]] = Counter()
         copied: dict[str, int] = {"": 0}
@@ -175,7 +210,8 @@ def workspace_bytes(layout: Layout, routes: Mapping[str, Route], *, tp_size: int
                 for owner in bucket.owners(slot):
                     together[owner, route.recipe, rows, cols, alone] += math.prod(batch)
         for (owner, recipe, rows, cols, alone), count in together.items():
-            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)) + copied[alone])
+            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)) + copied[alone]
+                              + opened[bucket.index][owner])
     return tuple(most)
 
 
@@ -211,4 +247,5 @@ def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
+                       master_dtype=run.layerwise.master_dtype,
                        tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

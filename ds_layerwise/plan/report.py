@@ -55,14 +55,16 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
                           *([_rendered(*told, width=_PLAN_WIDTH)] if told else [])])
     table = Table(title="memory of the fullest rank, and what the busiest rank sends, in MiB (M) and GiB (G)",
                   title_justify="left")
+    saves = any(any(forecast.saved) for forecast in forecasts)
     for header in ("ranks", "layout", "buckets", "NS max/mean", "total", "params", "grads", "masters", "states",
-                   "host", "under way", "in a step", "at start", "padding", "sent"):
+                   *["saved"] * saves, "host", "under way", "in a step", "at start", "padding", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast in forecasts:
         held = forecast.memory[forecast.fullest]
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
                       f"{forecast.report.work_max_over_mean:.3f}",
-                      *(_short(n) for n in (held.total, held.params, held.grads, held.masters, held.states, held.host)),
+                      *(_short(n) for n in (held.total, held.params, held.grads, held.masters, held.states,
+                                            *[forecast.saved[forecast.fullest]] * saves, held.host)),
                       _short(max(traffic.total for traffic in forecast.traffic)), _short(max(forecast.workspace)),
                       _short(max(forecast.start_up)),
                       f"{100 * forecast.report.padding_fraction:.3f} %", _short(forecast.busiest_bytes()))
@@ -81,6 +83,7 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "newton_schulz_flops": list(report.work), "newton_schulz_max_over_mean": report.work_max_over_mean,
         "owned_matrix_elements": list(report.whole_numel), "fullest_rank": forecast.fullest,
         "memory_bytes": [{**asdict(held), "total": held.total} for held in forecast.memory],
+        "saved_bytes": list(forecast.saved),
         "start_up_bytes": list(forecast.start_up), "step_bytes": list(forecast.workspace),
         "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
         "dtypes": {dtype: {
@@ -211,6 +214,7 @@ def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
     changed = [f"{key} {value}" for key, value in recipe.settings().items()
                if value != run.settings()[key] and key not in Recipe.keys()]
     changed += [f"weight decay {recipe.decay_summary()}"] * bool(recipe.decay_summary())
+    changed += [recipe.kept_summary()] * bool(recipe.kept_summary())
     return " ".join([recipe.rule, *(["with", ", ".join(changed)] if changed else [])])
 
 
@@ -257,6 +261,11 @@ def _costs(forecast: Forecast) -> Table:
                   f"{max_over_mean([rank.total for rank in forecast.memory]):.3f} x the mean: parameters "
                   f"{_size(held.params)}, gradients {_size(held.grads)}, masters {_size(held.masters)}, states "
                   f"{_size(held.states)}")
+    if any(forecast.saved):
+        wide = forecast.in_float32[forecast.fullest]
+        table.add_row("fewer bits save", f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
+                      f"{_size(wide.masters - held.masters)}, states {_size(wide.states - held.states)}; "
+                      f"{_size(min(forecast.saved))} at least of any rank's")
     if any(rank.host for rank in forecast.memory):
         host, staging = (max(getattr(rank, key) for rank in forecast.memory) for key in ("host", "staging"))
         table.add_row("on the host", f"{_size(host)} more of masters and states on the fullest rank; a step takes "

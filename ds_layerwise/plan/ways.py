@@ -28,7 +28,7 @@ from ds_layerwise.plan.drafts import Draft
 from ds_layerwise.plan.layout import Bucket, Way
 from ds_layerwise.plan.links import Group, Links, group_of
 from ds_layerwise.plan.shards import Shards
-from ds_layerwise.recipes.recipe import DTYPE_BYTES
+from ds_layerwise.recipes.bits import DTYPE_BYTES
 
 #: How sums are made; see the note.
 Reduction = Literal["native", "ordered"]

@@ -76,19 +76,19 @@ class ShardBuffer:
 
     Args:
         shards: the memory, one tensor a bucket in index order. May be views into a :class:`FlatBuffer`. Empty where
-            all pieces of the bucket are in ``apart``.
+            all pieces of the bucket are in ``apart``, None where what it holds has another form.
         apart: by parameter name, pieces with memory of their own.
     """
 
-    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor],
+    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor | None],
                  apart: Mapping[str, Tensor] | None = None) -> None:
         self._shards, self._views = tuple(shards), dict(apart or {})
-        self._memory = (*self._shards, *self._views.values())
+        self._memory = (*(shard for shard in self._shards if shard is not None), *self._views.values())
         self.pieces: tuple[tuple[Piece, ...], ...] = tuple(bucket.pieces(rank) for bucket in layout.buckets)
         for bucket, pieces, shard in zip(layout.buckets, self.pieces, self._shards, strict=True):
             origin = bucket.shard(rank)[0]
             for piece in pieces:
-                if piece.name not in self._views:
+                if shard is not None and piece.name not in self._views:
                     self._views[piece.name] = shard[piece.start - origin:piece.start - origin + piece.numel]
 
     @property
@@ -97,8 +97,15 @@ class ShardBuffer:
         return self._memory
 
     def bucket(self, index: int) -> Tensor:
-        """This rank's shard of bucket ``index``, padding included; empty where its pieces are apart."""
-        return self._shards[index]
+        """This rank's shard of bucket ``index``, padding included; empty where its pieces are apart.
+
+        Raises:
+            KeyError: what it holds has another form.
+        """
+        shard = self._shards[index]
+        if shard is None:
+            raise KeyError(index)
+        return shard
 
     def piece(self, name: str) -> Tensor:
         """What this rank holds of parameter ``name``, 1-D, a view.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,11 @@ from ds_layerwise.plan.layout import Layout, Piece
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.host_memory import HostMemory
+from ds_layerwise.ranks.kept_states import KeptStates
+from ds_layerwise.ranks.remaindered import Remaindered
 from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.ranks.writes import follow_
+from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.parts import whole_states
 from ds_layerwise.recipes.recipe import StateSpec
 
@@ -41,7 +44,7 @@ class UpdateSet:
 
 
 class Owned:
-    """Shards of ``rank`` of every bucket, in float32.
+    """Shards of ``rank`` of every bucket, which rules update in float32.
 
     Where parameters are float32, masters share the memory of the parameter buffer; where gradients accumulate in
     float32, averaged gradients share the memory of the gradient buffer.
@@ -55,12 +58,16 @@ class Owned:
         on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
             parameter is the parameter, which stays on the device.
         pin_memory: whether that memory is page-locked.
+        master_dtype: what masters of bfloat16 parameters are kept in between two updates; nothing is ``on_host`` unless
+            in float32.
+        rounding_seed: what chance begins with where states are rounded by chance.
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
                  grads: FlatBuffer | None, rules: Mapping[str, UpdateRule], *,
                  names: Mapping[str, Sequence[str]], batch_matrices: bool,
-                 on_host: Container[str] = (), pin_memory: bool = False) -> None:
+                 on_host: Container[str] = (), pin_memory: bool = False, master_dtype: MasterDtype = "float32",
+                 rounding_seed: int = 0) -> None:
         self.layout, self.rank, self._rules = layout, rank, rules
         self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
         self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
@@ -78,23 +85,28 @@ class Owned:
         """Open while buckets are updated."""
         self.states: dict[str, State] = {}
         """By parameter name, shaped as the parameter's rule sees it, or like the whole of which it sees parts."""
-        shards, apart = [], {}
+        self._kept, self._remaindered = KeptStates(rounding_seed), Remaindered(layout, rank, self._values, [
+            b.index for b in layout.buckets if (master_dtype, b.dtype) == ("bfloat16+remainder", "bfloat16")])
+        shards: list[Tensor | None] = []
+        apart: dict[str, Tensor] = {}
         for index, pieces in enumerate(self.pieces):
             shard = self._values.bucket(index)
             hosted = [piece.name for piece in pieces if piece.name in on_host]
             if hosted and shard.dtype != torch.float32:
                 apart.update({piece.name: _float32(self._values.piece(piece.name)) for piece in pieces})
-                shards.append(torch.empty(0, dtype=torch.float32, device=shard.device))
+                masters = torch.empty(0, dtype=torch.float32, device=shard.device)
             else:
-                shards.append(_float32(shard))
-            self._init_states(index, hosted, shards[index], apart)
-        self.masters = ShardBuffer(layout, rank, shards, apart)
+                masters = _float32(shard)
+            self._init_states(index, hosted, masters, apart)
+            shards.append(None if index in self._remaindered else masters)
+        self._masters = ShardBuffer(layout, rank, shards, apart)
         self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
         """Whether masters had to follow values since somebody has set this to False."""
         self._updates = [self._update_sets(pieces) for pieces in self.pieces]
         # Made before anybody counts who looks into the memory of the parameters, see ParamSync.
         self._seen_once = {piece.name: self._make_views(piece.name, {}) for pieces in self.pieces for piece in pieces
-                           if piece.name not in on_host}
+                           if piece.name not in on_host and not self._remaindered.has(piece.name)
+                           and not any(self._kept.of(piece.name))}
 
     def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:
         """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the host."""
@@ -102,8 +114,12 @@ class Owned:
         for piece in self.pieces[index]:
             first = piece.start - origin
             master = apart[piece.name] if piece.name in apart else masters[first:first + piece.numel]
-            self.states[piece.name] = self._first_state(
-                piece.name, master.view(self._routes[piece.name].stored_shape or master.shape))
+            route = self._routes[piece.name]
+            by_chance = (self.saved_as[piece.name], piece.param_start) if route.recipe.rounds_by_chance else None
+            specs = self._specs_of_states(piece.name)
+            started = self._first_state(piece.name, master.view(route.stored_shape or master.shape))
+            self.states[piece.name] = {key: self._kept.keep(piece.name, key, specs[key], value, by_chance=by_chance)
+                                       for key, value in started.items()}
         moving = {(name, key): self.states[name][key] for name in hosted
                   for key, spec in self._specs_of_states(name).items() if not spec.on_host}
         moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
@@ -167,11 +183,12 @@ class Owned:
             return torch.zeros((), dtype=wide, device=self.device)
         return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
 
-    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
+    def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *, step: int,
                leave_out: Collection[str] = (), scaled: Mapping[str, Factors] | None = None) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
-        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
+        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first. It is update
+        number ``step`` of the run.
 
         Args:
             scaled: by parameter, what masters are multiplied with after their update.
@@ -184,10 +201,11 @@ class Owned:
             torch._foreach_mul_(gradients, factor)
         brought = self.host.bring(index)
         self._follow_values(index, brought)
+        masters, opened = self._open(index, brought, leave_out)
         for update in self._updates[index]:
             hyper = update.route.hyper(param_groups[update.route.group])
             seen = [(name, each) for name in update.names if name not in leave_out
-                    for each in self._views_of(name, brought)]
+                    for each in self._views_of(name, opened)]
             if not seen:
                 continue
             copies = [each.copy() for _, each in seen]
@@ -200,10 +218,32 @@ class Owned:
                 each.take_back(copy)
         for piece in self.pieces[index]:
             if scaled and piece.name in scaled:
-                scaled[piece.name].scale_(brought.get((piece.name, MASTER), self.masters.piece(piece.name)),
+                master = opened.get((piece.name, MASTER))
+                scaled[piece.name].scale_(self._masters.piece(piece.name) if master is None else master,
                                           piece.param_start)
-        self._write_values(index, brought)
+        for (name, key), value in opened.items():
+            if (name, key) in self._kept:
+                self._kept.write(name, key, brought.get((name, key), self.states[name][key]), value, step)
+        if masters is None:
+            self._write_values(index, brought)
+        else:
+            self._remaindered.close(index, masters)
         self.host.send_back(index)
+
+    def _open(self, index: int, brought: Mapping[tuple[str, str], Tensor],
+              leave_out: Collection[str]) -> tuple[Tensor | None, dict[tuple[str, str], Tensor]]:
+        """What rules update of bucket ``index`` that is not where it lies between two updates: all that was
+        ``brought``, and what is kept in fewer bits; first the masters of the whole shard, if they are."""
+        opened, masters = dict(brought), None
+        if index in self._remaindered:
+            masters, pieces, written = self._remaindered.open(index)
+            self.written |= written
+            opened.update({(name, MASTER): master for name, master in pieces.items()})
+        for piece in self.pieces[index]:
+            for key in self._kept.of(piece.name) if piece.name not in leave_out else ():
+                kept = brought.get((piece.name, key), self.states[piece.name][key])
+                opened[piece.name, key] = self._kept.read(piece.name, key, kept)
+        return masters, opened
 
     def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
         """Master, gradient and state of ``name``, or of each of its parts, as its rule sees them; what is always the
@@ -212,7 +252,8 @@ class Owned:
 
     def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
         route, grad = self._routes[name], self._shaped(self.reduced, name)
-        master = brought.get((name, MASTER), self.masters.piece(name)).view_as(grad)
+        found = brought.get((name, MASTER))
+        master = (self._masters.piece(name) if found is None else found).view_as(grad)
         state = {key: brought.get((name, key), value) for key, value in self.states[name].items()}
         if route.parts is not None:
             return seen_parts(master, grad, state, route.parts.places(tuple(grad.shape)), whole_states(route.recipe))
@@ -221,7 +262,8 @@ class Owned:
 
     def masters_to_values(self, index: int) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""
-        self._write_values(index, {})
+        if index not in self._remaindered:
+            self._write_values(index, {})
 
     def _write_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
         for name, values, masters in self._homes(index):
@@ -235,10 +277,12 @@ class Owned:
 
     def follow_value(self, name: str) -> None:
         """Let the master of what this rank holds of one parameter follow its value."""
-        self._follow(self._values.piece(name), self.masters.piece(name))
+        if not self._remaindered.has(name):
+            self._follow(self._values.piece(name), self._masters.piece(name))
 
     def _follow_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
-        for name, values, masters in self._homes(index):
+        # Those with remainders follow whenever they are read.
+        for name, values, masters in self._homes(index) if index not in self._remaindered else ():
             self._follow(values, brought.get((name, MASTER), masters))
 
     def _follow(self, values: Tensor, masters: Tensor) -> None:
@@ -247,16 +291,19 @@ class Owned:
 
     def values_to_masters(self, index: int) -> None:
         """Masters from this rank's shard of the parameter buffer."""
+        if index in self._remaindered:
+            self._remaindered.follow(index)
+            return
         for _, values, masters in self._homes(index):
             if values.data_ptr() != masters.data_ptr():
                 masters.copy_(values)
 
     def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
         """Values and masters of bucket ``index``: piece by piece by name, or all at once where neither is apart."""
-        values, masters = self._values.bucket(index), self.masters.bucket(index)
+        values, masters = self._values.bucket(index), self._masters.bucket(index)
         if values.numel() == masters.numel():
             return [("", values, masters)]
-        return [(piece.name, self._values.piece(piece.name), self.masters.piece(piece.name))
+        return [(piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
                 for piece in self.pieces[index]]
 
     def rule_records(self, elsewhere: Mapping[str, Route] | None = None) -> dict[str, RuleRecord]:
@@ -277,28 +324,80 @@ class Owned:
         return tuple(sorted(key for key, spec in route.states(1).items() if spec.shape == shape or key == "step"))
 
     def record(self) -> ShardRecord:
-        """Masters and states by name in a checkpoint, as views into live memory."""
+        """Masters and states by name in a checkpoint, as views into live memory.
+
+        What says nothing by itself, remainders and codes, is float32 on the host, which :meth:`take_back` takes.
+        """
         pieces = tuple(
-            PieceRecord(self.saved_as[piece.name], piece.param_start, self.masters.piece(piece.name),
-                        {key: value.view(-1) if value.shape == self._shaped(self.masters, piece.name).shape else value
-                         for key, value in self.states[piece.name].items()})
+            PieceRecord(self.saved_as[piece.name], piece.param_start, self._recorded(piece.name, MASTER),
+                        {key: self._recorded(piece.name, key) for key in self.states[piece.name]})
             for pieces in self.pieces for piece in pieces)
         return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces,
                            {name: tuple(saved) for name, saved in self._names.items() if len(saved) > 1})
 
+    def _recorded(self, name: str, key: str) -> Tensor:
+        if self._is_live(name, key):
+            value = self._masters.piece(name) if key == MASTER else self.states[name][key]
+        else:
+            value = self.value(name, key).cpu()
+        return value.view(-1) if value.shape == self._shaped(self.reduced, name).shape else value
+
+    def _is_live(self, name: str, key: str) -> bool:
+        return not (self._remaindered.has(name) if key == MASTER else self._kept.is_codes(name, key))
+
+    def take_back(self, record: ShardRecord, written: Callable[[Tensor], bool], *, masters_win: bool) -> None:
+        """Take over what of :meth:`record` is no view of live memory, and was ``written`` since.
+
+        Args:
+            masters_win: whether weights become what masters round to, or masters those weights that they do not.
+        """
+        for piece in record.pieces:
+            name = self._known_as[piece.name]
+            for key, value in {MASTER: piece.master, **piece.state}.items():
+                if not self._is_live(name, key) and written(value):
+                    if key == MASTER and not masters_win:
+                        follow_(value, self._values.piece(name))
+                    self.set_value(name, key, value)
+
+    def value(self, name: str, key: str = MASTER) -> Tensor:
+        """What this rank holds of the master of a parameter, or of one of its states; of what is kept in fewer bits
+        than say it by themselves a float32 copy, else live."""
+        if self._is_live(name, key):
+            return self._masters.piece(name) if key == MASTER else self.states[name][key]
+        return self._remaindered.piece(name) if key == MASTER else self._kept.read(name, key, self.states[name][key])
+
+    def set_value(self, name: str, key: str, value: Tensor) -> None:
+        """Write what :meth:`value` gives; with remainders, the weights that a master rounds to as well."""
+        if key != MASTER:
+            self._kept.write(name, key, self.states[name][key], value.view_as(self.states[name][key]))
+        elif self._remaindered.has(name):
+            self._remaindered.set_piece(name, value)
+        else:
+            self._masters.piece(name).copy_(value)
+
+    @property
+    def masters(self) -> tuple[Tensor, ...]:
+        """The memory of masters; what it shares with parameters is in it."""
+        return (*self._masters.tensors, *self._remaindered.tensors)
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The memory of states that is not in them."""
+        return self._kept.tensors
+
     def restart(self, saved_as: str, keys: Iterable[str]) -> None:
         """Set states of a parameter, by its name in a checkpoint, back to what they are before the first update."""
         name = self._known_as[saved_as]
-        start = self._first_state(name, self._shaped(self.masters, name))
+        start = self._first_state(name, self.value(name).view_as(self._shaped(self.reduced, name)))
         for key in keys:
-            self.states[name][key].copy_(start[key])
+            self.set_value(name, key, start[key])
 
     def master_from_values(self, saved_as: str) -> None:
         """The master of what this rank holds of a parameter from its place in the parameter buffer."""
         name = self._known_as[saved_as]
-        values, master = self._values.piece(name), self.masters.piece(name)
-        if values.data_ptr() != master.data_ptr():
-            master.copy_(values)
+        values = self._values.piece(name)
+        if self._remaindered.has(name) or values.data_ptr() != self._masters.piece(name).data_ptr():
+            self.set_value(name, MASTER, values)
 
 
 def _rule_record(route: Route) -> RuleRecord:

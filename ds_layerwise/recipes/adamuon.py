@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ds_layerwise.recipes.orthogonalized import Adaptive, ScaleMode
-from ds_layerwise.recipes.recipe import StateSpec, like
+from ds_layerwise.recipes.recipe import StateSpec
 
 
 class AdaMuon(Adaptive):
@@ -22,7 +22,7 @@ class AdaMuon(Adaptive):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Two of the parameter's shape."""
-        return like(shape, "momentum_buffer", "moment2_buffer")
+        return self.like(shape, "momentum_buffer", "moment2_buffer")
 
     @property
     def takes_rate_of_adamw(self) -> bool:

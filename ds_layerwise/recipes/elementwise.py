@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ds_layerwise.recipes.recipe import Recipe, StateSpec, WeightDecayMethod, like
+from ds_layerwise.recipes.kept import KeptAverage, KeptMoments, KeptMomentum
+from ds_layerwise.recipes.recipe import Recipe, StateSpec, WeightDecayMethod
 from ds_layerwise.recipes.settings import Decay, NonNegative
 
 #: How many steps something takes; none for 0.
@@ -21,7 +22,7 @@ class Elementwise(Recipe):
     lr_ratio = "scalar_lr_ratio"
 
 
-class Adam(Elementwise):
+class Adam(Elementwise, KeptMoments):
     """Adam with L2 regularisation, as :class:`torch.optim.Adam`."""
 
     rule: ClassVar[str] = "adam"
@@ -33,7 +34,7 @@ class Adam(Elementwise):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Two moments, and how many steps there were."""
-        return {**like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
 
 
 class AdamW(Adam):
@@ -44,7 +45,7 @@ class AdamW(Adam):
     weight_decay_method: WeightDecayMethod = "decoupled"
 
 
-class Lion(Elementwise):
+class Lion(Elementwise, KeptAverage):
     """Sign of a moving average, with decoupled weight decay (arXiv 2302.06675)."""
 
     rule: ClassVar[str] = "lion"
@@ -54,10 +55,14 @@ class Lion(Elementwise):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One average."""
-        return like(shape, "exp_avg")
+        return self.like(shape, "exp_avg")
+
+    def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
+        """The second of the betas, with which the average follows."""
+        return float(hyper["betas"][1])
 
 
-class Sgd(Elementwise):
+class Sgd(Elementwise, KeptMomentum):
     """SGD with momentum and L2 regularisation, as :class:`torch.optim.SGD`. Its momentum is a sum, no average."""
 
     rule: ClassVar[str] = "sgd"
@@ -68,10 +73,10 @@ class Sgd(Elementwise):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One momentum."""
-        return like(shape, "momentum_buffer")
+        return self.like(shape, "momentum_buffer")
 
 
-class Signum(Elementwise):
+class Signum(Elementwise, KeptMomentum):
     """Sign of the momentum (arXiv 1802.04434), as emerging_optimizers 0.5 has it."""
 
     rule: ClassVar[str] = "signum"
@@ -85,7 +90,7 @@ class Signum(Elementwise):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One average, and how many steps there were."""
-        return {**like(shape, "momentum_buffer"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "momentum_buffer"), "step": StateSpec((), on_host=True)}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Momentum, and how the sign is taken."""
@@ -93,7 +98,7 @@ class Signum(Elementwise):
         return super().summary(hyper) + kind
 
 
-class LaProp(Elementwise):
+class LaProp(Elementwise, KeptMoments):
     """Momentum of normalised gradients (arXiv 2002.04839): the order of Adam's two averages turned round."""
 
     rule: ClassVar[str] = "laprop"
@@ -104,14 +109,14 @@ class LaProp(Elementwise):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Two averages, the first one of normalised gradients, and how many steps there were."""
-        return {**like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Betas, eps, and whether they are corrected."""
         return super().summary(hyper) + ("" if self.correct_bias else ", without correction of bias")
 
 
-class AdEMAMix(Elementwise):
+class AdEMAMix(Elementwise, KeptMoments):
     """Adam with a second, slow average of the gradient (arXiv 2409.03137)."""
 
     rule: ClassVar[str] = "ademamix"
@@ -130,7 +135,7 @@ class AdEMAMix(Elementwise):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Adam's moments, a slow first one, and how many steps there were."""
-        return {**like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), "step": StateSpec((), on_host=True)}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Betas and eps, and of the slow average what it keeps and how much it counts."""

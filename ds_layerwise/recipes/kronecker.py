@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
+from ds_layerwise.recipes.kept import KeptMoments
+from ds_layerwise.recipes.recipe import StateSpec
 from ds_layerwise.recipes.settings import Count, Decay, NonNegative
 
 #: Largest sum of elements of squares (side, side) that are factorised together, out of one stack; one may be larger.
@@ -24,7 +25,7 @@ def qr_flops(side: int) -> int:
     return 8 * side**3 // 3
 
 
-class Kronecker(Recipe):
+class Kronecker(KeptMoments):
     """What Shampoo and its relatives have in common: a matrix of (rows, cols) has the factors ``L`` (rows, rows) and
     ``R`` (cols, cols), moving averages of G Gᵀ and Gᵀ G, of which something dear is computed now and then.
     """
@@ -57,7 +58,7 @@ class Kronecker(Recipe):
 
     def averages(self, shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
         """States of the parameter's own shape, and how many steps there were."""
-        return {**like(shape, *names), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, *names), "step": StateSpec((), on_host=True)}
 
     def products(self, shape: tuple[int, ...]) -> int:
         """FLOPs of a product with each factor, of all matrices."""

@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from ds_layerwise.recipes.kept import KeptMomentum
 from ds_layerwise.recipes.newton_schulz import NsMethod, newton_schulz_flops, newton_schulz_workspace
-from ds_layerwise.recipes.recipe import StateSpec, like
+from ds_layerwise.recipes.recipe import StateSpec
 from ds_layerwise.recipes.settings import Decay, Positive
 from ds_layerwise.recipes.update_hooks import UpdateHooks
 
@@ -20,7 +21,7 @@ TpMode = Literal["duplicated", "distributed", "blockwise"]
 Rows = tuple[tuple[float, float, float], ...]
 
 
-class Orthogonalized(UpdateHooks):
+class Orthogonalized(UpdateHooks, KeptMomentum):
     """Momentum, and how it is orthogonalised; see :class:`ds_layerwise.optimizers.orthogonalized.Orthogonalized`."""
 
     whole: ClassVar[bool] = True
@@ -39,7 +40,7 @@ class Orthogonalized(UpdateHooks):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One momentum."""
-        return like(shape, "momentum_buffer")
+        return self.like(shape, "momentum_buffer")
 
     def work(self, shape: tuple[int, ...]) -> int:
         """The FLOPs of the Newton-Schulz iteration, and of hooks."""

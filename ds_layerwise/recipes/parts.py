@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -161,7 +161,7 @@ class Parts:
         for name, seen in self.shapes(shape).items():
             for key, spec in recipe.states(seen).items():
                 if key in like:
-                    found[key] = StateSpec(shape, spec.dtype, spec.on_host)
+                    found[key] = replace(spec, shape=shape)
                 else:
                     found[f"{key}.{name}"] = spec
         return found
@@ -170,7 +170,7 @@ class Parts:
         """Bytes that an update copies parts into which no strides make a matrix of: of the parameter, of its gradient,
         and of states that are like it."""
         numel = sum(math.prod(place.shape) for place in self.places(shape).values() if not place.is_view)
-        return numel * (8 + sum(spec.nbytes for key, spec in recipe.states((1, 1)).items()
+        return numel * (8 + sum(spec.rule_nbytes for key, spec in recipe.states((1, 1)).items()
                                 if key in whole_states(recipe)))
 
 

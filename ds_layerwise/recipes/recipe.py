@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from ds_layerwise.recipes.bits import StateDtype, state_bytes
 from ds_layerwise.recipes.settings import Section
-
-#: Bytes of one element, by torch's names of dtypes.
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-               "uint8": 1, "bool": 1}
 
 #: How weights decay; :mod:`ds_layerwise.optimizers.decay` has the formulas.
 WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
@@ -25,14 +22,23 @@ class StateSpec:
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    """The dtype of the state, by torch's name."""
+    """The dtype that a rule gets it in, by torch's name."""
     on_host: bool = False
     """Whether it lies in host memory for every optimizer, as torch's 0-d ``step`` does."""
+    kept_as: StateDtype | None = None
+    """What it is kept in between two updates, if not in ``dtype``, which is float32 then."""
+    signed: bool = True
+    """Whether it may be negative."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        """Bytes of it from step to step."""
+        return state_bytes(math.prod(self.shape), self.kept_as or self.dtype)
+
+    @property
+    def rule_nbytes(self) -> int:
+        """Bytes of what a rule gets of it."""
+        return state_bytes(math.prod(self.shape), self.dtype)
 
 
 class Recipe(Section):
@@ -98,6 +104,19 @@ class Recipe(Section):
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of all states of a parameter of ``shape`` that follow it to its device."""
         return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
+
+    @property
+    def rounds_by_chance(self) -> bool:
+        """Whether what is kept in bfloat16 is rounded by chance, and not to the nearest."""
+        return False
+
+    def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
+        """What ``state``, which is kept in fewer bits, keeps of itself in a step, with such hyper-parameters."""
+        raise NotImplementedError
+
+    def kept_summary(self) -> str:
+        """What is kept in fewer bits than float32, in words; empty for nothing."""
+        return ""
 
     @property
     def sees_tensor_shards(self) -> bool:

@@ -11,6 +11,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.listing import listed
@@ -94,6 +95,7 @@ class DryRun:
         shapes, routes = cut(shapes, {name: routes[name] for name, _ in shapes if name in routes}, tp_size, cutter)
         specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts,
                          tp_size=tp_size)
+        check_kept(routes, specs, [run.optimizer.group()], run.layerwise, host_ratio=run.host_ratio)
         forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums, tp_size=tp_size)
                      for num_ranks in ranks]
         return cls(run, routes, specs, forecasts, assumed, [

@@ -36,7 +36,7 @@ from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero import one_file, resumed_groups, sharded, unfinished
 from ds_layerwise.zero.interrupted import Interrupted
-from ds_layerwise.zero.load import Found, Load, check_names, nothing_prepared
+from ds_layerwise.zero.load import Found, Load, check_names, converted, kept_of, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import Planned
@@ -114,6 +114,7 @@ class Checkpointing:
             shapes={name: shape for name, shape in planned.saved_shapes.items()
                     if name not in planned.saved_elsewhere},
             rules=self.owned.rule_records(planned.routes_elsewhere), dtypes=planned.layout.dtypes,
+            kept=kept_of({**planned.routes_elsewhere, **planned.routes}, planned.names),
             fast_dtypes=self.products.fast, param_groups=resumed_groups.described(self.optimizer.param_groups),
             configured=resumed_groups.described(self.optimizer.configured))
 
@@ -180,7 +181,8 @@ class Checkpointing:
             if states and groups is not None and len(groups) != len(own):
                 raise LayerWiseError(f"{folder} has {len(groups)} parameter groups, this run {len(own)}; "
                                      "make as many, empty ones count, or load with load_optimizer_states=False")
-            plan = plan_load(self.owned.record(), saved, self.owned.rule_records(), masters=masters, states=states,
+            mine = self.owned.record()
+            plan = plan_load(mine, saved, self.owned.rule_records(), masters=masters, states=states,
                              on_missing_state=config.on_missing_state, on_optimizer_change=config.on_optimizer_change)
             if universal and strict:
                 check_names(saved, folder, planned.saved_shapes.keys(), of_all_stages=of_all_stages)
@@ -192,7 +194,7 @@ class Checkpointing:
                 opened, engine=self.engine(), owned=self.owned, settings=self.settings, rank=self.owned.rank,
                 world_size=planned.layout.world_size, rename=config.rename, names=planned.saved_shapes,
             ) if states and isinstance(opened, RegularCheckpoint) else None
-            found = Found(folder, saved.header, plan, states, masters, universal, others, accumulated)
+            found = Found(folder, saved.header, mine, plan, states, masters, universal, others, accumulated)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
         if not isinstance(opened, UniversalCheckpoint):
@@ -277,6 +279,11 @@ class Checkpointing:
         found = self.load.take()
         for into, out_of in found.plan.copies:
             into.copy_(out_of)
+        # The engine has loaded weights that were rounded to another dtype, or none of what other stages save, or none.
+        masters_win = found.universal or found.header.dtypes != self.planned.layout.dtypes or bool(
+            self.planned.saved_elsewhere)
+        taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
+        self.owned.take_back(found.own, lambda value: value.untyped_storage()._cdata in taken, masters_win=masters_win)
         for name, keys in found.plan.restarts.items():
             self.owned.restart(name, keys)
         for name in found.plan.masters_from_model:
@@ -293,9 +300,7 @@ class Checkpointing:
         unfinished.resume(found.accumulated, engine=self.engine(), progress=self.progress,
                           grad_sync=self.grad_sync, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1),
                           scale_now=self.scaling.scaler.loss_scale)
-        if found.masters and not found.universal and (
-                found.header.dtypes != self.planned.layout.dtypes or self.planned.saved_elsewhere):
-            # The engine has loaded weights that were rounded to another dtype, or none of what other stages save.
+        if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
 
@@ -323,6 +328,9 @@ class Checkpointing:
             # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
             for line in found.described(everywhere, out_of=len(self.planned.specs),
                                         counted=engine.micro_steps % engine.gradient_accumulation_steps()):
+                announce(f"ds_layerwise: {line}")
+            kept = kept_of(self.planned.routes, self.planned.names)
+            for line in converted(found.header, kept, everywhere) if found.states else ():
                 announce(f"ds_layerwise: {line}")
             for name, why in everywhere.items():
                 logger.debug(f"ds_layerwise: {name}: {why}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from ds_layerwise.checkpoint.names import Renamed
-from ds_layerwise.checkpoint.record import Header
+from ds_layerwise.checkpoint.record import Header, ShardRecord
 from ds_layerwise.checkpoint.reshard import LoadPlan
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.zero.unfinished import Accumulated
 
 
@@ -22,6 +23,8 @@ class Found:
 
     folder: Path
     header: Header
+    own: ShardRecord
+    """What the copies of ``plan`` write to."""
     plan: LoadPlan
     states: bool
     masters: bool
@@ -74,6 +77,36 @@ class Load:
         if found is None:
             raise nothing_prepared()
         return found
+
+
+def kept_of(routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """By name in a checkpoint, the states of parameters that are kept in fewer bits than float32, and in what.
+
+    Args:
+        names: by parameter, those that its experts have in a checkpoint; one of ``routes`` alone has its own.
+    """
+    found = {}
+    for name, route in routes.items():
+        if kept := {key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as}:
+            found.update({saved: kept for saved in names.get(name, (name,))})
+    return found
+
+
+def converted(header: Header, now: Mapping[str, Mapping[str, str]], fresh: Container[str]) -> list[str]:
+    """A line for each kind of state that was kept in something else than ``now``, where it was saved.
+
+    Args:
+        fresh: the parameters that do not go on from what was saved.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for name in header.rules:
+        before, after = header.kept.get(name, {}), now.get(name, {})
+        for key in sorted({*before, *after}) if name not in fresh else ():
+            kinds = before.get(key, "float32"), after.get(key, "float32")
+            if kinds[0] != kinds[1]:
+                counts[(key, *kinds)] += 1
+    return [f"{key} of {count} parameters was kept in {before!r} where this was saved, and is in {after!r} here; it "
+            "was converted" for (key, before, after), count in sorted(counts.items())]
 
 
 def nothing_prepared() -> LayerWiseError:

@@ -77,9 +77,9 @@ class Offloading:
         kind, owned = OffloadStateTypeEnum, self._owned
         tensors = {kind.lp_params: self._values.tensors,
                    kind.contiguous_grad_buffer: () if self._grads is None else self._grads.tensors,
-                   kind.lp_grads: owned.reduced.tensors, kind.hp_params: owned.masters.tensors,
+                   kind.lp_grads: owned.reduced.tensors, kind.hp_params: owned.masters,
                    kind.optim_states: [value for state in owned.states.values() for value in state.values()
-                                       if value.dim()]}
+                                       if value.dim()] + list(owned.scales)}
         taken = {t.untyped_storage()._cdata for t in owned.host.tensors}
         memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
         for each, those in tensors.items():

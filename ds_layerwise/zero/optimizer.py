@@ -99,7 +99,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
                             rules_of(self.routes, peers, fast_dtypes=self._products.dtypes), names=self._planned.names,
-                            batch_matrices=self.config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory)
+                            batch_matrices=self.config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory,
+                            master_dtype=self.config.master_dtype, rounding_seed=self.config.rounding_seed)
         self.optimizer.hold(Held(self._params[piece.name], self.routes[piece.name], piece,
                                  self._owned.states[piece.name]) for pieces in self._owned.pieces for piece in pieces)
 
@@ -370,7 +371,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def forecast(self) -> Forecast:
         """What this layout costs each rank."""
-        return start_up.forecast(self._planned, self.settings, self._grads)
+        return start_up.forecast(self._planned, self.settings, self._grads, self.config.master_dtype)
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""

@@ -17,6 +17,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import links_of_run
 from ds_layerwise.plan.planner import plan_layout
@@ -83,6 +84,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         specs = specs_of(((name, tuple(param.shape), dtype_name(param.dtype)) for name, param in trained.items()),
                          routes, tp_size=tp_size, ep_size=ep_size,
                          wires={name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()})
+        check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=settings.host_ratio)
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
         links = links_of_run(config.links, on_host=on_host, ranks_per_node=per_node, places=1 if tp_size == 1 else max(

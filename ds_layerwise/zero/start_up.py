@@ -14,6 +14,7 @@ from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.update_hooks import keeps_zeros
 from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.planned import Planned
@@ -30,7 +31,7 @@ def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
     if not kept:
         return
     mine = [piece.name for pieces in owned.pieces for piece in pieces
-            if piece.name in kept and not owned.masters.piece(piece.name).any()]
+            if piece.name in kept and not owned.value(piece.name).any()]
     found = sorted({name for names in comm.gather_objects(mine, group=settings.group) for name in names})
     if found and comm.rank_of(settings.group) == 0:
         more = f" and {len(found) - 5} more" * (len(found) > 5)
@@ -39,16 +40,17 @@ def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
                        "the hook out for them with layerwise.overrides")
 
 
-def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None) -> Forecast:
+def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None, master_dtype: MasterDtype) -> Forecast:
     """What the layout costs each rank.
 
     Args:
+        master_dtype: what masters are kept in.
         grads: the gradient buffer; None where averaged gradients alone are kept.
     """
     stored_as = {dtype: torch.float32 if grads is None else grads.dtype(dtype) for dtype in planned.layout.dtypes}
     return Forecast.of(planned.layout, planned.specs, planned.routes, stage=settings.stage, tp_size=settings.tp_size,
                        stored_as={key: dtype_name(each) for key, each in stored_as.items()},
-                       reduction=planned.reduction, host_ratio=settings.host_ratio)
+                       reduction=planned.reduction, host_ratio=settings.host_ratio, master_dtype=master_dtype)
 
 
 def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:

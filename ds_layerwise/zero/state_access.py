@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.plan.layout import Piece
 from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.ranks.owned import MASTER, Owned
 
 
 class StateAccess:
@@ -68,14 +69,14 @@ class StateAccess:
         if optim_state_key is None:
             if self._piece is not None:
                 self._owned.follow_value(self.name)
-            return self._whole(lambda: self._owned.masters.piece(self.name))
+            return self._whole(lambda: self._owned.value(self.name))
         key = self._key(optim_state_key)
         if key == "step":
             step = torch.zeros((), dtype=torch.float32, device=self._param.device)
             if self._piece is not None and self._piece.param_start == 0:
                 step.copy_(self._owned.states[self.name][key])
             return comm.sum_over_ranks(step, group=self._group)
-        return self._whole(lambda: self._owned.states[self.name][key].view(-1))
+        return self._whole(lambda: self._owned.value(self.name, key).view(-1))
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
@@ -92,12 +93,12 @@ class StateAccess:
             # Rounded once, as the master will be when it is compared with the parameter.
             value = value.float()
             self._param.data.copy_(value.reshape(self._param.shape))
-            self._set(lambda: self._owned.masters.piece(self.name), value)
+            self._set(MASTER, value)
             return
         key = self._key(optim_state_key)
         if key != "step":
             self._check(value)
-            self._set(lambda: self._owned.states[self.name][key].view(-1), value)
+            self._set(key, value)
         elif self._piece is not None:
             self._owned.states[self.name][key].copy_(value)
 
@@ -130,7 +131,9 @@ class StateAccess:
             return
         divisor = self._gradient_divisor()
         self._check(value)
-        self._set(lambda: self._owned.reduced.piece(self.name), value * divisor if divisor != 1 else value)
+        if self._piece is not None:
+            value = value * divisor if divisor != 1 else value
+            self._owned.reduced.piece(self.name).copy_(_part(value, self._piece))
 
     def _key(self, asked: str) -> str:
         keys = self._owned.state_keys(self.name)
@@ -151,7 +154,11 @@ class StateAccess:
             whole[start:start + self._piece.numel].copy_(piece())
         return comm.sum_over_ranks(whole, group=self._group).view(self._param.shape)
 
-    def _set(self, piece: Callable[[], Tensor], value: Tensor) -> None:
+    def _set(self, key: str, value: Tensor) -> None:
         if self._piece is not None:
-            start = self._piece.param_start
-            piece().copy_(value.reshape(-1)[start:start + self._piece.numel])
+            self._owned.set_value(self.name, key, _part(value, self._piece))
+
+
+def _part(value: Tensor, piece: Piece) -> Tensor:
+    """What ``piece`` is of the whole parameter ``value``; 1-D."""
+    return value.reshape(-1)[piece.param_start:piece.param_start + piece.numel]

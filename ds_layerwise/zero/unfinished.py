@@ -136,7 +136,8 @@ def to_record(point: Point, grad_sync: GradSync | EagerGradSync, *, engine: Any,
     gradients = grad_sync.accumulated()
     if not (point.micro_batches or gradients):
         return None
-    starts = {p.name: p.param_start for p in owned.record().pieces} if settings.stage == 2 else {}
+    starts = {owned.saved_as[piece.name]: piece.param_start for pieces in owned.pieces for piece in pieces
+              } if settings.stage == 2 else {}
     return {"micro_batches": point.micro_batches, "of": engine.gradient_accumulation_steps(), "passes": point.passes,
             "got": [owned.saved_as[name] for name in sorted(grad_sync.got)], "starts": starts,
             "divide_by": settings.divide_by,

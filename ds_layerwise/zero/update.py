@@ -44,7 +44,7 @@ class Update:
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):
-                        self._owned.update(left[-1], groups, factor, leave_out=frozen, scaled=scaled)
+                        self._owned.update(left[-1], groups, factor, step=step, leave_out=frozen, scaled=scaled)
                     self._param_sync.launch(left[-1])
                     left.pop()
                 self._optimizer.mark_step()

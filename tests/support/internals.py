@@ -29,7 +29,7 @@ def states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 def master(engine: Any, name: str) -> torch.Tensor:
     """This rank's piece of the master of a parameter, 1-D and live."""
-    return owned(engine).masters.piece(name)
+    return owned(engine)._masters.piece(name)
 
 
 def reduced(engine: Any, name: str) -> torch.Tensor:
@@ -39,7 +39,7 @@ def reduced(engine: Any, name: str) -> torch.Tensor:
 
 def shards(engine: Any) -> list[Any]:
     """What has an element for each that this rank owns: masters and reduced gradients."""
-    return [owned(engine).masters, owned(engine).reduced]
+    return [owned(engine)._masters, owned(engine).reduced]
 
 
 def update_sets(engine: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.links import LINKS
 from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.elementwise import AdamW
+from ds_layerwise.recipes.kept import KeptMoments, KeptMomentum
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.orthogonalized import Orthogonalized
 from ds_layerwise.recipes.overrides import Override
@@ -284,6 +285,10 @@ def assert_defaults(kind, head, defaults):
     return tables
 
 
+#: Settings that the page tells once for all optimizers.
+OF_MANY = {*Recipe.keys(), *KeptMomentum.keys(), *KeptMoments.keys()}
+
+
 def test_defaults_of_the_optimizer_are_as_the_pages_say():
     kind, config = params_model(Muon, AdamW, True), OptimizerConfig.from_section({"type": "LayerWise"})
     tables = assert_defaults(kind, "`optimizer.params`", {**config.model_dump(), **config.for_the_run()})
@@ -360,7 +365,7 @@ def test_defaults_of_optimizers_with_factors_are_as_the_page_says():
     assert KlSoap().settings() == defaults["SOAP"]
     assert said == {key: ("all" if all(key in each for each in defaults.values()) else kind, value)
                     for kind, settings in defaults.items() for key, value in settings.items()
-                    if key not in Recipe.keys()}
+                    if key not in OF_MANY}
 
 
 def test_defaults_of_the_layout_are_as_the_pages_say():
@@ -394,7 +399,7 @@ def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
 
 def own_settings(recipe):
     """By key, the default of what no other kind of optimizer has."""
-    return {key: field.default for key, field in recipe.model_fields.items() if key not in Recipe.keys()}
+    return {key: field.default for key, field in recipe.model_fields.items() if key not in OF_MANY}
 
 
 def test_the_page_has_every_scalar_optimizer_with_its_keys():

@@ -16,7 +16,7 @@ from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
 from ds_layerwise.ranks.exchange import rounds_of
-from ds_layerwise.recipes.recipe import DTYPE_BYTES
+from ds_layerwise.recipes.bits import DTYPE_BYTES
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms

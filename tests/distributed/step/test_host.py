@@ -187,7 +187,7 @@ class TestMemory(DistributedTest):
             there = pieces_on_host(optimizer.layout, optimizer.rank, ratio)
             for name, state in owned.states.items():
                 tensors = [v for key, v in state.items() if key != "step"]
-                tensors += [owned.masters.piece(name)] if precision == "bf16" else []
+                tensors += [internals.master(engine, name)] if precision == "bf16" else []
                 found = {t.untyped_storage()._cdata in host for t in tensors}
                 assert found == {name in there}, name
                 assert optimizer.state[engine.module.get_parameter(name)] is state

@@ -1,0 +1,274 @@
+"""``layerwise.master_dtype`` "bfloat16+remainder": the bits of a run with float32 masters, in fewer bytes."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+from ds_layerwise.errors import ConfigError, StepError
+from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.harness import DistributedTest, made_once
+from tests.support.rooms import rooms
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.universal import convert
+
+pytestmark = rooms("remaindered", "remainders", "owned", "kept", "bits", "checkpointing", "state_access", "forecast")
+
+KEPT = {"master_dtype": "bfloat16+remainder"}
+
+
+def config(kept=True, *, stage=1, layerwise=None, **changes):
+    made = {"bf16": {"enabled": True}, "clip": 5.0, **changes}
+    return ds_config(stage=stage, layerwise={**(KEPT if kept else {}), **(layerwise or {})}, **made)
+
+
+def started(kept=True, module=None, **changes):
+    return start(Net(odd=True) if module is None else module, config(kept, **changes))
+
+
+def assert_same_runs(engine, plain, where=""):
+    """The same masters, states and weights, bit for bit; weights on all ranks."""
+    for each in (engine, plain):
+        each.optimizer.wait_for_params()
+    assert_equal_states(whole_states(engine), whole_states(plain), where)
+    assert torch.equal(weights(engine.module), weights(plain.module)), where
+    assert_same_on_all_ranks(engine.module)
+
+
+def sizes(engine):
+    """Bytes on this rank's device by kind."""
+    return {kind: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+            for kind, tensors in engine.optimizer.offloading.memory().items()}
+
+
+class TestSameBits(DistributedTest):
+    world_size = [1, 2, 3]
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_over_twenty_steps(self, stage):
+        engine, plain = (started(kept, stage=stage, gas=stage, layerwise={"overlap_param_gather": stage == 1 and kept})
+                         for kept in (True, False))
+        for step in range(0, 20, 5):
+            for each in (engine, plain):
+                train_engine(each, 5, first=step, gas=stage)
+            assert_same_runs(engine, plain, step)
+        # Something is in the remainders: masters are no rounded numbers.
+        found = torch.cat([value for (_, key), value in whole_states(engine).items() if key == "fp32"])
+        assert (found != found.bfloat16().float()).float().mean() > 0.9
+
+    def test_bytes_as_planned(self):
+        engine, plain = started(), started(False)
+        for each in (engine, plain):
+            found, planned = sizes(each), each.optimizer.forecast().memory[dist.get_rank()]
+            assert (found[Kind.hp_params], found[Kind.optim_states]) == (planned.masters, planned.states)
+        now, before = (each.optimizer.forecast() for each in (engine, plain))
+        for rank, (few, many) in enumerate(zip(now.memory, before.memory, strict=True)):
+            # 2 bytes in place of 4, and 8 for each block of 64.
+            assert (few.params, few.grads, few.states) == (many.params, many.grads, many.states)
+            assert few.masters * 32 == many.masters * 17 > 0
+            assert now.saved[rank] == many.total - few.total and before.saved[rank] == 0
+            owned = sum(stop - start for bucket in engine.optimizer.layout.buckets
+                        for start, stop in [bucket.shard(rank)])
+            assert many.masters - few.masters == owned * 15 // 8
+            shards = [stop - start for bucket in engine.optimizer.layout.buckets for start, stop in
+                      [bucket.shard(rank)]]
+            assert before.workspace[rank] < now.workspace[rank] <= before.workspace[rank] + 4 * max(shards)
+        saved = f"{now.saved[now.fullest] / 2**20:,.1f} MiB of the fullest rank's: masters"
+        assert "fewer bits save" in engine.optimizer.describe() and saved in engine.optimizer.describe()
+        assert "fewer bits save" not in plain.optimizer.describe()
+
+
+class TestWritten(DistributedTest):
+    """Weights that somebody else writes: their masters follow, by blocks of 64 where others do so one by one."""
+
+    world_size = 2
+
+    def both(self, steps=3):
+        engine, plain = started(), started(False)
+        for each in (engine, plain):
+            train_engine(each, steps)
+        return engine, plain
+
+    def test_all_of_them(self, capsys):
+        engine, plain = self.both()
+        # None is what it was: such a master alone would keep what is lost in a block that has been written.
+        other = {name: p.clone() + 7 for name, p in Net(odd=True).bfloat16().state_dict().items()}
+        for each in (engine, plain):
+            each.module.load_state_dict(other)
+            train_engine(each, 3, first=3)
+        assert_same_runs(engine, plain)
+        told = "weights were written between two steps; their float32 masters followed"
+        assert capsys.readouterr().out.count(told) == (2 if dist.get_rank() == 0 else 0)
+
+    def test_there_and_back_again(self, capsys):
+        engine, plain = self.both()
+        for each in (engine, plain):
+            own = {name: value.clone() for name, value in each.module.state_dict().items()}
+            with torch.no_grad():
+                for p in each.module.parameters():
+                    p.mul_(3)
+            each.module.load_state_dict(own)
+            train_engine(each, 3, first=3)
+        assert_same_runs(engine, plain)
+        assert "weights were written" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize("through", ["data", "parameter"])
+    def test_some_of_them(self, through):
+        engine, _ = self.both()
+        before = masters(engine)
+        with torch.no_grad():
+            p = engine.module.tall.weight
+            (p.data if through == "data" else p).view(-1)[70] = 0.0
+            engine.module.embed.weight.data[5] = -1.0
+        after = masters(engine)
+        for name, block in (("tall.weight", {1}), ("embed.weight", {0, 1})):
+            value = engine.module.get_parameter(name).detach().float().flatten()
+            for index in range(-(-value.numel() // 64)):
+                some = slice(64 * index, 64 * index + 64)
+                expected = value[some] if index in block else before[name].flatten()[some]
+                assert torch.equal(after[name].flatten()[some], expected), (name, index)
+        assert torch.equal(after["square.weight"], before["square.weight"])
+
+    def test_one_rank_alone_is_an_error(self):
+        engine = started()
+        train_engine(engine, 1)
+        with torch.no_grad():
+            engine.module.square.weight[0, 0] += dist.get_rank()
+        with pytest.raises(StepError, match="square.weight was written since the last step, and is not the same"):
+            train_engine(engine, 1, first=1)
+
+    def test_from_the_weights_alone(self):
+        engine, plain = self.both()
+        for each in (engine, plain):
+            each.optimizer.refresh_fp32_params()
+        for name, value in masters(engine).items():
+            assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
+        for each in (engine, plain):
+            train_engine(each, 2, first=3)
+            each.optimizer.update_lp_params()
+        assert_same_runs(engine, plain)
+
+    def test_masters_are_read_and_set(self):
+        engine, plain = self.both()
+        g = torch.Generator().manual_seed(5)
+        for name, p in engine.module.named_parameters():
+            if not p.numel():
+                continue
+            twin = plain.module.get_parameter(name)
+            assert torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(twin)), name
+            value = torch.randn(p.shape, generator=g)
+            for each in (p, twin):
+                safe_set_full_fp32_param(each, value)
+            assert torch.equal(safe_get_full_fp32_param(p), value) and torch.equal(p, twin), name
+        for each in (engine, plain):
+            train_engine(each, 2, first=3)
+        assert_same_runs(engine, plain)
+
+    def test_away_and_back(self):
+        engine, plain = self.both()
+        for include in (None, [Kind.hp_params]):
+            engine.offload_states(include=include)
+            with pytest.raises(StepError, match="hp_params.* offloaded"):
+                safe_get_full_fp32_param(engine.module.square.weight)
+            engine.reload_states()
+            assert_same_runs(engine, plain)
+        for each in (engine, plain):
+            train_engine(each, 2, first=3)
+        assert_same_runs(engine, plain)
+
+
+class TestCheckpoints(DistributedTest):
+    """What is saved are float32 masters: a run with remainders and one without go on from each other."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("saving, loading, stage", [
+        (True, True, 1), (True, False, 2), (False, True, 1),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(True, True, 2), (True, False, 1)])])
+    def test_of_every_kind(self, saving, loading, stage, tmp_path):
+        saved = started(saving, stage=stage, layerwise={"save_universal": True})
+        train_engine(saved, 3)
+        saved.save_checkpoint(tmp_path, tag="here")
+        saved.optimizer.save_state_dict_to_file(tmp_path / "whole.safetensors")
+        states = whole_states(saved)
+        if stage == 1:
+            convert(tmp_path / "here", tmp_path / "converted")
+        train_engine(saved, 3, first=3)
+        for tag in ["here", "here_universal", None] + ["converted"] * (stage == 1):
+            engine = started(loading, stage=stage)
+            # What was there before must not be what the next step works on.
+            train_engine(engine, 1, first=8)
+            if tag is None:
+                engine.optimizer.load_state_dict_from_file(tmp_path / "whole.safetensors")
+            else:
+                engine.load_checkpoint(tmp_path, tag=tag)
+            assert_equal_states(whole_states(engine), states, tag)
+            train_engine(engine, 3, first=3)
+            assert_same_runs(engine, saved, tag)
+
+    def test_weights_that_were_written_before_the_save(self, tmp_path):
+        engines = [started(kept) for kept in (True, False)]
+        for index, each in enumerate(engines):
+            train_engine(each, 2)
+            with torch.no_grad():
+                for p in each.module.parameters():
+                    p.mul_(1.5)
+            each.save_checkpoint(tmp_path, tag=str(index))
+            other = started(not index)
+            other.load_checkpoint(tmp_path, tag=str(index))
+            train_engine(other, 2, first=2)
+            train_engine(each, 2, first=2)
+            assert_same_runs(other, each)
+        assert_same_runs(*engines)
+
+    def test_the_weights_alone(self, tmp_path):
+        saved = started()
+        train_engine(saved, 3)
+        saved.save_checkpoint(tmp_path, tag="here")
+        engine = started()
+        train_engine(engine, 1)
+        engine.load_checkpoint(tmp_path, tag="here", load_module_only=True)
+        for name, value in masters(engine).items():
+            assert torch.equal(value, saved.module.get_parameter(name).detach().float()), name
+
+
+class TestAnotherSize(DistributedTest):
+    """Saved by three ranks, and gone on with by others, in another layout."""
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [3], self.save)
+
+    def save(self, folder):
+        engine = started()
+        train_engine(engine, 3)
+        engine.save_checkpoint(folder, tag="here")
+        states = whole_states(engine)
+        if dist.get_rank() == 0:
+            torch.save(states, folder / "states.pt")
+
+    @pytest.mark.world_size([1, 2])
+    def test_resumed(self, saved):
+        engine, plain = (started(kept, bucket_numel=300, layerwise={"alignment": 128, "layout": "lpt"})
+                         for kept in (True, False))
+        for each in (engine, plain):
+            train_engine(each, 1, first=8)
+            each.load_checkpoint(saved, tag="here")
+            assert_equal_states(whole_states(each), torch.load(saved / "states.pt"))
+            train_engine(each, 3, first=3)
+        assert_same_runs(engine, plain)
+
+
+class TestRefused(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("changes, message", [
+        ({"bf16": {"enabled": False}}, "parameters are float32: a float32 weight is its own master"),
+        ({"layerwise": {"alignment": 32}}, "layerwise.alignment is 32: .* set it to a multiple of 64"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+         "zero_optimization.offload_optimizer keeps masters on the host"),
+    ])
+    def test_what_cannot_be(self, changes, message):
+        with pytest.raises(ConfigError, match=f"layerwise.master_dtype is 'bfloat16\\+remainder', and {message}"):
+            started(**changes)
