@@ -16,6 +16,7 @@ from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.any_torch import any_of
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.norm_groups import NormGroup, norm_groups_of
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.presets import PRESETS, started
 from ds_layerwise.recipes.recipe import Recipe
@@ -25,6 +26,7 @@ from ds_layerwise.recipes.settings import (
     Count,
     Decay,
     NonNegative,
+    Positive,
     Section,
     build,
     check,
@@ -262,6 +264,22 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+class Monitor(Section):
+    """What is told of updates, on request: of each optimizer, by name, over all parameters that it trains."""
+
+    update_rms: bool = False
+    """The root mean square of what an update changes float32 weights by, learning rate and weight decay included."""
+    momentum_norm: bool = False
+    """The norm of the momentum (``momentum_buffer``, or ``exp_avg``) after an update."""
+    every: Count = 1
+    """After how many updates each."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is to be told."""
+        return self.update_rms or self.momentum_norm
+
+
 class LayerWiseConfig(Section):
     """The ``layerwise`` section: how the work is laid out. Every key is optional."""
 
@@ -274,7 +292,16 @@ class LayerWiseConfig(Section):
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
     max_skipped_steps: Annotated[Count | None, _OR_NULL] = 100
-    """An error after this many steps in a row that were skipped for a gradient that is not finite; None for no end."""
+    """An error after this many steps in a row that were skipped, as a gradient was not finite, or their norm above
+    ``grad_norm_skip_threshold``; None for no end."""
+    grad_norm_skip_threshold: Annotated[Positive | None, _OR_NULL] = None
+    """A step whose gradients have a greater norm than this is skipped; Megatron-LM's key. None for no bound."""
+    log_num_zeros_in_grad: bool = False
+    """Count the elements of averaged gradients that are zero; Megatron-LM's key."""
+    norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)
+    """By name, groups of parameters with a norm of their own, and perhaps a bound of it."""
+    monitor: Monitor = Monitor()
+    """What DeepSpeed's monitor is told of updates, beside what it always is."""
     overlap_param_gather: bool = False
     """Wait for an updated parameter when it is used first, not in ``step``."""
     auto_split: bool = True
@@ -312,6 +339,10 @@ class LayerWiseConfig(Section):
         values = dict(section)
         if "rename" in values:
             values["rename"] = _renames("layerwise.rename", values["rename"])
+        if "norm_groups" in values:
+            values["norm_groups"] = norm_groups_of("layerwise.norm_groups", values["norm_groups"])
+        if "monitor" in values:
+            values["monitor"] = _monitor("layerwise.monitor", values["monitor"])
         if "overrides" in values:
             entries = values["overrides"]
             if isinstance(entries, str) or not isinstance(entries, Sequence):
@@ -324,6 +355,12 @@ class LayerWiseConfig(Section):
             raise ConfigError(f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
                               f"{lr:g}; lower it")
         return found
+
+
+def _monitor(where: str, value: object) -> Monitor:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be an object like {{\"update_rms\": true}}, got {value!r}")
+    return build(Monitor, where, value)
 
 
 def _renames(where: str, value: object) -> dict[str, str]:

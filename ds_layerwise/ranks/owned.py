@@ -11,22 +11,20 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.parts import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout import Layout, Piece
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.host_memory import HostMemory
+from ds_layerwise.ranks.sums import number_of_zeros, sum_of_squares
+from ds_layerwise.ranks.watch import Watch
 from ds_layerwise.ranks.writes import follow_
 from ds_layerwise.recipes.parts import whole_states
 from ds_layerwise.recipes.recipe import StateSpec
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
-
-#: Elements of which the norm is taken at a time.
-_SQUARED_AT_A_TIME = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,34 +148,35 @@ class Owned:
         """One of the states of ``name`` as its rule sees it."""
         return self._seen(name, value) if value.shape == self._routes[name].stored_shape else value
 
-    def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
-        """The sum of squares of this rank's averaged gradients, 0-d, float64 where the device has it.
+    def sum_of_squares(self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None) -> Tensor:
+        """The sum of squares of this rank's averaged gradients, 0-d; see :func:`.ranks.sums.sum_of_squares`.
 
-        No finite float32 overflows it, and how parameters are cut does not show in the float32 norm.
+        Args:
+            leave_out, only: parameters that do not count, and those that do alone; None for all.
         """
-        views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
-                 if piece.name not in leave_out]
-        wide = widest_float()
-        # Each part may be copied into the wide dtype.
-        parts = [part for view in views
-                 for part in ((view,) if view.numel() <= _SQUARED_AT_A_TIME else
-                              torch.split(view, _SQUARED_AT_A_TIME))]
-        if not parts:
-            return torch.zeros((), dtype=wide, device=self.device)
-        return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
+        return sum_of_squares([self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
+                               if piece.name not in leave_out and (only is None or piece.name in only)], self.device)
+
+    def zeros_in_gradients(self, *, leave_out: Collection[str]) -> Tensor:
+        """How many elements of this rank's averaged gradients are zero, 0-d."""
+        return number_of_zeros([self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
+                                if piece.name not in leave_out], self.device)
 
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *,
-               leave_out: Collection[str] = ()) -> None:
+               factors: Mapping[str, float] | None = None, leave_out: Collection[str] = (),
+               watch: Watch | None = None) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first.
 
+        Args:
+            factors: by parameter, what replaces ``factor``.
+            watch: what looks on.
+
         Raises:
             StepError: a rule cannot update a parameter, which it names; others are updated.
         """
-        gradients = self.reduced.views(index)
-        if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        self._multiply_gradients(index, factor, factors or {})
         brought = self.host.bring(index)
         self._follow_values(index, brought)
         for update in self._updates[index]:
@@ -188,14 +187,26 @@ class Owned:
                 continue
             copies = [each.copy() for _, each in seen]
             params, grads, states, *_ = zip(*copies, strict=True)
+            names = [name for name, _ in seen]
+            before = None if watch is None else watch.before(names, params)
             try:
                 update.rule.update_(params, grads, states, Hyper(**hyper))
             except UpdateError as error:
-                raise StepError(f"{seen[error.index][0]}: {error}") from error
+                raise StepError(f"{names[error.index]}: {error}") from error
+            if watch is not None and before is not None:
+                watch.after(update.route.recipe.rule, names, before, params, states)
             for (_, each), copy in zip(seen, copies, strict=True):
                 each.take_back(copy)
         self._write_values(index, brought)
         self.host.send_back(index)
+
+    def _multiply_gradients(self, index: int, factor: float, factors: Mapping[str, float]) -> None:
+        alike: dict[float, list[Tensor]] = {}
+        for piece in self.pieces[index]:
+            alike.setdefault(factors.get(piece.name, factor), []).append(self.reduced.piece(piece.name))
+        for each, gradients in alike.items():
+            if each != 1:
+                torch._foreach_mul_(gradients, each)
 
     def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
         """Master, gradient and state of ``name``, or of each of its parts, as its rule sees them; what is always the

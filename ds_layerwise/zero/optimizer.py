@@ -29,12 +29,14 @@ from ds_layerwise.ranks.wires import Wires, make_wires
 from ds_layerwise.zero import ambient, autocast, start_up, takeover
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
+from ds_layerwise.zero.decision import Decision
 from ds_layerwise.zero.engine_protocol import EngineOptimizer, norm_tensor, survivable, timed
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import plan
 from ds_layerwise.zero.products import Products
+from ds_layerwise.zero.reports import Reports
 from ds_layerwise.zero.settings import Settings
 from ds_layerwise.zero.skipped import SkippedSteps
 from ds_layerwise.zero.state_access import StateAccess
@@ -132,14 +134,18 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.progress, self.interrupted = Progress(), Interrupted()
         self.offloading = Offloading(self._params, self._values, self._grads, self._owned, self._param_sync)
         self._before_update = BeforeUpdate(
-            model, self._params, self._values, self._owned, planned=self._planned, settings=self.settings,
+            model, self._params, self._values, self._owned, planned=self._planned, config=self.config,
+            settings=self.settings,
             given=(param for group in self.optimizer.param_groups for param in group["params"]), tied=self._tied,
             grad_sync=self._grad_sync, offloading=self.offloading, interrupted=self.interrupted)
         self._update = Update(self.optimizer, self._owned, self._param_sync, interrupted=self.interrupted,
                               timers=self.settings.timers, zero_grad=self.zero_grad)
         self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,
                                      most=self.config.max_skipped_steps,
+                                     threshold=self.config.grad_norm_skip_threshold,
                                      pipeline_stage=self.settings.mp_rank if pipeline.is_pipeline(model) else 0)
+        self.reports = Reports(self._planned, self.optimizer, self.config, device=self._device,
+                               sum_over_ranks=self._before_update.agreement.sum_over_everyone)
         self.checkpointing = Checkpointing(
             engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
             optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
@@ -247,20 +253,22 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
         self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
-            factor, frozen = self._prepare_update()
-        self._skipped.note(self.overflow, self.loss_scaler, self.progress.updates + 1)
+            decision = self._prepare_update()
+        self._skipped.note(decision, self.loss_scaler, self.progress.updates + 1)
         if self.overflow:
             return
         self.progress.updates += 1
-        self._update.run(self.progress.updates, factor, frozen)
+        step = self.progress.updates
+        self.reports.add(self._update.run(step, decision, self.reports.watch(step)))
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
-    def _prepare_update(self) -> tuple[float, frozenset[str]]:
-        """Agree on whether and what to update: what to multiply gradients with, and the parameters to leave out."""
+    def _prepare_update(self) -> Decision:
+        """Agree on whether and what to update."""
         decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
-        self.scaling.overflow = decision.overflow
+        self.scaling.overflow = decision.skipped
         self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)
-        return decision.factor, decision.frozen
+        self.reports.begin(decision)
+        return decision
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
@@ -347,6 +355,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.checkpointing.weights_from_masters()
 
     # --- reports and the end -----------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, float]:
+        """What DeepSpeed's monitor gets, by name, on every rank: the last value of each; see docs/training.md."""
+        return self.reports.last(self._engine())
 
     def forecast(self) -> Forecast:
         """What this layout costs each rank."""

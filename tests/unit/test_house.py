@@ -36,7 +36,7 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "conditions recipe",
-                "adafactor any_torch elementwise kronecker param_keys parts update_hooks",
+                "adafactor any_torch elementwise kronecker norm_groups param_keys parts update_hooks",
                 "orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",
@@ -49,14 +49,14 @@ INSIDE = {
     "optimizers": ("devices param_groups rule update_hooks", "decay",
                    "adafactor elementwise kronecker orthogonalized probe",
                    "adamuon any_torch muon namo normuon polargrad scion shampoo soap", "registry"),
-    "ranks": ("buffers host_group host_memory leaving profiling side_stream under_way writes", "comm owned",
-              "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
+    "ranks": ("buffers host_group host_memory leaving profiling side_stream sums under_way writes", "watch",
+              "comm owned", "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
               "bucket_order measured_links param_sync", "sync"),
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings skipped "
-             "state_access takeover", "engine_protocol planned products unfinished",
-             "before_update load start_up update", "checkpointing", "optimizer", "param_map"),
+    "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings "
+             "state_access takeover", "engine_protocol planned products unfinished", "decision",
+             "before_update load reports skipped start_up update", "checkpointing", "optimizer", "param_map"),
     "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }
 
