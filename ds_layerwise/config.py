@@ -302,6 +302,8 @@ class LayerWiseConfig(Section):
     """By name, groups of parameters with a norm of their own, and perhaps a bound of it."""
     monitor: Monitor = Monitor()
     """What DeepSpeed's monitor is told of updates, beside what it always is."""
+    verify_first_step: bool = False
+    """Compare the first update with what one process would have computed; see :mod:`.zero.first_step`."""
     overlap_param_gather: bool = False
     """Wait for an updated parameter when it is used first, not in ``step``."""
     auto_split: bool = True

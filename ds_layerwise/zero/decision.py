@@ -39,6 +39,8 @@ class Decision:
     """The norm, where the step is skipped because it is greater than ``grad_norm_skip_threshold``."""
     zeros: int | None = None
     """How many elements are zero; None if nobody asked for it."""
+    loss_scale: float = 1.0
+    """What they have been multiplied with."""
 
     @property
     def skipped(self) -> bool:
@@ -92,7 +94,7 @@ class Judge:
         """
         zeros = round(sums[-1]) if self._config.log_num_zeros_in_grad else None
         if not self._looks:
-            return Decision(1 / loss_scale, frozen, zeros=zeros)
+            return Decision(1 / loss_scale, frozen, zeros=zeros, loss_scale=loss_scale)
         squares, groups = dict(zip(self._members, sums[2:], strict=False)), self._config.norm_groups
         norms = {key: math.sqrt(square) / loss_scale for key, square in squares.items()}
         norm = math.sqrt(sums[0] + math.fsum(
@@ -104,7 +106,7 @@ class Judge:
         return Decision(
             _factor(norm, clip_grad, loss_scale), frozen, overflow,
             (math.inf if overflow else norm) if shown else None, factors, norms if shown else {},
-            norm if not overflow and most is not None and most < norm < math.inf else None, zeros)
+            norm if not overflow and most is not None and most < norm < math.inf else None, zeros, loss_scale)
 
 
 def _factor(norm: float, most: float, loss_scale: float) -> float:

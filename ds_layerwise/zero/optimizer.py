@@ -26,11 +26,11 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import Wires, make_wires
-from ds_layerwise.zero import ambient, autocast, start_up, takeover
+from ds_layerwise.zero import ambient, autocast, first_step, start_up, takeover
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
-from ds_layerwise.zero.decision import Decision
 from ds_layerwise.zero.engine_protocol import EngineOptimizer, norm_tensor, survivable, timed
+from ds_layerwise.zero.first_step import FirstStep
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
@@ -79,6 +79,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         with comm.Alike(None), ambient.set_aside(self._device):
             self._init_buffers(self._device)
         groups = self._init_syncs()
+        self._first_step = FirstStep(self._params, self._owned, planned, optimizer, config, settings, groups=groups,
+                                     fast_dtypes=self._products.dtypes) if config.verify_first_step else None
         self._init_parts(model)
         self._init_hooks(model, groups)
         # One checkpoint group a parameter; see checkpoint.regular.
@@ -150,7 +152,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
             optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
             scaling=self.scaling, products=self._products, offloading=self.offloading, progress=self.progress,
-            interrupted=self.interrupted, inside_pass=self._is_inside_pass, zero_grad=self.zero_grad)
+            interrupted=self.interrupted, inside_pass=self._is_inside_pass, zero_grad=self.zero_grad,
+            first_step=self._first_step)
 
     def _init_hooks(self, model: nn.Module, groups: comm.Groups) -> None:
         if self.config.overlap_param_gather:
@@ -179,6 +182,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             # Re-entering changes the depth that the question depends on.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
+            if self._first_step is not None:
+                self._first_step.see(name, self._params[name].grad)
             if not self._coalesce_grad_reduction:
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)
@@ -253,26 +258,24 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
         self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
-            decision = self._prepare_update()
-        self._skipped.note(decision, self.loss_scaler, self.progress.updates + 1)
-        if self.overflow:
-            return
-        self.progress.updates += 1
-        step = self.progress.updates
-        self.reports.add(self._update.run(step, decision, self.reports.watch(step)))
-        timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
-
-    def _prepare_update(self) -> Decision:
-        """Agree on whether and what to update."""
-        decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
+            decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
         self.scaling.overflow = decision.skipped
         self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)
         self.reports.begin(decision)
-        return decision
+        self._skipped.note(decision, self.loss_scaler, self.progress.updates + 1)
+        if self.overflow:
+            return
+        with first_step.compared(self._first_step, decision, self._grad_sync, self._param_sync, clip=self.clip_grad):
+            self.progress.updates += 1
+            step = self.progress.updates
+            self.reports.add(self._update.run(step, decision, self.reports.watch(step)))
+        timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
         self._grad_sync.reset()
+        if self._first_step is not None:
+            self._first_step.forget()
         self.progress.restart()
         for param in self._params.values():
             param.grad = None

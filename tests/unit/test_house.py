@@ -55,8 +55,9 @@ INSIDE = {
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
     "zero": ("ambient autocast guard interrupted loss_scaling offloading one_file resumed_groups save settings "
-             "state_access takeover", "engine_protocol planned products unfinished", "decision",
-             "before_update load reports skipped start_up update", "checkpointing", "optimizer", "param_map"),
+             "plain_step state_access takeover", "engine_protocol planned products unfinished", "decision",
+             "before_update first_step load reports skipped start_up update", "checkpointing", "optimizer",
+             "param_map"),
     "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }
 
