@@ -17,7 +17,9 @@ from ds_layerwise.recipes.any_torch import any_of
 from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.client import ClientOptimizerConfig
 from ds_layerwise.recipes.elementwise import AdamW
+from ds_layerwise.recipes.monitor import Monitor
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.norm_groups import NormGroup, norm_groups_of
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.presets import PRESETS, started
 from ds_layerwise.recipes.qk_clip import QkClip
@@ -28,6 +30,7 @@ from ds_layerwise.recipes.settings import (
     Count,
     Decay,
     NonNegative,
+    Positive,
     Section,
     build,
     check,
@@ -285,7 +288,17 @@ class LayerWiseConfig(Section):
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
     max_skipped_steps: Annotated[Count | None, _OR_NULL] = 100
-    """An error after this many steps in a row that were skipped for a gradient that is not finite; None for no end."""
+    """An error after this many steps in a row that were skipped, as a gradient was not finite, or their norm above
+    ``grad_norm_skip_threshold``; None for no end."""
+    grad_norm_skip_threshold: Annotated[Positive | None, _OR_NULL] = None
+    """A step whose gradients have a greater norm than this is skipped; Megatron-LM's key. None for no bound."""
+    log_num_zeros_in_grad: bool = False
+    """Count the elements of averaged gradients that are zero; Megatron-LM's key."""
+    norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)
+    """By name, groups of parameters with a norm of their own, and perhaps a bound of it."""
+    monitor: Monitor = Monitor()
+    verify_first_step: bool = False
+    """Compare the first update with what one process would have computed; see :mod:`.zero.first_step`."""
     overlap_param_gather: bool = False
     """Wait for an updated parameter when it is used first, not in ``step``."""
     auto_split: bool = True
@@ -335,6 +348,10 @@ class LayerWiseConfig(Section):
             values["rename"] = _renames("layerwise.rename", values["rename"])
         if values.get("qk_clip") is not None:
             values["qk_clip"] = QkClip.from_section("layerwise.qk_clip", values["qk_clip"])
+        if "norm_groups" in values:
+            values["norm_groups"] = norm_groups_of("layerwise.norm_groups", values["norm_groups"])
+        if "monitor" in values:
+            values["monitor"] = Monitor.from_section("layerwise.monitor", values["monitor"])
         if "overrides" in values:
             entries = values["overrides"]
             if isinstance(entries, str) or not isinstance(entries, Sequence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, Union, get_args
 
@@ -11,6 +12,7 @@ from ds_layerwise.config import ALWAYS_TRUE, Hyper, LayerWiseConfig, params_mode
 from ds_layerwise.recipes.any_torch import any_of
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.norm_groups import NormGroup
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.registry import REGISTRY, recipes_of_settings
 from ds_layerwise.recipes.settings import Positive, Section, merged_keys
@@ -48,7 +50,12 @@ def schema_model() -> type[BaseModel]:
                                 for key, its in kinds.items()}
     entry = create_model("layerwise.overrides", __base__=Section, **of_entry)
     entries: Any = tuple[entry, ...]  # type: ignore[valid-type]
-    layerwise = create_model("layerwise", __base__=LayerWiseConfig, overrides=(entries, ()))
+    conditions: dict[str, Any] = {key: (kinds[key], Field(None, json_schema_extra=_without_default))
+                                  for key in NormGroup.condition_keys()}
+    group = create_model("layerwise.norm_groups", __base__=NormGroup, **conditions)
+    groups: Any = Mapping[str, group]  # type: ignore[valid-type]
+    layerwise = create_model("layerwise", __base__=LayerWiseConfig, overrides=(entries, ()),
+                             norm_groups=(groups, Field(default_factory=dict)))
     return create_model("DeepSpeed config with ds_layerwise", __config__=ConfigDict(extra="allow", strict=True),
                         optimizer=(optimizer, Field(None, json_schema_extra=_without_default)),
                         layerwise=(layerwise, layerwise()))

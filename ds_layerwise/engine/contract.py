@@ -203,10 +203,12 @@ _READ = (
     Name("deepspeed.runtime.tensor_parallel.config.TPConfig.tp_group", "read"),
     *_names(_ENGINE, "read", """
         _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
-        enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_steps gradient_average
-        has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
-        module_forward_post_hook module_forward_pre_hook mp_world_size mpu optimizer save_non_zero_checkpoint
-        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size timers"""),
+        enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
+        gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
+        module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu optimizer save_non_zero_checkpoint
+        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps timers"""),
+    Name("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
+    Name("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),
     *_names(_ENGINE, "read", """
         autotp_size bfloat16_enabled dynamic_loss_scale dynamic_loss_scale_args get_data_types
         gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_universal_checkpoint

@@ -73,6 +73,7 @@ def _take_model_step(original: Callable[..., Any], engine: DeepSpeedEngine, *arg
     try:
         result = original(*args, **options)
         done = True
+        optimizer.reports.write(engine)
         return result
     finally:
         # What raised before the update has changed nothing that a checkpoint holds.

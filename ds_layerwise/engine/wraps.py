@@ -292,6 +292,10 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     if settings.tensor_group is not None and layerwise.save_universal:
         raise ConfigError("layerwise.save_universal is true, and tensor parallelism has cut the model into "
                           f"{engine.mp_world_size} parts, which the universal format would have whole; remove it")
+    if layerwise.verify_first_step and settings.model_group is not None and comm.size_of(settings.model_group) > 1:
+        raise ConfigError("layerwise.verify_first_step is true, and tensor or pipeline parallelism has cut the model: "
+                          "what is compared is an update of whole parameters, which no rank has; remove it, or verify "
+                          "the same config with a model that is not cut")
     built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
     # a model that is cut it would say that nothing is.

@@ -115,6 +115,25 @@ def routes_of_all_stages(routes: Mapping[str, Route], param_groups: Sequence[Map
     return {route.name: route for stage in stages for route, _ in stage}
 
 
+def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
+    """Refuse a parameter that stages share, and would clip each in its own way.
+
+    Args:
+        stages: of each, by the parameters that it trains, the norm group that they are in.
+
+    Raises:
+        LayoutError: one is in different groups.
+    """
+    said: dict[str, tuple[int, str | None]] = {}
+    for index, stage in enumerate(stages):
+        for name, key in stage.items():
+            first, other = said.setdefault(name, (index, key))
+            if key != other:
+                raise LayoutError(f"{name} is shared by stages {first} and {index} of the pipeline, and is in "
+                                  f"layerwise.norm_groups.{other or key} on one of them alone; let a condition hold "
+                                  "for it on both")
+
+
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
     """The weights that other stages hold, too, with the ranks that do; in the same order on all of them."""
     return list(model.get_tied_weights_and_groups()) if isinstance(model, PipelineModule) else []

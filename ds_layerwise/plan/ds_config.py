@@ -181,6 +181,11 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
                           "gradient_clipping to 0")
     checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
+    if zero.get("compute_grad_norm") is False and isinstance(layerwise, Mapping):
+        for key in ("grad_norm_skip_threshold", "norm_groups"):
+            if layerwise.get(key):
+                raise ConfigError(f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the norm; "
+                                  f"remove one of the two")
     if isinstance(checkpoint, Mapping) and checkpoint.get("use_node_local_storage") and \
             isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
         raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."

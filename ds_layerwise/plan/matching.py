@@ -1,4 +1,4 @@
-"""What overrides set for each parameter, and by which of them."""
+"""What overrides set for each parameter, and by which of them; and in which norm group it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.recipes.conditions import Facts
+from ds_layerwise.recipes.norm_groups import NormGroup
 from ds_layerwise.recipes.overrides import Override
 
 #: Keys that set the same thing in two ways.
@@ -94,3 +95,58 @@ def _alike(name: str, merged: Sequence[Changes]) -> Changes:
                                    f"{two.name} to {two.values.get(key, 'nothing')!r}; the two are experts that go by "
                                    "one name, on different ranks, and are trained alike: give both the same")
     return Changes(name, first.values, first.by)
+
+
+def grouped(params: Mapping[str, Sequence[Facts]], groups: Mapping[str, NormGroup]) -> dict[str, str]:
+    """By those of ``params`` that are in a norm group, which one that is.
+
+    Args:
+        params: as :func:`overrides_by_name` has them.
+
+    Raises:
+        RoutingError: one is in two groups, a condition cannot be answered, or some of the experts that go by one name
+            are in a group and others not.
+    """
+    found: dict[str, str] = {}
+    for name, called in params.items():
+        first, *others = [(each.name, [key for key, group in groups.items() if group.hold(each)]) for each in called]
+        for known_as, keys in (first, *others):
+            if len(keys) > 1:
+                raise RoutingError(f"{known_as} is in layerwise.norm_groups.{keys[0]} and in layerwise.norm_groups."
+                                   f"{keys[1]}, and counts in the norm of one; narrow one of the two")
+            if keys != first[1]:
+                raise RoutingError(f"{first[0]} is in layerwise.norm_groups.{(first[1] + keys)[0]}, or {known_as}, and "
+                                   "not both; the two are experts that go by one name, on different ranks, and are "
+                                   "clipped alike: put both into one group")
+        if first[1]:
+            found[name] = first[1][0]
+    return found
+
+
+def require_members(groups: Mapping[str, NormGroup], found: Collection[str]) -> None:
+    """Refuse a norm group without a parameter, unless it is optional.
+
+    Args:
+        found: the groups that have one, anywhere.
+
+    Raises:
+        RoutingError: one has none.
+    """
+    for key, group in groups.items():
+        if key not in found and not group.optional:
+            raise RoutingError(f"layerwise.norm_groups.{key} ({group.conditions_told()}) matches no trainable "
+                               "parameter; is the pattern misspelled? With \"optional\": true it may match none")
+
+
+def check_norm_groups(params: Iterable[tuple[str, tuple[int, ...]]], groups: Mapping[str, NormGroup]) -> None:
+    """Refuse norm groups that names and shapes show to be wrong; those that ask for more are left out.
+
+    Args:
+        params: of all trained parameters, name and shape.
+
+    Raises:
+        RoutingError: as :func:`grouped` and :func:`require_members` do.
+    """
+    known = {key: group for key, group in groups.items() if not group.given().keys() & set(NormGroup.OF_THE_MODEL)}
+    found = grouped({name: [Facts(name=name, shape=shape)] for name, shape in params}, known)
+    require_members(known, set(found.values()))

@@ -50,15 +50,17 @@ class Agreement:
         """
         flags = [values.new_full((), float(flag)) for flag in (error is not None, bool(idle))]
         sums = torch.stack([*values, *flags])
-        for group in self._everyone():
-            comm.sum_over_ranks(sums, group=group)
+        self.sum_over_everyone(sums)
         *summed, failed, frozen = sums.tolist()
         if failed:
             comm.raise_alike(error, group=None)
         return summed, self._idle_everywhere(idle, values.device) if frozen else frozenset()
 
-    def _everyone(self) -> list[comm.Group]:
-        return [self._group] if self._model_group is None else [self._group, self._model_group]
+    def sum_over_everyone(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` over all ranks of a model; they are overwritten with it. All must call this alike."""
+        for group in (self._group,) if self._model_group is None else (self._group, self._model_group):
+            comm.sum_over_ranks(values, group=group)
+        return values
 
     def _idle_everywhere(self, idle: Collection[str], device: torch.device) -> frozenset[str]:
         """The parameters of ``idle`` that are idle wherever they, or tensor shards of them, are updated."""

@@ -82,6 +82,8 @@ class BucketOrder:
         self._finished = False
         self.got: set[str] = set()
         """Parameters that got a gradient on this rank in this step, whichever micro-batch it came from."""
+        self.by_hand = False
+        """Whether some gradients of this step come from elsewhere than from backward passes."""
         self._late: StepError | None = None
 
     def _start_pass(self) -> None:

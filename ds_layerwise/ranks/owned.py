@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.parts import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout import Layout, Piece
@@ -21,6 +20,8 @@ from ds_layerwise.ranks.host_memory import HostMemory
 from ds_layerwise.ranks.kept_states import KeptStates
 from ds_layerwise.ranks.remaindered import Remaindered
 from ds_layerwise.ranks.scaled import Factors
+from ds_layerwise.ranks.sums import ReducedGradients
+from ds_layerwise.ranks.watch import Watch
 from ds_layerwise.ranks.writes import follow_
 from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.parts import whole_states
@@ -28,9 +29,6 @@ from ds_layerwise.recipes.recipe import StateSpec
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
-
-#: Elements of which the norm is taken at a time.
-_SQUARED_AT_A_TIME = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Owned:
         self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
         self.pieces = self._values.pieces
         """By bucket, what this rank holds, in memory order."""
-        self.reduced = ShardBuffer(layout, rank, [
+        self.reduced = ReducedGradients(layout, rank, [
             torch.zeros_like(self._values.bucket(b.index), dtype=torch.float32) if grads is None
             else _float32(grads.shard(b, rank)) for b in layout.buckets])
         self.device = self._values.bucket(0).device
@@ -167,38 +165,23 @@ class Owned:
         """One of the states of ``name`` as its rule sees it."""
         return self._seen(name, value) if value.shape == self._routes[name].stored_shape else value
 
-    def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
-        """The sum of squares of this rank's averaged gradients, 0-d, float64 where the device has it.
-
-        No finite float32 overflows it, and how parameters are cut does not show in the float32 norm.
-        """
-        views = [self.reduced.piece(piece.name) for pieces in self.pieces for piece in pieces
-                 if piece.name not in leave_out]
-        wide = widest_float()
-        # Each part may be copied into the wide dtype.
-        parts = [part for view in views
-                 for part in ((view,) if view.numel() <= _SQUARED_AT_A_TIME else
-                              torch.split(view, _SQUARED_AT_A_TIME))]
-        if not parts:
-            return torch.zeros((), dtype=wide, device=self.device)
-        return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
-
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *, step: int,
-               leave_out: Collection[str] = (), scaled: Mapping[str, Factors] | None = None) -> None:
+               factors: Mapping[str, float] | None = None, leave_out: Collection[str] = (),
+               scaled: Mapping[str, Factors] | None = None, watch: Watch | None = None) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first. It is update
         number ``step`` of the run.
 
         Args:
+            factors: by parameter, what replaces ``factor``.
             scaled: by parameter, what masters are multiplied with after their update.
+            watch: what looks on.
 
         Raises:
             StepError: a rule cannot update a parameter, which it names; others are updated.
         """
-        gradients = self.reduced.views(index)
-        if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        self.reduced.multiply_(index, factor, factors or {})
         brought = self.host.bring(index)
         self._follow_values(index, brought)
         masters, opened = self._open(index, brought, leave_out)
@@ -210,10 +193,14 @@ class Owned:
                 continue
             copies = [each.copy() for _, each in seen]
             params, grads, states, *_ = zip(*copies, strict=True)
+            names = [name for name, _ in seen]
+            before = None if watch is None else watch.before(names, params)
             try:
                 update.rule.update_(params, grads, states, Hyper(**hyper))
             except UpdateError as error:
-                raise StepError(f"{seen[error.index][0]}: {error}") from error
+                raise StepError(f"{names[error.index]}: {error}") from error
+            if watch is not None and before is not None:
+                watch.after(update.route.recipe.rule, names, before, params, states)
             for (_, each), copy in zip(seen, copies, strict=True):
                 each.take_back(copy)
         for piece in self.pieces[index]:

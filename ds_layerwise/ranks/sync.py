@@ -84,20 +84,26 @@ class GradSync(BucketOrder):
         if to_write:
             self._has_grad.add(name)
             self.got.add(name)
+            self.by_hand = True
         return whole
 
-    def divisor(self) -> float:
+    def divisor(self, *, to_write: bool = False) -> float:
         """What ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Args:
+            to_write: whether somebody is to write them.
 
         Raises:
             StepError: it holds none now.
         """
         if self.gradients is not Gradients.AVERAGES:
             raise no_gradient()
+        self.by_hand |= to_write
         return 1.0
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to what has accumulated from element ``start`` of ``name`` on."""
+        self.by_hand = True
         self.got.add(name)
         whole = self._grads.param(name)
         if name not in self._has_grad:
@@ -202,14 +208,18 @@ class EagerGradSync(BucketOrder):
         """None: every backward pass is reduced, and there are averages of the step so far."""
         return None
 
-    def divisor(self) -> float:
+    def divisor(self, *, to_write: bool = False) -> float:
         """What ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Args:
+            to_write: whether somebody is to write them.
 
         Raises:
             StepError: it holds none now.
         """
         if self.gradients not in (Gradients.SUMS, Gradients.AVERAGES):
             raise no_gradient()
+        self.by_hand |= to_write
         self._settle()
         return 1.0 if self.gradients is Gradients.AVERAGES else self._divide_by
 
@@ -244,6 +254,7 @@ class EagerGradSync(BucketOrder):
 
     def restore(self, name: str, start: int, values: Tensor) -> None:
         """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
+        self.by_hand = True
         self.got.add(name)
         if not self._passes:
             for index in range(len(self._empty)):

@@ -1,4 +1,4 @@
-"""What conditions of overrides ask of the parameters of a model."""
+"""What conditions of overrides and of norm groups ask of the parameters of a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ds_layerwise.recipes.conditions import Facts
-from ds_layerwise.recipes.overrides import Override
+from ds_layerwise.recipes.conditions import Conditions, Facts
 from ds_layerwise.routing.tensor_marks import is_cut, whole_dims
 
 
@@ -21,19 +20,19 @@ def holders_of(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
     return holders
 
 
-def facts_of(model: nn.Module, params: Mapping[str, Tensor], overrides: Iterable[Override], *, tp_size: int = 1,
+def facts_of(model: nn.Module, params: Mapping[str, Tensor], asked: Iterable[Conditions], *, tp_size: int = 1,
              experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[Facts]]:
-    """By name, what ``overrides`` may ask of ``params``, parameters of ``model``.
+    """By name, what the conditions in ``asked`` may ask of ``params``, parameters of ``model``.
 
     Args:
-        tp_size: how many ranks tensor parallelism has cut parameters for. An override means the same parameters however
+        tp_size: how many ranks tensor parallelism has cut parameters for. A condition means the same parameters however
             many there are, so sizes are those of whole ones.
         experts: by name, what the experts are called that go by it on one rank or another; each has facts of its own.
 
     Raises:
-        RoutingError: an override asks for sizes, and a parameter that is cut does not say along which axis.
+        RoutingError: a condition asks for sizes, and a parameter that is cut does not say along which axis.
     """
-    holders, sized = holders_of(model), any(override.ask_for_sizes for override in overrides)
+    holders, sized = holders_of(model), any(each.ask_for_sizes for each in asked)
     facts = {}
     for name, param in params.items():
         shape = tuple(param.shape)

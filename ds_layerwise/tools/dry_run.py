@@ -15,6 +15,7 @@ from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.listing import listed
+from ds_layerwise.plan.matching import check_norm_groups
 from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_floors, check_peaks
@@ -81,6 +82,7 @@ class DryRun:
             shapes = [(p.name, p.shape) for p in params]
             routes = route_model(params, overrides, per_head=per_head, recipes=recipes,
                                  auto_split=run.layerwise.auto_split, by_kind=by_kind)
+        check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         in_use = {route.recipe for route in routes.values()}
         if any(recipe != type(recipe)() for recipe in in_use):
             # What only the rules know of their settings takes torch to find out.

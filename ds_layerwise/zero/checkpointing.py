@@ -35,6 +35,7 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero import one_file, resumed_groups, sharded, unfinished
+from ds_layerwise.zero.first_step import FirstStep
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.load import Found, Load, check_names, converted, kept_of, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
@@ -68,6 +69,8 @@ class Checkpointing:
     inside_pass: Callable[[], bool]
     """Whether a backward pass is under way, or one has failed."""
     zero_grad: Callable[[], None]
+    first_step: FirstStep | None
+    """What compares the first update after a load, if anything does."""
     """Forgets the gradients of the step at hand."""
     fresh_states: dict[str, str] = field(default_factory=dict, init=False)
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
@@ -297,6 +300,8 @@ class Checkpointing:
             self._take_over(found.header, with_scheduler=self.load.wants_scheduler)
             self.interrupted.forget()
         self.zero_grad()
+        if self.first_step is not None:
+            self.first_step.arm()
         unfinished.resume(found.accumulated, engine=self.engine(), progress=self.progress,
                           grad_sync=self.grad_sync, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1),
                           scale_now=self.scaling.scaler.loss_scale)

@@ -46,7 +46,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite."""
+        """Whether the last step was skipped: a gradient was not finite, or their norm above a threshold."""
         return self.scaling.overflow
 
     @property

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Container, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,24 +24,27 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import Wires, make_wires
-from ds_layerwise.zero import ambient, autocast, start_up, takeover
+from ds_layerwise.zero import ambient, autocast, first_step, start_up, takeover
 from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
-from ds_layerwise.zero.engine_protocol import EngineOptimizer, norm_tensor, survivable, timed
+from ds_layerwise.zero.engine_protocol import norm_tensor, survivable, timed
+from ds_layerwise.zero.first_step import FirstStep
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import plan
 from ds_layerwise.zero.products import Products
+from ds_layerwise.zero.reports import Reports
 from ds_layerwise.zero.settings import Settings
 from ds_layerwise.zero.skipped import SkippedSteps
 from ds_layerwise.zero.state_access import StateAccess
+from ds_layerwise.zero.states_outside import StatesOutside
 from ds_layerwise.zero.unfinished import Progress
 from ds_layerwise.zero.update import Update
 
 
-class LayerWiseZeroOptimizer(EngineOptimizer):
+class LayerWiseZeroOptimizer(StatesOutside):
     """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
 
     Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as it exists and
@@ -80,6 +81,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         with comm.Alike(None), ambient.set_aside(self._device):
             self._init_buffers(self._device)
         groups = self._init_syncs()
+        self._first_step = FirstStep(self._params, self._owned, planned, optimizer, config, settings, groups=groups,
+                                     fast_dtypes=self._products.dtypes) if config.verify_first_step else None
         self._init_parts(model)
         self._init_hooks(model, groups)
         start_up.warn_of_zeros(planned, settings, self._owned)
@@ -137,19 +140,24 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.progress, self.interrupted = Progress(), Interrupted()
         self.offloading = Offloading(self._params, self._values, self._grads, self._owned, self._param_sync)
         self._before_update = BeforeUpdate(
-            model, self._params, self._values, self._owned, planned=self._planned, settings=self.settings,
+            model, self._params, self._values, self._owned, planned=self._planned, config=self.config,
+            settings=self.settings,
             given=(param for group in self.optimizer.param_groups for param in group["params"]), tied=self._tied,
             grad_sync=self._grad_sync, offloading=self.offloading, interrupted=self.interrupted)
         self._update = Update(self.optimizer, self._owned, self._param_sync, interrupted=self.interrupted,
                               timers=self.settings.timers, zero_grad=self.zero_grad)
         self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,
                                      most=self.config.max_skipped_steps,
+                                     threshold=self.config.grad_norm_skip_threshold,
                                      pipeline_stage=self.settings.mp_rank if pipeline.is_pipeline(model) else 0)
+        self.reports = Reports(self._planned, self.optimizer, self.config, device=self._device,
+                               sum_over_ranks=self._before_update.agreement.sum_over_everyone)
         self.checkpointing = Checkpointing(
             engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
             optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
             scaling=self.scaling, products=self._products, offloading=self.offloading, progress=self.progress,
-            interrupted=self.interrupted, inside_pass=self._is_inside_pass, zero_grad=self.zero_grad)
+            interrupted=self.interrupted, inside_pass=self._is_inside_pass, zero_grad=self.zero_grad,
+            first_step=self._first_step)
 
     def _init_hooks(self, model: nn.Module, groups: comm.Groups) -> None:
         if self.config.overlap_param_gather:
@@ -178,6 +186,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             # Re-entering changes the depth that the question depends on.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
+            if self._first_step is not None:
+                self._first_step.see(name, self._params[name].grad)
             if not self._coalesce_grad_reduction:
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)
@@ -252,27 +262,28 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
         self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
-            factor, frozen = self._prepare_update()
-        self._skipped.note(self.overflow, self.loss_scaler, self.progress.updates + 1)
+            decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
+        self.scaling.overflow = decision.skipped
+        self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)
+        self.reports.begin(decision)
+        self._skipped.note(decision, self.loss_scaler, self.progress.updates + 1)
         if self.overflow:
             self.attention.forget()
             return
-        scaled = self.attention.settle(frozen)
-        self.progress.updates += 1
-        self._update.run(self.progress.updates, factor, frozen, scaled)
+        scaled = self.attention.settle(decision.frozen)
+        with first_step.compared(self._first_step, decision, self._grad_sync, self._param_sync, scaled=scaled,
+                                 clip=self.clip_grad):
+            self.progress.updates += 1
+            step = self.progress.updates
+            self.reports.add(self._update.run(step, decision, scaled, self.reports.watch(step)))
         self.attention.report(self._engine())
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
-
-    def _prepare_update(self) -> tuple[float, frozenset[str]]:
-        """Agree on whether and what to update: what to multiply gradients with, and the parameters to leave out."""
-        decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
-        self.scaling.overflow = decision.overflow
-        self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)
-        return decision.factor, decision.frozen
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
         self._grad_sync.reset()
+        if self._first_step is not None:
+            self._first_step.forget()
         self.progress.restart()
         for param in self._params.values():
             param.grad = None
@@ -324,34 +335,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """
         return self.checkpointing.state_dict(clip_grad=self.clip_grad)
 
-    def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
-        """Write masters and states of all parameters, whole, to one file of safetensors; see :mod:`.one_file`.
-
-        Every rank must call it; rank 0 writes. The model's frozen parameters, the scheduler, the engine's counts, and
-        the gradients of a step that is not over are not in it.
-        """
-        self.checkpoint_event_prologue()
-        self.checkpointing.save_file(Path(path))
-
-    def load_state_dict_from_file(self, path: str | os.PathLike[str], *, states: bool = True) -> None:
-        """Take over what :meth:`save_state_dict_to_file` wrote, in a run of any size; ``states=False``: weights alone.
-        All ranks raise LayerWiseError if one lacks the file, or it is damaged, or does not fit."""
-        self.checkpoint_event_prologue()
-        self.checkpointing.load_file(Path(path), states=states)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """What ``torch.distributed.checkpoint.save`` takes: {"model", "optim"} as for FSDP2, masters for weights; see
-        :mod:`.checkpoint.sharded`. Every rank must call it, between two steps, and save before the next: it has views.
-        """
-        self.checkpoint_event_prologue()
-        return self.checkpointing.sharded_state_dict()
-
-    def load_sharded_state_dict(self, checkpoint: Any, *, states: bool = True) -> None:
-        """Take over such a checkpoint, or FSDP2's, from its folder or a torch ``StorageReader``, in a run of any size;
-        ``states=False``: weights alone. All ranks raise LayerWiseError if it is damaged, or does not fit one."""
-        self.checkpoint_event_prologue()
-        self.checkpointing.load_sharded(checkpoint, states=states)
-
     @property
     def fresh_states(self) -> dict[str, str]:
         """After a load, by parameter, why its optimizer state is not the checkpoint's."""
@@ -368,6 +351,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.checkpointing.weights_from_masters()
 
     # --- reports and the end -----------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, float]:
+        """What DeepSpeed's monitor gets, by name, on every rank: the last value of each; see docs/training.md."""
+        return self.reports.last(self._engine())
 
     def forecast(self) -> Forecast:
         """What this layout costs each rank."""

@@ -20,11 +20,13 @@ from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import links_of_run
+from ds_layerwise.plan.matching import grouped, require_members
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import Reduction, reduction_of_run
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
+from ds_layerwise.routing.facts import facts_of
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.zero import autocast
 from ds_layerwise.zero.settings import Settings
@@ -49,6 +51,8 @@ class Planned:
     """Parameters that another rank of the same model holds, too, and counts in the norm."""
     saved_elsewhere: frozenset[str]
     """Parameters that are in the files of another stage."""
+    norm_groups: dict[str, str]
+    """By parameter, the norm group that it is in, if any."""
 
     @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -99,10 +103,35 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         with comm.Alike(None):
             check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
                          group=settings.tensor_group)
+    norm_groups = _norm_groups(model, trained, names, config, settings, tp_size=tp_size)
     counted_elsewhere = _replicated(trained, routes, settings)
     return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, where=tuple(where), names=names,
                    routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
-                   saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset())
+                   saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset(),
+                   norm_groups=norm_groups)
+
+
+def _norm_groups(model: nn.Module, trained: Mapping[str, nn.Parameter], names: Mapping[str, Sequence[str]],
+                 config: LayerWiseConfig, settings: Settings, *, tp_size: int) -> dict[str, str]:
+    """By those of ``trained`` that are in a norm group, which one that is.
+
+    Raises:
+        RoutingError: on every rank, if on any one is in two, or a group has none on any stage of a pipeline.
+        LayoutError: stages that share a parameter have it in different groups.
+    """
+    groups = config.norm_groups
+    if not groups:
+        return {}
+    with comm.Alike(None):
+        facts = facts_of(model, trained, groups.values(), tp_size=tp_size, experts=names)
+        mine = grouped(facts, groups)
+    stages = [{name: mine.get(name) for name in trained}]
+    if pipeline.is_pipeline(model):
+        stages = comm.gather_objects(stages[0], group=settings.model_group)
+    with comm.Alike(None):
+        require_members(groups, {key for stage in stages for key in stage.values() if key is not None})
+        pipeline.check_norm_groups(stages)
+    return mine
 
 
 def _ranks_per_node(settings: Settings, where: Sequence[int]) -> int:

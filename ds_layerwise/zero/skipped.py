@@ -1,4 +1,5 @@
-"""Steps that are skipped because a gradient is not finite: a run that skips for ever must not look healthy."""
+"""Steps that are skipped, because a gradient is not finite or their norm too great: a run that skips for ever must not
+look healthy."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from deepspeed.utils import logger
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.zero.decision import Decision
 
 #: Steps skipped in a row before the first warning; the next ones come after twice as many each.
 _FIRST_WARNING = 10
@@ -24,20 +26,25 @@ class SkippedSteps:
     Args:
         names: the parameters in the order of the model.
         most: this many in a row are an error; None for no end.
+        threshold: the greatest norm of gradients that an update is made with; None for any.
         pipeline_stage: which of the model's this is; 0 without a pipeline.
     """
 
-    def __init__(self, names: Sequence[str], owned: Owned, *, most: int | None, pipeline_stage: int) -> None:
+    def __init__(self, names: Sequence[str], owned: Owned, *, most: int | None, threshold: float | None,
+                 pipeline_stage: int) -> None:
         self._names, self._owned, self._most, self._pipeline_stage = names, owned, most, pipeline_stage
-        self._in_a_row = 0
+        self._threshold, self._in_a_row, self._above = threshold, 0, 0
 
-    def note(self, overflow: bool, scaler: Any, step: int) -> None:
+    def note(self, decision: Decision, scaler: Any, step: int) -> None:
         """Take note of a step, and let the loss scale follow. Every rank must call this with the same arguments.
 
         Raises:
             StepError: on every rank, where there is no sense in going on; names the first gradient that is not finite.
         """
-        if not overflow:
+        if decision.above is not None:
+            self._in_a_row += 1
+            self._judge_norm(decision.above, step)
+        elif not decision.overflow:
             self._in_a_row = 0
         elif _is_at_its_end(scaler):
             raise StepError(f"step {step} cannot be skipped once more, loss scale already at minimum "
@@ -45,7 +52,20 @@ class SkippedSteps:
         elif not scaler.dynamic:
             self._in_a_row += 1
             self._judge(step)
-        scaler.update_scale(overflow)
+        # Gradients that are finite say nothing against the scale, however long they are.
+        scaler.update_scale(decision.overflow)
+
+    def _judge_norm(self, norm: float, step: int) -> None:
+        """Say it of every first, second, fourth, ... step, and end a run that does nothing else."""
+        self._above += 1
+        why = (f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, which is "
+               f"{self._threshold:g}")
+        if self._most is not None and self._in_a_row >= self._most:
+            raise StepError(f"step {step} was skipped {self._in_a_row} times in a row: {why}; raise the threshold, "
+                            "look for what makes it, or allow more (layerwise.max_skipped_steps)")
+        if self._above.bit_count() == 1 and comm.rank_of(None) == 0:
+            logger.warning(f"ds_layerwise: step {step} was skipped: {why}; that was number {self._above} of such steps "
+                           f"in this process, and number {self._in_a_row} of skipped ones in a row")
 
     def _judge(self, step: int) -> None:
         count = self._in_a_row

@@ -31,7 +31,7 @@ class StateAccess:
     """
 
     def __init__(self, name: str, param: nn.Parameter, owned: Owned, *, group: comm.Group,
-                 local_sum: Callable[..., Tensor | None], gradient_divisor: Callable[[], float],
+                 local_sum: Callable[..., Tensor | None], gradient_divisor: Callable[..., float],
                  wait: Callable[[], None]) -> None:
         self.name, self._param, self._owned, self._group = name, param, owned, group
         self._local_sum, self._gradient_divisor, self._wait = local_sum, gradient_divisor, wait
@@ -129,7 +129,7 @@ class StateAccess:
             self._check(value)
             own.copy_(value.reshape(-1))
             return
-        divisor = self._gradient_divisor()
+        divisor = self._gradient_divisor(to_write=True)
         self._check(value)
         if self._piece is not None:
             value = value * divisor if divisor != 1 else value

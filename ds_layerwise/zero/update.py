@@ -10,6 +10,8 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.scaled import Factors
+from ds_layerwise.ranks.watch import Watch
+from ds_layerwise.zero.decision import Decision
 from ds_layerwise.zero.engine_protocol import timed
 from ds_layerwise.zero.interrupted import Interrupted
 
@@ -28,8 +30,10 @@ class Update:
         self._optimizer, self._owned, self._param_sync = optimizer, owned, param_sync
         self._interrupted, self._timers, self._zero_grad = interrupted, timers, zero_grad
 
-    def run(self, step: int, factor: float, frozen: frozenset[str], scaled: Mapping[str, Factors]) -> None:
-        """Update everything but ``frozen`` with ``factor`` times the averaged gradients, then multiply ``scaled``.
+    def run(self, step: int, decision: Decision, scaled: Mapping[str, Factors],
+            watch: Watch | None = None) -> dict[str, float]:
+        """Update everything with the averaged gradients as the ranks have decided, then multiply ``scaled``, and return
+        what ``watch`` has seen.
 
         Every rank must call this at the same point. Parameters may still be under way when it returns, where they are
         waited for at their first use.
@@ -44,7 +48,8 @@ class Update:
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):
-                        self._owned.update(left[-1], groups, factor, step=step, leave_out=frozen, scaled=scaled)
+                        self._owned.update(left[-1], groups, decision.factor, step=step, factors=decision.factors,
+                                           leave_out=decision.frozen, scaled=scaled, watch=watch)
                     self._param_sync.launch(left[-1])
                     left.pop()
                 self._optimizer.mark_step()
@@ -52,9 +57,12 @@ class Update:
             try:
                 # The others wait for what is left.
                 self._param_sync.send(reversed(left))
+                if watch is not None:
+                    watch.settle(failed=True)
                 self._zero_grad()
             finally:
                 # If the others are gone by now, that is no more than what followed.
                 self._interrupted.raise_original()
         with timed(self._timers, "optimizer_allgather"):
             self._param_sync.leave_under_way() if late else self._param_sync.finish()
+        return {} if watch is None else watch.settle()

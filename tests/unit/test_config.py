@@ -139,6 +139,18 @@ def test_what_to_do_at_a_load():
     ({"fsync": "yes"}, "layerwise.fsync must be true or false, got 'yes'"),
     ({"on_missing_state": "zero"}, "layerwise.on_missing_state must be one of 'fresh', 'error', got 'zero'"),
     ({"on_optimizer_change": True}, "on_optimizer_change must be one of 'error', 'reset', 'keep_shared', got True"),
+    ({"grad_norm_skip_threshold": 0}, r"layerwise.grad_norm_skip_threshold must be in \(0, inf\), got 0"),
+    ({"monitor": True}, "layerwise.monitor must be an object like {\"update_rms\": true}, got True"),
+    ({"monitor": {"evrey": 2}}, "layerwise.monitor.evrey is not an option; did you mean 'every'"),
+    ({"monitor": {"every": 0}}, "layerwise.monitor.every must be a whole number of at least 1, got 0"),
+    ({"norm_groups": ["mtp.*"]}, "layerwise.norm_groups must be an object of names of groups to conditions like"),
+    ({"norm_groups": {"a b": {"name": "a"}}}, "layerwise.norm_groups names a group 'a b'; give it a name of letters"),
+    ({"norm_groups": {"a": "mtp.*"}}, "layerwise.norm_groups.a must be an object like {\"name\": \"mtp.*\"}, got 'mtp"),
+    ({"norm_groups": {"a": {"optional": True}}}, "layerwise.norm_groups.a has no condition; give it one of name, "),
+    ({"norm_groups": {"a": {"nmae": "x"}}}, "layerwise.norm_groups.a.nmae is not an option; did you mean 'name'"),
+    ({"norm_groups": {"a": {"name": "x", "gradient_clipping": -1}}},
+     r"layerwise.norm_groups.a.gradient_clipping must be in \[0, inf\), got -1"),
+    ({"norm_groups": {"a": {"regex": "("}}}, r"layerwise.norm_groups.a.regex must be a regular expression, got '\('"),
     ({"rename": ["a"]}, "layerwise.rename must be an object of names in checkpoints to names in the model"),
     ({"rename": {"a": 1}}, "layerwise.rename must map names to names, got 'a': 1"),
     ({"rename": {"h.*.*": "layers.*"}}, r"layerwise.rename\['h.\*.\*'\] has 2 times '\*', its new name 'layers.\*' 1"),
@@ -279,6 +291,14 @@ def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
                 {"attr": ["a", "b"]}, {"attr": True}, {"regex": ["a.*", "b"]}, {"regex": 1}, {"modul": "Linear"})))),
     {"overrides": [{"module": "Linear", "lr": 1}]}, {"decoupled_lr": 0.1}, {"decoupled_lr": -1},
     {"decoupled_min_lr": None}, {"apply_wd_to_qk_layernorm": True}, {"apply_wd_to_qk_layernorm": 1},
+    {"grad_norm_skip_threshold": 1.5}, {"grad_norm_skip_threshold": 0}, {"grad_norm_skip_threshold": None},
+    {"log_num_zeros_in_grad": True}, {"log_num_zeros_in_grad": 1}, {"verify_first_step": True},
+    {"monitor": {}}, {"monitor": {"every": 3, "update_rms": True}}, {"monitor": {"every": 0}}, {"monitor": None},
+    {"monitor": {"update": True}}, {"norm_groups": []}, {"norm_groups": {}}, *(
+        {"norm_groups": {"a": entry}} for entry in (
+            {"name": "a"}, {"name": None}, {"name": "a", "gradient_clipping": 0},
+            {"name": "a", "gradient_clipping": -1}, {"nmae": "a"}, {"ndim": "a"}, 3, None,
+            {"name": ["a", "b"], "gradient_clipping": None, "optional": True})),
     {"dump_param_map": "map.json"}, {"dump_param_map": ""}, {"dump_param_map": 1}])
 def test_the_schema_takes_of_layerwise_what_training_takes(section):
     try:

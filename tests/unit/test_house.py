@@ -35,8 +35,8 @@ FLOORS = (
 
 #: The same inside each folder.
 INSIDE = {
-    "recipes": ("bits settings newton_schulz", "conditions recipe", "kept",
-                "adafactor any_torch elementwise kronecker param_keys parts qk_clip update_hooks",
+    "recipes": ("bits settings newton_schulz", "conditions monitor recipe", "kept",
+                "adafactor any_torch elementwise kronecker norm_groups param_keys parts qk_clip update_hooks",
                 "client orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",
@@ -51,15 +51,16 @@ INSIDE = {
                    "adamuon client_states muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch",
                    "client registry"),
     "ranks": ("buffers host_group host_memory leaving profiling scaled side_stream under_way writes",
-              "kept_states remaindered", "comm owned", "agreement disks nodes own_groups same_weights", "wires",
-              "exchange link_times",
+              "kept_states remaindered sums", "watch", "comm owned",
+              "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
               "bucket_order measured_links param_sync", "sync"),
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast guard interrupted largest_logits loss_scaling offloading one_file resumed_groups save "
-             "settings sharded skipped state_access takeover", "attention_hook", "attention_logits",
-             "engine_protocol planned products unfinished",
-             "before_update load start_up update", "checkpointing", "optimizer", "param_map"),
+    "zero": ("ambient autocast guard interrupted largest_logits loss_scaling offloading one_file plain_step "
+             "resumed_groups save settings sharded state_access takeover", "attention_hook", "attention_logits",
+             "engine_protocol planned products unfinished", "decision",
+             "before_update first_step load reports skipped start_up update", "checkpointing", "states_outside",
+             "optimizer", "param_map"),
     "engine": ("as_bytes lookup", "contract own_overrides", "loading patches saving", "wraps", "register"),
 }
 

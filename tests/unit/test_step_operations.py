@@ -17,6 +17,7 @@ from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned import Owned
+from ds_layerwise.ranks.sums import sum_of_squares
 from ds_layerwise.recipes.registry import names
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
@@ -75,9 +76,9 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
     optimizer, mine = owned(dtype, None if wide else torch.float32, scalar_optimizer=scalar, ns_dtype=ns_dtype,
                             ns_method=method)
     with torch.no_grad(), Watch() as watch:
-        squares = mine.sum_of_squares()
+        squares = mine.reduced.sum_of_squares()
         for index in reversed(range(len(mine.layout.buckets))):
-            mine.update(index, optimizer.param_groups, 0.5)
+            mine.update(index, optimizer.param_groups, 0.5, step=1)
     assert (watch.waiting, watch.across) == ([], [])
     assert squares.dtype == (torch.float64 if wide else torch.float32) and bool(watch.wide) is wide
 
@@ -88,7 +89,7 @@ def test_neither_does_weight_decay(matrix, scalar, decay):
     optimizer, mine = owned(torch.bfloat16, None, matrix_optimizer=matrix, scalar_optimizer=scalar, **decay)
     with torch.no_grad(), Watch() as watch:
         for index in reversed(range(len(mine.layout.buckets))):
-            mine.update(index, optimizer.param_groups, 0.5)
+            mine.update(index, optimizer.param_groups, 0.5, step=1)
     assert (watch.waiting, watch.across, watch.wide) == ([], [], [])
 
 
@@ -105,17 +106,6 @@ def test_the_watch_sees_what_it_is_for():
     assert (set(watch.wide), watch.across) == ({"_to_copy"}, ["copy_"])
 
 
-class Piece:
-    """As much of :class:`Owned` as :meth:`Owned.sum_of_squares` reads."""
-
-    def __init__(self, values):
-        self.name, self.values, self.device = "w", values, values.device
-        self.pieces, self.reduced = [[self]], self
-
-    def piece(self, name):
-        return self.values
-
-
 class Largest(TorchDispatchMode):
     """Notes the largest input of a norm, which copies it as a whole into another dtype."""
 
@@ -130,9 +120,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_the_norm_of_a_large_piece_takes_no_copy_of_it():
-    piece = Piece(torch.empty(2**29, dtype=torch.float32, device=META))
     with Largest() as largest:
-        Owned.sum_of_squares(piece)
+        sum_of_squares([torch.empty(2**29, dtype=torch.float32, device=META)], META)
     assert 0 < largest.numel <= 2**22
 
 
@@ -141,4 +130,4 @@ def test_the_norm_in_parts_is_the_norm(factor):
     """Of whole numbers, over the ends of several parts."""
     values = torch.arange(-5, 6, dtype=torch.float32, device="cpu").repeat(2**20) * factor
     expected = 2**20 * 110 * float(torch.tensor(factor, dtype=torch.float32)) ** 2
-    assert float(Owned.sum_of_squares(Piece(values))) == pytest.approx(expected, rel=1e-6)
+    assert float(sum_of_squares([values], values.device)) == pytest.approx(expected, rel=1e-6)

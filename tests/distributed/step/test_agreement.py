@@ -226,7 +226,7 @@ class TestOneRankAlone(DistributedTest):
             each.backward(each((0, 0, dist.get_rank())))
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
-                of, name = {"the norm": (internals.owned(engine), "sum_of_squares"),
+                of, name = {"the norm": (internals.owned(engine).reduced, "sum_of_squares"),
                             "a checksum": (same_weights, "checksum")}[where]
                 patch.setattr(of, name, no_memory)
             kind, message = (torch.OutOfMemoryError, "tried") if dist.get_rank() else (

@@ -1,0 +1,297 @@
+"""``layerwise.verify_first_step``: silent on what is right, and the end of what is not, by the name of a parameter."""
+
+import re
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils import logger, safe_get_full_grad, safe_set_full_grad
+from torch import nn
+
+from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.ranks import wires
+from tests.distributed.parallel.test_experts import ExpertNet
+from tests.distributed.parallel.test_pipeline import config as pipeline_config
+from tests.distributed.parallel.test_pipeline import pipeline
+from tests.distributed.parallel.test_tensor_parallel import OnWholeNumbers
+from tests.support import internals
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.tensor_parallel import Mpu
+from tests.support.training import Net, allow_fp16, ds_config, start, weights
+
+pytestmark = rooms("first_step", "plain_step")
+
+BF16 = {"bf16": {"enabled": True}}
+VERIFY = {"verify_first_step": True}
+
+
+class Real(Net):
+    """Gradients that are no whole numbers, of few directions: sums of them round, and matrices are nearly singular."""
+
+    def forward(self, place):
+        step, micro, rank = place
+        generator = torch.Generator().manual_seed(step + 10 * micro + 100 * rank)
+        loss = 0.0
+        for p in self.parameters():
+            if p.requires_grad:
+                factors = [torch.randn(size, generator=generator) for size in p.shape]
+                grad = factors[0]
+                for factor in factors[1:]:
+                    grad = grad.unsqueeze(-1) * factor
+                loss = loss + (p * grad.to(p)).float().sum()
+        return loss
+
+
+def train(engine, steps=1, *, gas=1, first=0):
+    for step in range(first, first + steps):
+        for micro in range(gas):
+            engine.backward(engine((step, micro, dist.get_rank())))
+            engine.step()
+
+
+def is_armed(engine):
+    return engine.optimizer._first_step.is_armed
+
+
+class TestRight(DistributedTest):
+    world_size = [1, 2, 3]
+    thorough_on = (2,)
+
+    @pytest.mark.parametrize("stage, gas, changes", [
+        (1, 1, {}), (2, 2, BF16), (1, 3, {**BF16, "layerwise": {"reduction": "native", "overlap_param_gather": True}}),
+        (1, 2, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"}),
+        (1, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+        (2, 1, {"fp16": {"enabled": True, "initial_scale_power": 4}, "clip": 0.5, "layerwise": {
+            "norm_groups": {"late": {"name": "flat.weight", "gradient_clipping": 0.25}, "told": {"ndim": 1}}}}),
+        (1, 1, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {
+            "device": "cpu", "ratio": 0.5}}})])
+    def test_what_is_right_passes_and_is_as_without(self, stage, gas, changes):
+        allow_fp16()
+        changes, results = dict(changes), []
+        layerwise = changes.pop("layerwise", {})
+        for verify in (VERIFY, {}):
+            engine = start(Real(odd=True, tied=True), ds_config(stage=stage, gas=gas, layerwise={**layerwise, **verify},
+                                                                **changes))
+            assert not verify or is_armed(engine)
+            train(engine, 2, gas=gas)
+            assert not verify or not is_armed(engine)
+            results.append(weights(engine.module).clone())
+            engine.destroy()
+        assert torch.equal(*results)
+
+
+#: Of every kind of rule one: whole, cut, with factors, with parts, of anybody.
+RULES = [
+    {"matrix_optimizer": "normuon", "muon_lr": 0.02, "ns_dtype": "bf16", "ns_method": "gram"},
+    {"matrix_optimizer": "adamuon", "muon_lr": 0.02, "scalar_optimizer": "lion"},
+    {"matrix_optimizer": "soap", "muon_lr": 0.003, "scalar_optimizer": "signum"},
+    {"matrix_optimizer": "shampoo", "muon_lr": 0.003, "scalar_optimizer": "ademamix"},
+    {"matrix_optimizer": "adafactor", "muon_lr": 0.003, "scalar_optimizer": "laprop"},
+    {"matrix_optimizer": "torch.optim:RAdam", "muon_lr": 0.003, "scalar_optimizer": "torch.optim:NAdam"},
+    {"matrix_optimizer": "scion", "muon_lr": 0.02, "weight_decay": 0.0, "scalar_optimizer": "sgd"},
+]
+
+
+class TestRules(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("params", RULES, ids=[each["matrix_optimizer"] for each in RULES])
+    def test_every_rule_passes(self, params, tmp_path):
+        params = {"lr": 0.003, "weight_decay": 0.1, **params}
+        parts = [{"name": "tall.weight", "split": {"q": 10, "k": 25, "v": 5}}, {"name": "flat.weight", "num_heads": 3}]
+        if params["matrix_optimizer"] in ("shampoo", "torch.optim:RAdam", "adafactor"):
+            parts = []
+        config = ds_config(bf16={"enabled": True}, layerwise={**VERIFY, "overrides": parts})
+        config["optimizer"] = {"type": "LayerWise", "params": params}
+        engine = start(Real(), config)
+        train(engine, 2)
+        assert not is_armed(engine)
+        # After a load, with states that are no zeros and masters that no weight rounds to.
+        engine.save_checkpoint(tmp_path, tag="two")
+        assert not is_armed(engine)
+        engine.load_checkpoint(tmp_path, tag="two")
+        assert is_armed(engine)
+        train(engine, 1, first=2)
+        assert not is_armed(engine)
+
+
+def shifted(original):
+    """A sum whose parts lie one element from where they belong."""
+    def average(rows, out, divide_by):
+        original(rows, out, divide_by)
+        out.copy_(out.roll(1))
+    return average
+
+
+def halved(original):
+    def average(rows, out, divide_by):
+        original(rows, out, divide_by * 2)
+    return average
+
+
+class TestWrong(DistributedTest):
+    world_size = [2, 3]
+    thorough_on = (2,)
+
+    def first_error(self, engine, steps=1, **options):
+        with pytest.raises(StepError) as error:
+            train(engine, steps, **options)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, str(error.value))
+        assert len(set(everyone)) == 1 and everyone[0].startswith("the first step is not what one process would")
+        found = re.search(r"made: ([\w.]+): (.*) \(found by rank (\d)\); (.*)\. If", everyone[0])
+        return found.groups()
+
+    @pytest.mark.parametrize("stage, sections", [(1, {}), (2, BF16)])
+    @pytest.mark.parametrize("fault", [shifted, halved])
+    def test_a_wire_of_one_rank(self, stage, sections, fault, monkeypatch):
+        engine = start(Real(), ds_config(stage=stage, layerwise=VERIFY, **sections))
+        last, before = dist.get_world_size() - 1, weights(engine.module).clone()
+        if dist.get_rank() == last:
+            monkeypatch.setattr(wires, "average", fault(wires.average))
+        name, told, rank, state = self.first_error(engine)
+        # Pieces of the last rank, of which the first one in the order of the model.
+        held = {piece.name for piece in engine.optimizer.layout.pieces(last)}
+        assert name == next(each for each, _ in engine.module.named_parameters() if each in held)
+        assert int(rank) == last and told.startswith("of its averaged gradient, element ")
+        assert state == "nothing was updated" and torch.equal(weights(engine.module), before)
+        assert engine.optimizer.step_count == 0
+
+    def test_a_single_element(self):
+        engine = start(Real(), ds_config(layerwise=VERIFY, bf16={"enabled": True}))
+        finish = internals.grad_sync(engine).finish
+
+        def finish_and_lose(**options):
+            finish(**options)
+            if dist.get_rank() == 0:
+                piece = internals.pieces(engine)[0]
+                internals.reduced(engine, piece.name)[3] *= 1.05
+
+        internals.grad_sync(engine).finish = finish_and_lose
+        name, told, rank, _ = self.first_error(engine)
+        piece = engine.optimizer.layout.pieces(0)[0]
+        assert name == piece.name and told.startswith(
+            f"of its averaged gradient, element {piece.param_start + 3} is ") and ", as are 1 of " in told
+
+    @pytest.mark.parametrize("key, value, what", [
+        ("lr", 0.006, "weights after the update"), ("momentum", 0.9, "momentum_buffer after the update"),
+        ("weight_decay", 0.5, "weights after the update"), ("betas", (0.8, 0.95), "exp_avg after the update")])
+    def test_a_setting_of_one_rank(self, key, value, what):
+        engine = start(Real(), ds_config(layerwise=VERIFY))
+        if dist.get_rank() == 1:
+            engine.optimizer.param_groups[0][key] = value
+        _, told, _, state = self.first_error(engine)
+        assert told.startswith(f"of its {what}, element ") and state.startswith("the update was made")
+
+    def test_weights_that_one_rank_has_got_wrong(self):
+        engine = start(Real(), ds_config(layerwise=VERIFY, bf16={"enabled": True}))
+        sync = engine.optimizer._param_sync
+        if dist.get_rank() == 1:
+            finish = sync.finish
+            embed = engine.module.embed.weight.data
+
+            def finish_and_slip():
+                was_under_way = bool(sync._pending)
+                finish()
+                if was_under_way:
+                    embed.view(-1)[-9:] = embed.view(-1)[-9:].roll(1)
+
+            sync.finish = finish_and_slip
+        name, told, rank, _ = self.first_error(engine)
+        assert (name, rank) == ("embed.weight", "1") and told.endswith("in the float32 master of its owner")
+        assert told.startswith(f"of its weights, element {17 * 12 - 9} is ")
+
+    def test_a_clip_of_another_size(self):
+        engine = start(Real(), ds_config(clip=0.5, layerwise=VERIFY))
+        engine.optimizer._before_update._judge.decide.__func__.__globals__["_CLIP_EPS"] = 10.0
+        with pytest.raises(StepError, match="made: gradients were to be multiplied with .*, which by their norm, "):
+            train(engine)
+
+
+class TestWhen(DistributedTest):
+    world_size = 2
+
+    def test_gradients_from_elsewhere_are_waited_for(self, monkeypatch):
+        warned = []
+        engine = start(Real(), ds_config(layerwise=VERIFY))
+        monkeypatch.setattr(logger, "warning", warned.append)
+        engine.backward(engine((0, 0, dist.get_rank())))
+        param = engine.module.square.weight
+        safe_set_full_grad(param, 2 * safe_get_full_grad(param))
+        engine.step()
+        assert is_armed(engine) and len([1 for line in warned if "waits for the next step" in line]) == (
+            dist.get_rank() == 0)
+        train(engine, 1, first=1)
+        assert not is_armed(engine)
+
+    def test_a_step_that_is_skipped_is_none(self):
+        engine = start(Real(), ds_config(layerwise=VERIFY))
+        engine.backward(engine((0, 0, dist.get_rank())) * float("nan"))
+        engine.step()
+        assert is_armed(engine) and engine.skipped_steps == 1
+        engine.backward(engine((0, 0, dist.get_rank())))
+        engine.optimizer.zero_grad()
+        train(engine, 1, first=1)
+        assert not is_armed(engine)
+
+    def test_a_step_that_goes_on_from_a_checkpoint(self, tmp_path):
+        for micro in range(2):
+            engine = start(Real(), ds_config(gas=2, layerwise=VERIFY))
+            if micro:
+                engine.load_checkpoint(tmp_path, tag="half")
+            engine.backward(engine((0, micro, dist.get_rank())))
+            engine.step()
+            if not micro:
+                engine.save_checkpoint(tmp_path, tag="half")
+        assert engine.optimizer.step_count == 1 and is_armed(engine)
+        train(engine, 1, gas=2, first=1)
+        assert not is_armed(engine)
+
+    def test_frozen_parameters_and_those_of_one_rank(self):
+        engine = start(Real(frozen=True), ds_config(layerwise=VERIFY))
+        engine.module.square.weight.requires_grad = False
+        loss = engine((0, 0, dist.get_rank()))
+        if dist.get_rank() == 1:
+            loss = loss - sum((p * 0).sum() for p in engine.module.parameters())
+        else:
+            loss = engine.module.tall.bias.sum() * 2
+        engine.backward(loss)
+        engine.step()
+        assert not is_armed(engine)
+
+    def test_several_passes_before_anything_is_sent(self):
+        engine = start(Real(), ds_config(stage=2, layerwise=VERIFY))
+        with engine.coalesce_grad_reduction():
+            for micro in range(3):
+                engine.backward(engine((0, micro, dist.get_rank())))
+        engine.step()
+        assert not is_armed(engine)
+
+    def test_experts(self):
+        engine = start(ExpertNet(2), ds_config(clip=0.1, params={"eps": 1e-8}, layerwise={
+            **VERIFY, "norm_groups": {"experts": {"name": "*deepspeed_experts*", "gradient_clipping": 0.01}}}))
+        torch.manual_seed(dist.get_rank())
+        engine.backward(engine(torch.randn(8, 6)))
+        engine.step()
+        assert not is_armed(engine)
+
+
+class TestRefusals(DistributedTest):
+    world_size = 2
+
+    def test_models_that_are_cut(self):
+        with pytest.raises(ConfigError, match="layerwise.verify_first_step is true, and tensor or pipeline"):
+            mpu = Mpu(2)
+            start(OnWholeNumbers(mpu), ds_config(layerwise=VERIFY), mpu=mpu)
+
+    @pytest.mark.filterwarnings("ignore:c10d")
+    def test_stages(self):
+        with pytest.raises(ConfigError, match="layerwise.verify_first_step is true, and tensor or pipeline"):
+            start(pipeline(2), pipeline_config(layerwise=VERIFY))
+
+    def test_a_model_of_one_matrix_is_fine(self):
+        engine = start(nn.Linear(4, 4), ds_config(layerwise=VERIFY))
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        assert not is_armed(engine)
