@@ -182,6 +182,7 @@ _READ = (
     *_names("deepspeed.comm", "read", "all_gather all_gather_into_tensor all_reduce all_to_all_single recv "
              "reduce_scatter reduce_scatter_tensor send"),
     *_names("deepspeed.comm", "read", "get_rank get_world_size", ("group",)),
+    Name("deepspeed.comm.ReduceOp", "read"),
     Name("deepspeed.comm.get_global_rank", "read", ("group", "group_rank")),
     *_names("deepspeed.comm", "read", "init_distributed is_initialized", ()),
     Name("deepspeed.utils.groups._clone_world_group", "read", ()),
@@ -206,7 +207,7 @@ _READ = (
         enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
         gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
         module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu optimizer save_non_zero_checkpoint
-        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps timers"""),
+        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps timers train_batch_size"""),
     Name("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
     Name("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),
     *_names(_ENGINE, "read", """

@@ -66,10 +66,7 @@ class DryRun:
             hf = HfShapes(path)
         filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
         run = _read(filled)
-        tp_size, cutter = _tensor_parallel(filled, tp_size)
-        if tp_size > 1 and ep_size > 1:
-            raise ConfigError(f"ep_size is {ep_size} and tp_size {tp_size}; experts and tensor parallelism do not go "
-                              "together here: plan with one of them")
+        tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
         talks = _links(links, run, ranks_per_node, tp_size)
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks.on_host)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
@@ -121,16 +118,17 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
     return run
 
 
-def _tensor_parallel(given: Mapping[str, Any], tp_size: int | None) -> tuple[int, Cutter]:
+def _tensor_parallel(given: Mapping[str, Any], tp_size: int | None, ep_size: int) -> tuple[int, Cutter]:
     """For how many ranks a model is cut, and by whom.
 
     Raises:
-        ConfigError: the config is none that shapes tell the outcome of, or says something else than ``tp_size``.
+        ConfigError: the config is none that shapes tell the outcome of, or says something else than ``tp_size``, or
+            experts are shared as well.
     """
     section = given.get("tensor_parallel") or {}
     of_config = section.get("autotp_size")
     if of_config in (None, 0):
-        return tp_size or 1, "megatron"
+        return _without_experts(tp_size or 1, ep_size), "megatron"
     if type(of_config) is not int or of_config < 1:
         raise ConfigError(f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}")
     if tp_size not in (None, of_config):
@@ -138,7 +136,14 @@ def _tensor_parallel(given: Mapping[str, Any], tp_size: int | None) -> tuple[int
     if of_config > 1 and (others := sorted(section.keys() - {"autotp_size"})):
         raise ConfigError(f"tensor_parallel.{others[0]} may change how AutoTP cuts the model, which shapes do not say; "
                           "plan without it")
-    return of_config, "autotp"
+    return _without_experts(of_config, ep_size), "autotp"
+
+
+def _without_experts(tp_size: int, ep_size: int) -> int:
+    if tp_size > 1 and ep_size > 1:
+        raise ConfigError(f"ep_size is {ep_size} and tp_size {tp_size}; experts and tensor parallelism do not go "
+                          "together here: plan with one of them")
+    return tp_size
 
 
 def _links(links: str | None, run: RunConfig, ranks_per_node: int | None, tp_size: int) -> Links:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -26,6 +27,8 @@ from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.recipes.any_torch import ElementTorch, WholeTorch
+from ds_layerwise.recipes.bits import StateDtype
+from ds_layerwise.recipes.kept import Kept
 from ds_layerwise.recipes.newton_schulz import NsMethod
 from ds_layerwise.recipes.orthogonalized import NsDtype, Orthogonalized, ScaleMode, TpMode
 from ds_layerwise.recipes.overrides import Override
@@ -64,6 +67,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "grafting": ("none",), "statistics": ("sum",), "matrix_eps": (0.5,),
     "alpha": (2.0,), "beta3": (0.9,), "alpha_warmup_steps": (30,), "beta3_warmup_steps": (30,),
     "beta2_decay": (-0.3,), "eps1": (12.0,), "eps2": (3.0,), "clip_threshold": (1.01,),
+    "momentum_dtype": get_args(StateDtype), "exp_avg_dtype": get_args(StateDtype),
+    "exp_avg_sq_dtype": get_args(StateDtype), "stochastic_rounding": (True,),
     "matrix_params": ({"momentum": 0.5, "nesterov": True},), "scalar_params": ({"momentum": 0.5, "dampening": 0.25},),
 }
 
@@ -87,9 +92,12 @@ REFUSED = {**{(name, key): "decides that by itself" for name in ("namo", "scion"
               for key in ("weight_decay_method", "cautious_weight_decay")}}
 REFUSED_VALUES = [("namo", "weight_decay_method", "l2", "weight_decay_method of namo is 'l2'")]
 
-#: How products are made, which no weight shows; each has a test below.
+#: What no update of one step shows: how products are made, and what states are kept in between two; each has a test
+#: below.
 COMPUTED_WITH = {("ns_method", name) for name in FAMILY} | {("ns_dtype", name) for name in FAMILY} | {
-    ("muon_tp_mode", name) for name in FAMILY}
+    ("muon_tp_mode", name) for name in FAMILY} | {
+    (field, name) for name, recipe in RECIPES.items() if issubclass(recipe, Kept)
+    for field in (*recipe.kept_by.values(), "stochastic_rounding") if field in recipe.model_fields}
 
 
 def default_of(name, field):
@@ -398,6 +406,25 @@ def test_muon_tp_mode_is_what_ranks_with_parts_of_a_matrix_do(name, mode):
         "duplicated": (True, False, True), "distributed": (False, True, True), "blockwise": (False,) * 3}[mode]
 
 
+@pytest.mark.parametrize("dtype", get_args(StateDtype))
+@pytest.mark.parametrize("by_chance", [False, True])
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if issubclass(recipe, Kept)])
+def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
+    kind, shape = RECIPES[name], (16, 24) if RECIPES[name].whole else (512,)
+    for state, field in kind.kept_by.items():
+        recipe = routed(name, {field: dtype, "stochastic_rounding": by_chance})
+        specs, plain = recipe.states(shape), kind().states(shape)
+        assert recipe.rounds_by_chance is by_chance
+        assert {key: spec.kept_as for key, spec in specs.items() if spec.kept_as} == (
+            {} if dtype == "float32" else {state: dtype})
+        # A byte and a scale of 4 for 256 elements in a row, or two bytes, and what rules see stays as it is.
+        numel = math.prod(shape)
+        assert specs[state].nbytes == {"float32": 4 * numel, "bfloat16": 2 * numel, "8bit": numel + 4 * -(-numel // 256)
+                                       }[dtype]
+        assert {key: (spec.shape, spec.dtype) for key, spec in specs.items()} == {
+            key: (spec.shape, spec.dtype) for key, spec in plain.items()}
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
@@ -412,4 +439,6 @@ def test_states_are_what_every_value_makes_of_them(name):
             states = rule_of(recipe).init_state(torch.zeros(shape))
             assert {key: tuple(each.shape) for key, each in states.items()} == {
                 key: spec.shape for key, spec in recipe.states(shape).items()}, (field, value)
-            assert recipe.state_bytes(shape) == sum(each.nbytes for key, each in states.items() if key != "step")
+            # What is kept in fewer bits is so beside the rule, which gets and gives float32.
+            assert sum(spec.rule_nbytes for spec in recipe.states(shape).values() if not spec.on_host) == sum(
+                each.nbytes for key, each in states.items() if key != "step")
