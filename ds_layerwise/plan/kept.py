@@ -31,6 +31,9 @@ def check_kept(routes: Mapping[str, Route], specs: Sequence[ParamSpec], groups: 
     if by_chance and not any("bfloat16" in kept[name].values() for name in by_chance):
         raise ConfigError(f"stochastic_rounding is true for {by_chance[0]}, and no state is kept in 'bfloat16'; set "
                           "momentum_dtype, exp_avg_dtype or exp_avg_sq_dtype to it, or remove stochastic_rounding")
+    if config.rounding_seed and not by_chance:
+        raise ConfigError(f"layerwise.rounding_seed is {config.rounding_seed}, and nothing is rounded by chance; set "
+                          "stochastic_rounding of optimizer.params to true, or remove it")
     for name, states in kept.items():
         _check_codes(name, routes[name], states.values(), config, host_ratio)
         for key, dtype in states.items():

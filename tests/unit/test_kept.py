@@ -160,8 +160,10 @@ class TestRoundedByChance:
         found = torch.empty(300, dtype=torch.bfloat16)
         round_by_chance_(found, values, 3, 0)
         assert torch.equal(found.view(torch.int16), values.bfloat16().view(torch.int16))
-        round_by_chance_(found, torch.full((300,), float("nan")), 3, 0)
-        assert bool(found.isnan().all())
+        # The least and the greatest bits of what is no number: without a carry, or with one, they would be one.
+        for bits in (0x7F800001, 0x7FFFFFFF, 0x7FC00000):
+            round_by_chance_(found, torch.full((300,), bits, dtype=torch.int32).view(torch.float32), 3, 0)
+            assert bool(found.isnan().all()), hex(bits)
 
     def test_each_step_parameter_state_and_seed_has_its_own_chance(self):
         each = {chance_of(seed, step, name, key) for seed in (0, 1) for step in (1, 11) for name in ("a", "a1")
@@ -352,6 +354,8 @@ class TestPlans:
         ({"stochastic_rounding": True}, {}, False, "stochastic_rounding is true for .* no state is kept in 'bfloat16'"),
         ({"exp_avg_dtype": "8bit"}, {"alignment": 64}, False,
          "states in '8bit', and layerwise.alignment is 64: .* set it to a multiple of 256"),
+        ({"momentum_dtype": "bfloat16"}, {"rounding_seed": 3}, False,
+         "layerwise.rounding_seed is 3, and nothing is rounded by chance; set stochastic_rounding"),
         ({"momentum_dtype": "8bit"}, {}, True, "states in '8bit', and zero_optimization.offload_optimizer"),
         ({"momentum_dtype": "float16"}, {}, False,
          "optimizer.params.momentum_dtype must be one of 'float32', 'bfloat16', '8bit', got 'float16'"),

@@ -17,10 +17,16 @@ pytestmark = rooms("remaindered", "remainders", "owned", "kept", "bits", "checkp
 
 KEPT = {"master_dtype": "bfloat16+remainder"}
 
+#: Parts that lie in one piece, between others, and in blocks of rows.
+OVERRIDES = [{"name": "tall.weight", "split": {"q": 10, "k": 10}, "split_groups": 2},
+             {"name": "flat.weight", "split": {"q": 10, "k": 30}, "split_axis": "in"},
+             {"name": "square.weight", "num_heads": 3}]
+
 
 def config(kept=True, *, stage=1, layerwise=None, **changes):
     made = {"bf16": {"enabled": True}, "clip": 5.0, **changes}
-    return ds_config(stage=stage, layerwise={**(KEPT if kept else {}), **(layerwise or {})}, **made)
+    return ds_config(stage=stage, layerwise={
+        "overrides": OVERRIDES, **(KEPT if kept else {}), **(layerwise or {})}, **made)
 
 
 def started(kept=True, module=None, **changes):
