@@ -32,6 +32,7 @@ from ds_layerwise.recipes.settings import (
     merged_keys,
     nearest,
 )
+from ds_layerwise.recipes.width import Mup
 
 #: The spellings of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores them.
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
@@ -301,6 +302,8 @@ class LayerWiseConfig(Section):
     """No schedule takes the learning rate of embeddings and output heads below this; None for no bound."""
     apply_wd_to_qk_layernorm: bool = False
     """Whether vectors of norms over queries and keys are decayed though others are not; Megatron-LM's key."""
+    mup: Annotated[Mup | None, _OR_NULL] = None
+    """Learning rates and eps are those of a narrower model; see :mod:`.recipes.width`. None: of this one."""
     qk_clip: Annotated[QkClip | None, _OR_NULL] = None
     """Scale queries and keys down where attention logits are too large; see :mod:`.recipes.qk_clip`. None for never."""
     log_max_attention_logit: bool = False
@@ -317,6 +320,8 @@ class LayerWiseConfig(Section):
         values = dict(section)
         if "rename" in values:
             values["rename"] = _renames("layerwise.rename", values["rename"])
+        if values.get("mup") is not None:
+            values["mup"] = _mup("layerwise.mup", values["mup"])
         if values.get("qk_clip") is not None:
             values["qk_clip"] = QkClip.from_section("layerwise.qk_clip", values["qk_clip"])
         if "overrides" in values:
@@ -331,6 +336,12 @@ class LayerWiseConfig(Section):
             raise ConfigError(f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
                               f"{lr:g}; lower it")
         return found
+
+
+def _mup(where: str, value: object) -> Mup:
+    if not isinstance(value, Mapping) or not {"base_width", "width"} <= value.keys():
+        raise ConfigError(f"{where} must be an object like {{\"base_width\": 256, \"width\": 4096}}, got {value!r}")
+    return build(Mup, where, value)
 
 
 def _renames(where: str, value: object) -> dict[str, str]:

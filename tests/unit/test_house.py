@@ -36,7 +36,7 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("settings newton_schulz", "conditions recipe",
-                "adafactor any_torch elementwise kronecker param_keys parts qk_clip update_hooks",
+                "adafactor any_torch elementwise kronecker param_keys parts qk_clip update_hooks width",
                 "orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",

@@ -123,7 +123,10 @@ class TestHow(DistributedTest):
             engine.destroy()
 
     def test_masters_are_clipped_and_weights_are_what_they_round_to(self):
-        engine = engine_of(self.kind, bf16={"enabled": True})
+        for changes in ({}, {"zero_optimization": {**ON_HOST, "offload_optimizer": {"device": "cpu"}}}):
+            self.clip_and_round(engine_of(self.kind, bf16={"enabled": True}, **changes))
+
+    def clip_and_round(self, engine):
         before = masters(engine)
         # Nothing moves but by the clip.
         for group in engine.optimizer.param_groups:
