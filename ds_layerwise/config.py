@@ -37,6 +37,7 @@ from ds_layerwise.recipes.settings import (
     merged_keys,
     nearest,
 )
+from ds_layerwise.recipes.width import Mup
 
 #: The spellings of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores them.
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
@@ -330,6 +331,8 @@ class LayerWiseConfig(Section):
     """No schedule takes the learning rate of embeddings and output heads below this; None for no bound."""
     apply_wd_to_qk_layernorm: bool = False
     """Whether vectors of norms over queries and keys are decayed though others are not; Megatron-LM's key."""
+    mup: Annotated[Mup | None, _OR_NULL] = None
+    """Learning rates and eps are those of a narrower model; see :mod:`.recipes.width`. None: of this one."""
     qk_clip: Annotated[QkClip | None, _OR_NULL] = None
     """Scale queries and keys down where attention logits are too large; see :mod:`.recipes.qk_clip`. None for never."""
     log_max_attention_logit: bool = False
@@ -346,6 +349,8 @@ class LayerWiseConfig(Section):
         values = dict(section)
         if "rename" in values:
             values["rename"] = _renames("layerwise.rename", values["rename"])
+        if values.get("mup") is not None:
+            values["mup"] = Mup.from_section("layerwise.mup", values["mup"])
         if values.get("qk_clip") is not None:
             values["qk_clip"] = QkClip.from_section("layerwise.qk_clip", values["qk_clip"])
         if "norm_groups" in values:
@@ -359,20 +364,14 @@ class LayerWiseConfig(Section):
             values["overrides"] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", each)
                                         for i, each in enumerate(entries))
         if "client_optimizer" in values:
-            values["client_optimizer"] = _client_optimizer("layerwise.client_optimizer", values["client_optimizer"])
+            values["client_optimizer"] = ClientOptimizerConfig.from_section("layerwise.client_optimizer",
+                                                                            values["client_optimizer"])
         found = build(cls, "layerwise", values)
         lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
         if lr is not None and min_lr is not None and min_lr > lr:
             raise ConfigError(f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
                               f"{lr:g}; lower it")
         return found
-
-
-def _client_optimizer(where: str, value: object) -> ClientOptimizerConfig:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be an object like {{'split': 'whole'}}, got {value!r}")
-    only_known(where, value, ClientOptimizerConfig.keys())
-    return build(ClientOptimizerConfig, where, dict(value))
 
 
 def _renames(where: str, value: object) -> dict[str, str]:

@@ -195,7 +195,7 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
 
 def _refuse_what_clients_lack(run: RunConfig) -> None:
     default = type(run.layerwise)()
-    for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm"):
+    for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "mup"):
         if getattr(run.layerwise, key) != getattr(default, key):
             raise ConfigError(f"layerwise.{key} is set, and the groups of the optimizer that was given to initialize() "
                               "say what it would; remove it, and make a group of those parameters")

@@ -1,4 +1,5 @@
-"""What a config says of kinds of parameters: of vectors, of what element-wise recipes train, of embeddings and heads.
+"""What a config says of kinds of parameters: of vectors, of what element-wise recipes train, of embeddings and heads,
+of what grows with the width of a model.
 
 Weight decay of a parameter, first that is there: what an override sets; what its parameter group says for itself; none
 for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for element-wise recipes; the run's.
@@ -7,11 +8,14 @@ for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for element-wise 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.matching import Changes
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.width import Mup, is_hidden
 
 #: What model families call a norm over queries or keys, with what is in it.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
@@ -26,17 +30,18 @@ class ByKind:
     apply_wd_to_qk_layernorm: bool = False
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
+    mup: Mup | None = None
 
     @classmethod
     def of(cls, optimizer: OptimizerConfig, layerwise: LayerWiseConfig) -> ByKind:
         """What the two sections say."""
         return cls(decay_vectors=optimizer.decay_vectors, scalar_weight_decay=optimizer.scalar_weight_decay,
                    apply_wd_to_qk_layernorm=layerwise.apply_wd_to_qk_layernorm, decoupled_lr=layerwise.decoupled_lr,
-                   decoupled_min_lr=layerwise.decoupled_min_lr)
+                   decoupled_min_lr=layerwise.decoupled_min_lr, mup=layerwise.mup)
 
     def asks_for_tables(self) -> str | None:
         """The first key that is for embeddings and output heads, if one is given."""
-        return next((key for key in _OF_TABLES if getattr(self, key) is not None), None)
+        return next((key for key in (*_OF_TABLES, "mup") if getattr(self, key) is not None), None)
 
     def change_table(self, changes: Changes) -> None:
         """Add to ``changes`` of an embedding or output head what is said of those.
@@ -47,6 +52,29 @@ class ByKind:
         for key, sets in _OF_TABLES.items():
             if (value := getattr(self, key)) is not None:
                 changes.add(f"layerwise.{key}", {sets: value})
+
+    def by_width(self, route: Route, shape: Callable[[], tuple[int, ...]], *, table: bool) -> Route:
+        """``route``, on which overrides have had their say, with its rates by width.
+
+        A rate, or an eps, that an override gives is what it is.
+
+        Args:
+            shape: gives that of the whole parameter; only called if it matters.
+            table: whether it is an embedding or an output head.
+
+        Raises:
+            RoutingError: its rate does not carry over from another width, or it is not known how.
+        """
+        if self.mup is None:
+            return route
+        try:
+            lr, eps = self.mup.factors(route.recipe, hidden=not table and is_hidden(shape()))
+        except ValueError as error:
+            raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
+        found = replace(route, lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
+                        eps_scale=eps if route.eps is None else 1.0)
+        why = f"rate x {lr:g} by width" if route.lr is None else "eps by width"
+        return found if found == route else found.because(why)
 
     def decayed(self, route: Route, shape: tuple[int, ...], *, own_decay: bool = False) -> Route:
         """``route`` of a parameter of ``shape``, on which overrides have had their say, with its weight decay.

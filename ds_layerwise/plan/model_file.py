@@ -214,9 +214,10 @@ def _refuse_what_a_file_does_not_say(overrides: Sequence[Override], by_kind: ByK
     refuse_conditions(overrides, Override.OF_THE_MODEL, why="names and shapes alone do not say which parameters those "
                       "are")
     if key := by_kind.asks_for_tables():
-        raise ConfigError(f"layerwise.{key} is {getattr(by_kind, key):g}, and names and shapes alone do not say which "
-                          "parameters are embeddings and output heads; plan without it, or name them in "
-                          "layerwise.overrides")
+        value = getattr(by_kind, key)
+        raise ConfigError(f"layerwise.{key} is {f'{value:g}' if isinstance(value, float) else value}, and names and "
+                          "shapes alone do not say which parameters are embeddings and output heads; plan without it, "
+                          "or name them in layerwise.overrides")
 
 
 def deal_out_experts(params: Sequence[tuple[str, tuple[int, ...]]],

@@ -178,7 +178,10 @@ def _head(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: Optim
     used = [groups[i] for i in sorted({route.group for route in routes.values()})]
 
     def text(recipe: Recipe, key: str) -> str:
-        own = [getattr(routes[spec.name], key) for spec in specs if routes[spec.name].recipe == recipe]
+        mine = [routes[spec.name] for spec in specs if routes[spec.name].recipe == recipe]
+        if key == "eps":
+            return _span(route.hyper(groups[route.group])["eps"] for route in mine)
+        own = [getattr(route, key) for route in mine]
         values = [group[key] for group in used if None in own] + [value for value in own if value is not None]
         if key == "betas":
             return " and ".join(sorted({f"[{first:g}, {second:g}]" for first, second in values}))

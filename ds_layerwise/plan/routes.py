@@ -40,6 +40,8 @@ class Route:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     lr_scale: float = 1.0
+    eps_scale: float = 1.0
+    """Multiplies the group's ``eps``, if nothing of its own replaces that."""
     lr: float | None = None
     """Replaces the rate that it would have while its group's ``lr`` stands at its configured value, if set."""
     min_lr: float | None = None
@@ -64,7 +66,7 @@ class Route:
 
     def described(self) -> str:
         """All that is computed for it, as far as its group does not say: ranks that hold it must agree."""
-        own = ", ".join(f"{key} {getattr(self, key)}" for key in _OF_ROUTES)
+        own = ", ".join(f"{key} {getattr(self, key)}" for key in (*_OF_ROUTES, "eps_scale"))
         kind, settings = "matrix" if self.whole else "scalar", self.recipe.settings()
         parts = self.parts
         seen = f", as {self.seen(0)} in {parts.groups} groups of axis {parts.axis}" if parts else ""
@@ -106,8 +108,10 @@ class Route:
             lr = float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
         else:
             lr = self.lr * (float(group["lr"]) / float(group["configured_lr"]))
-        return {"lr": lr if self.min_lr is None else max(lr, self.min_lr),
-                **{key: float(group[key] if value is None else value) for key, value in own.items()},
+        found = {key: float(group[key] if value is None else value) for key, value in own.items()}
+        if self.eps is None:
+            found["eps"] *= self.eps_scale
+        return {"lr": lr if self.min_lr is None else max(lr, self.min_lr), **found,
                 "betas": tuple(float(beta) for beta in betas),
                 **{key: group[key] for key in ("of_client",) if key in group}}
 

@@ -103,13 +103,8 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _entries(model: nn.Module, clip: QkClip, tp_size: int) -> Iterator[tuple[str, nn.Module, AttentionEntry]]:
     """The modules that are to be clipped, and where each has its queries and keys."""
     if not clip.attention:
-        some = False
         for path, module in _of_transformers(model):
-            some = True
             yield path, module, _known(path, module, tp_size)
-        if not some and getattr(model, "config", None) is None:
-            raise RoutingError("layerwise.qk_clip finds attention in models of transformers, which this is not; "
-                               f"{_WAY_OUT}, like {{\"name\": \"blocks.*.attn\", \"heads\": 8, \"qkv\": \"qkv\"}}")
         return
     for path, module in _inside(model):
         entries = [entry for entry in clip.attention if fnmatchcase(path, entry.name)]

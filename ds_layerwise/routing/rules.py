@@ -33,6 +33,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.facts import facts_of, holders_of
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
-from ds_layerwise.routing.tensor_marks import axis_of, is_cut
+from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
 #: What the common model families call an output head, or the module that ends in one.
 HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|qa_outputs|embed_out|output_layer|"
@@ -136,7 +137,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     routes: dict[str, Route] = {}
     for name, param in trained.items():
         _check_trainable(name, param, homes[name])
-        if _table_or_head(param, homes[name]):
+        if table := _table_or_head(param, homes[name]) is not None:
             by_kind.change_table(merged[name])
         mine = merged[name].values
         if by_group:
@@ -147,6 +148,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
                         transposed=is_transposed(holders[name], param))
         route = by_kind.decayed(route, tuple(param.shape), own_decay=route.group in own_decay)
+        route = by_kind.by_width(route, partial(_dims, route, param, tp_size), table=table)
         route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
         routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
     config = getattr(model, "config", None)
@@ -170,6 +172,10 @@ def _groups_of(names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping
                                    "model does not have; pass parameters of the model given to initialize()")
             found[names[param]] = index
     return found
+
+
+def _dims(route: Route, param: Tensor, tp_size: int) -> tuple[int, ...]:
+    return whole_dims(route.name, param, tp_size) if route.is_cut else tuple(param.shape)
 
 
 def _check_trainable(name: str, param: Tensor, home: _Home) -> None:

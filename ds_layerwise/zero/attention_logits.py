@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.config import LayerWiseConfig
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.scaled import Factors, factors_of
 from ds_layerwise.recipes.qk_clip import QkClip, power_of
@@ -35,6 +36,7 @@ class AttentionLogits:
 
     Args:
         params: the trained parameters by name.
+        routes: theirs.
         held: the parameters of which this rank holds a piece.
 
     Raises:
@@ -42,7 +44,8 @@ class AttentionLogits:
     """
 
     def __init__(self, model: nn.Module, config: LayerWiseConfig, settings: Settings, *,
-                 params: Mapping[str, nn.Parameter], held: Collection[str], device: torch.device) -> None:
+                 params: Mapping[str, nn.Parameter], routes: Mapping[str, Route], held: Collection[str],
+                 device: torch.device) -> None:
         self.clip, self._settings, self._held = config.qk_clip, settings, held
         self.measures = self.clip is not None or config.log_max_attention_logit
         self.largest: dict[str, float] = {}
@@ -54,10 +57,12 @@ class AttentionLogits:
             return
         with comm.Alike(None):
             self._attentions = attentions_of(model, self.clip, trained=params.keys(), tp_size=settings.tp_size)
-        own = [attention.name for attention in self._attentions], matched(model, self.clip)
+            _check_hooks(self._attentions, routes)
+        own = {each.name: bool(each.scaled) for each in self._attentions}, matched(model, self.clip)
         everyone = [own] if settings.model_group is None else comm.gather_objects(own, group=settings.model_group)
         self._everywhere = list(dict.fromkeys(name for names, _ in everyone for name in names))
         self._check_found({index for _, indices in everyone for index in indices})
+        self._never = {name for names, _ in everyone for name, clipped in names.items() if clipped}
         self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         start = 0
         for attention in self._attentions:
@@ -66,7 +71,6 @@ class AttentionLogits:
         self._modules = {attention.name: attention.module for attention in self._attentions}
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=device)
-        self._never = set(self._everywhere)
         self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
         if self.clip is not None:
             self._factors = {each.name: _indices(each, self._shapes[each.name], attention, self.clip, device)
@@ -87,8 +91,9 @@ class AttentionLogits:
                 raise ConfigError(f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module is "
                                   "called so; correct it, or remove the entry")
         if self.clip is not None and not self._everywhere:
-            raise ConfigError("layerwise.qk_clip finds no attention module in this model; name them in "
-                              "layerwise.qk_clip.attention, or leave it out")
+            raise ConfigError("layerwise.qk_clip finds attention in models of transformers, and none in this one; say "
+                              "where it is in layerwise.qk_clip.attention, like {\"name\": \"blocks.*.attn\", "
+                              "\"heads\": 8, \"qkv\": \"qkv\"}, or leave qk_clip out")
 
     def destroy(self) -> None:
         """Look at no module any more."""
@@ -225,6 +230,18 @@ def events_of(largest: Mapping[str, float], samples: int) -> list[tuple[str, flo
         return []
     return [("Train/Samples/max_attention_logit", max(largest.values()), samples),
             *((f"Train/Samples/max_attention_logit/{name}", value, samples) for name, value in largest.items() if name)]
+
+
+def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -> None:
+    """Refuse a rule that brings weights back to a norm, and so undoes what was scaled.
+
+    Raises:
+        RoutingError: names the parameter.
+    """
+    for each in (each for attention in attentions for each in attention.scaled):
+        if getattr(routes[each.name].recipe, "hyperball", None) is not None:
+            raise RoutingError(f"layerwise.qk_clip scales {each.name} down, and hyperball keeps its norm; leave one of "
+                               "the two out, hyperball by an override for queries and keys")
 
 
 def _indices(scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip,

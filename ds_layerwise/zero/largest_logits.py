@@ -15,6 +15,9 @@ from ds_layerwise.errors import StepError
 #: Logits that are in memory at a time.
 _AT_A_TIME = 1 << 24
 
+#: What is added to logits that are hidden is less: models have -1e4, or the least number of a dtype.
+_HIDDEN = -5e3
+
 #: Of rows [first, last) of the matrix of logits, which count: a bool tensor that broadcasts to (batch, heads, rows,
 #: keys), or None for all.
 Counts = Callable[[int, int], "Tensor | None"]
@@ -75,8 +78,8 @@ def _everything(first: int, last: int) -> Tensor | None:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """A mask of what counts from one that is added to logits, in which only what is hidden is hugely negative."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    """A mask of what counts from one that is added to logits."""
+    return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
         names = {param: name for name, param in self._params.items()}
         self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
         self._device = next(iter(self._params.values())).device
-        self.attention = AttentionLogits(model, config, settings, params=self._params, device=self._device,
-                                         held={piece.name for piece in self.layout.pieces(self.rank)})
+        self.attention = AttentionLogits(
+            model, config, settings, params=self._params, routes=self.routes, device=self._device,
+            held={piece.name for piece in self.layout.pieces(self.rank)})
         self._products = Products.agree({route.recipe for route in self.routes.values()}, self._device)
         # One rank may find no memory, on the device or, page-locked, on the host.
         with comm.Alike(None), ambient.set_aside(self._device):

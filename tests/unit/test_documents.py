@@ -576,7 +576,8 @@ MEGATRON = """
     overlap_param_gather_with_optimizer_step optimizer_cpu_offload optimizer_offload_fraction
     use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params clip_grad
     grad_norm_skip_threshold log_num_zeros_in_grad barrier_with_L1_time timers config_logger_dir
-    optimizer_cuda_graph qk_clip qk_clip_threshold qk_clip_alpha log_max_attention_logit""".split()
+    optimizer_cuda_graph qk_clip qk_clip_threshold qk_clip_alpha log_max_attention_logit use_mup
+    mup_base_hidden_size""".split()
 
 
 def test_every_name_of_megatron_is_told_and_what_it_is_here_is_there():

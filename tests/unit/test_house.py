@@ -36,7 +36,8 @@ FLOORS = (
 #: The same inside each folder.
 INSIDE = {
     "recipes": ("bits settings newton_schulz", "conditions monitor recipe", "kept",
-                "adafactor any_torch elementwise kronecker norm_groups param_keys parts qk_clip update_hooks",
+                "adafactor any_torch elementwise kronecker norm_groups param_keys parts qk_clip "
+                "update_hooks width",
                 "client orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",

@@ -2,7 +2,6 @@
 
 import csv
 import os
-from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
@@ -123,7 +122,10 @@ class TestHow(DistributedTest):
             engine.destroy()
 
     def test_masters_are_clipped_and_weights_are_what_they_round_to(self):
-        engine = engine_of(self.kind, bf16={"enabled": True})
+        for changes in ({}, {"zero_optimization": {**ON_HOST, "offload_optimizer": {"device": "cpu"}}}):
+            self.clip_and_round(engine_of(self.kind, bf16={"enabled": True}, **changes))
+
+    def clip_and_round(self, engine):
         before = masters(engine)
         # Nothing moves but by the clip.
         for group in engine.optimizer.param_groups:
@@ -277,12 +279,13 @@ class TestGiven(DistributedTest):
     def test_entries_must_be_for_something(self):
         with pytest.raises(ConfigError, match=r"qk_clip.attention\[0\].name is 'atn', and no module is called so"):
             start_own({"qk_clip": {"attention": [{**ENTRY, "name": "atn"}]}})
-        with pytest.raises(RoutingError, match="finds attention in models of transformers, which this is not"):
+        with pytest.raises(ConfigError, match="finds attention in models of transformers, and none in this one; say"):
             start_own({"qk_clip": {}})
-        module = Own()
-        module.config = SimpleNamespace(model_type="own")
-        with pytest.raises(ConfigError, match="layerwise.qk_clip finds no attention module in this model"):
-            start(module, ds_config(layerwise={"qk_clip": {}}))
+
+    def test_a_norm_that_is_kept_undoes_it(self):
+        entry = {"name": "attn.k.weight", "hyperball": 1.0}
+        with pytest.raises(RoutingError, match="qk_clip scales attn.k.weight down, and hyperball keeps its norm"):
+            start_own({"qk_clip": {"attention": [ENTRY]}, "overrides": [entry]})
 
     def test_what_was_frozen_after_the_start_is_left(self):
         engine = start_own()
@@ -393,6 +396,34 @@ class Noting(Block):
         if self.note is not None:
             self.note()
         return super().forward(x)
+
+
+class TestAutoTp(DistributedTest):
+    world_size = 2
+
+    def test_heads_that_deepspeed_deals_out(self):
+        """Each rank has two heads of queries and one of keys; the logits of both are those of the whole model."""
+        kind = "grouped, with biases"
+        plain = model_of(kind, attention="eager")
+        with plain_logits(plain) as found, torch.no_grad():
+            plain.train()(input_ids=tokens_of((0, 0, 0)))
+        largest = largest_by_head(found)
+        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        for path, each in largest.items():
+            clip_plainly(kind, before, path, each, threshold_of(kind), ALPHA)
+        engine = start(model_of(kind), ds_config(
+            layerwise={"qk_clip": {"threshold": threshold_of(kind), "alpha": ALPHA}},
+            tensor_parallel={"autotp_size": 2}))
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        tokens = tokens_of((0, 0, 0))
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        assert engine.optimizer.max_attention_logits == pytest.approx(
+            {path: float(each.max()) for path, each in largest.items()}, rel=1e-5)
+        for name, param in engine.module.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                torch.testing.assert_close(param.detach(), before[name].chunk(2)[dist.get_rank()], rtol=2e-5, atol=1e-6)
 
 
 class TestPipeline(DistributedTest):
