@@ -16,7 +16,7 @@ from tests.support.rooms import rooms
 pytestmark = rooms("one_file")
 
 RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
-         "b": RuleRecord("adam", ("exp_avg",), "exp_avg")}
+         "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
 HEADER = Header(step=3, shapes={"a": (12, 3), "b": (7,)}, rules=RULES, dtypes=("float32",),
                 param_groups=[{"lr": 0.5}], configured=[{"lr": 0.5}])
 SCALER = ("loss_scaler", LossScaler(4.0))
@@ -29,15 +29,15 @@ def numbers(numel, first=0):
 def pieces_of(rank):
     """Rank 1 owns ``a``, of which a factor has as many elements, and both have a part of ``b``."""
     if rank == 0:
-        return [PieceRecord("b", 0, numbers(4), {"exp_avg": numbers(4, 20)})]
+        return [PieceRecord("b", 0, numbers(4), {"exp_avg": numbers(4, 20), "step": torch.tensor(3.0)})]
     whole = {"exp_avg": numbers(36, 100), "L.q": numbers(36, 200).view(6, 6), "step": torch.tensor(3.0)}
     return [PieceRecord("a", 0, numbers(36, 50), whole),
-            PieceRecord("b", 4, numbers(3, 4), {"exp_avg": numbers(3, 24)})]
+            PieceRecord("b", 4, numbers(3, 4), {"exp_avg": numbers(3, 24), "step": torch.tensor(3.0)})]
 
 
 WHOLE = {"master.a": numbers(36, 50).view(12, 3), "state.a.exp_avg": numbers(36, 100).view(12, 3),
          "state.a.L.q": numbers(36, 200).view(6, 6), "state.a.step": torch.tensor(3.0),
-         "master.b": numbers(7), "state.b.exp_avg": numbers(7, 20)}
+         "master.b": numbers(7), "state.b.exp_avg": numbers(7, 20), "state.b.step": torch.tensor(3.0)}
 
 
 class Stop(Exception):
