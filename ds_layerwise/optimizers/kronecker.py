@@ -144,12 +144,13 @@ def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
     What does not converge is tried once more in the widest dtype, whose result is rounded.
 
     Raises:
-        LinAlgError: it does not converge there, either.
+        LinAlgError: it does not converge there, either, or on a device that does not say so has made NaN of it.
     """
     try:
         values, vectors = torch.linalg.eigh(factor)
     except LinAlgError:
         values, vectors = torch.linalg.eigh(factor.to(widest_float()))
+    check_finite(values, "an eigenvalue")
     return values.flip(-1).to(factor.dtype), vectors.flip(-1).to(factor.dtype)
 
 

@@ -171,9 +171,9 @@ def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
         return _observed(recipe, shape, "cpu")
     samples = [sample[-len(shape):] for sample in _SHAPES]
     try:
-        return _counted_as(_observed(recipe, samples[0], "cpu"), _observed(recipe, shape, "meta"))
+        return _counted_as(kept_of(recipe, samples[0]), _observed(recipe, shape, "meta"))
     except ConfigError:
-        one, other = (_observed(recipe, sample, "cpu") for sample in samples)
+        one, other = (kept_of(recipe, sample) for sample in samples)
         return _of_shape(recipe, one, other, samples, shape)
 
 

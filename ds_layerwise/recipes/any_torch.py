@@ -63,6 +63,11 @@ class AnyTorch(Recipe):
                                  "of other optimizers, in layerwise.overrides")
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What another process makes an equal recipe of, which has no module to find its type in: stages of a pipeline
+        tell each other their routes."""
+        return _again, (self.rule, self.whole, {key: getattr(self, key) for key in self.model_fields_set})
+
     @property
     def arguments(self) -> dict[str, Any]:
         """What the class is called with, beside ``lr`` and ``weight_decay``."""
@@ -150,6 +155,10 @@ def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
         rule=path, family=path, __module__=__name__, __doc__=base.__doc__,
         __annotations__={"rule": ClassVar[str], "family": ClassVar[str]}))
     return found
+
+
+def _again(path: str, whole: bool, settings: dict[str, Any]) -> AnyTorch:
+    return recipe_of(path, whole=whole)(**settings)
 
 
 def _probe() -> Any:

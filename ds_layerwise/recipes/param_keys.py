@@ -144,7 +144,8 @@ _ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
 def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
     try:
         return predicate(*args)
-    except Exception as e:  # whatever somebody's function raises
+    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
+            ValueError) as e:
         raise RoutingError(f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
                            f"{str(e).partition(chr(10))[0]}") from e
 

@@ -1,5 +1,7 @@
 """What a probe says that a class keeps, against what it keeps."""
 
+import copy
+import pickle
 import weakref
 from types import SimpleNamespace
 
@@ -172,6 +174,10 @@ def test_recipes_of_one_path_are_equal():
     one, other = (entry_of(path, whole=True).recipe(matrix_params={"betas": [0.9, 0.8]}) for _ in range(2))
     assert one == other and hash(one) == hash(other) and one.rule == path
     assert one != entry_of(path, whole=True).recipe() != entry_of(path, whole=False).recipe()
+    # Stages of a pipeline send them to each other.
+    for each in (one, entry_of(path, whole=False).recipe()):
+        for sent in (pickle.loads(pickle.dumps(each)), copy.deepcopy(each)):
+            assert sent == each and type(sent) is type(each) and sent.model_fields_set == each.model_fields_set
 
 
 def test_arguments_are_what_ranks_can_compare():

@@ -374,6 +374,14 @@ def test_a_gradient_without_finite_squares_never_makes_nan_of_weights(name, basi
     assert torch.isfinite(param).all()
 
 
+@pytest.mark.parametrize("name", ["soap", "shampoo"])
+def test_a_device_that_makes_nan_of_a_factor_without_a_word(name, monkeypatch):
+    monkeypatch.setattr(torch.linalg, "eigh", lambda factor: (factor[..., 0] * torch.nan, factor))
+    rule, param = rule_of(REGISTRY[name].recipe()), torch.ones(4, 6)
+    with pytest.raises(UpdateError, match=f"{name} finds no eigenvectors of .*an eigenvalue is not finite"):
+        rule.update_([param], [torch.ones(4, 6)], [rule.init_state(param)], HYPER)
+
+
 def test_an_eps_of_zero_is_told_where_eigenvalues_are_divided_by():
     rule = rule_of(REGISTRY["kl_soap"].recipe(precondition_frequency=1))
     param, hyper = torch.ones(4, 6), Hyper(lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.95), eps=0.0)

@@ -281,14 +281,16 @@ class TestGradients(DistributedTest):
 class TestRouting(DistributedTest):
     world_size = 2
 
-    def test_a_stage_decides_as_the_whole_model_would(self):
+    @pytest.mark.parametrize("matrix", ["muon", "torch.optim:Adafactor"])
+    def test_a_stage_decides_as_the_whole_model_would(self, matrix):
         """The last linear layer is a head if it has an embedding's shape, wherever that embedding is."""
         specs = [LayerSpec(nn.Embedding, 12, 8), LayerSpec(nn.Linear, 8, 12), LayerSpec(nn.Linear, 12, 8),
                  LayerSpec(nn.Linear, 8, 12)]
         found = []
         for stages in (1, 2):
             engine = start(PipelineModule(specs, num_stages=stages, partition_method="uniform", loss_fn=token_loss),
-                           ds_config(layerwise={"overrides": [{"name": "2.weight", "lr_scale": 0.5}]}))
+                           ds_config(layerwise={"overrides": [{"name": "2.weight", "lr_scale": 0.5}]}, optimizer={
+                               "type": "LayerWise", "params": {"matrix_optimizer": matrix, "muon_lr": 0.02}}))
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, {name: (route.recipe, route.reason, route.lr_scale)
                                               for name, route in engine.optimizer.routes.items()})

@@ -1,0 +1,143 @@
+"""One file of whole parameters, without an engine: what is put together of the parts of ranks, written and read."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from safetensors.torch import load_file
+
+from ds_layerwise.checkpoint.one_file import OneFile, write
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.zero import one_file
+from tests.support.rooms import rooms
+
+pytestmark = rooms("one_file")
+
+RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
+         "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
+HEADER = Header(step=3, shapes={"a": (12, 3), "b": (7,)}, rules=RULES, dtypes=("float32",),
+                param_groups=[{"lr": 0.5}], configured=[{"lr": 0.5}])
+SCALER = ("loss_scaler", LossScaler(4.0))
+
+
+def numbers(numel, first=0):
+    return torch.arange(first, first + numel, dtype=torch.float32)
+
+
+def pieces_of(rank):
+    """Rank 1 owns ``a``, of which a factor has as many elements, and both have a part of ``b``."""
+    if rank == 0:
+        return [PieceRecord("b", 0, numbers(4), {"exp_avg": numbers(4, 20), "step": torch.tensor(3.0)})]
+    whole = {"exp_avg": numbers(36, 100), "L.q": numbers(36, 200).view(6, 6), "step": torch.tensor(3.0)}
+    return [PieceRecord("a", 0, numbers(36, 50), whole),
+            PieceRecord("b", 4, numbers(3, 4), {"exp_avg": numbers(3, 24), "step": torch.tensor(3.0)})]
+
+
+WHOLE = {"master.a": numbers(36, 50).view(12, 3), "state.a.exp_avg": numbers(36, 100).view(12, 3),
+         "state.a.L.q": numbers(36, 200).view(6, 6), "state.a.step": torch.tensor(3.0),
+         "master.b": numbers(7), "state.b.exp_avg": numbers(7, 20), "state.b.step": torch.tensor(3.0)}
+
+
+class Stop(Exception):
+    pass
+
+
+def save_on_two_ranks(path, monkeypatch, header=HEADER):
+    """What two ranks would do, one after the other."""
+    said, sent = [], []
+
+    def play(rank, gather):
+        monkeypatch.setattr(one_file.comm, "rank_of", lambda group: rank)
+        monkeypatch.setattr(one_file.comm, "gather_objects", gather)
+        one_file.save(path, pieces_of(rank), header, SCALER, torch.device("cpu"))
+
+    def only_say(mine, group):
+        said.append(mine)
+        raise Stop
+
+    monkeypatch.setattr(one_file.comm, "Alike", lambda group: nullcontext())
+    monkeypatch.setattr(one_file.comm, "send", lambda value, to: sent.append(value.clone()))
+    monkeypatch.setattr(one_file.comm, "receive", lambda into, out_of: into.copy_(sent.pop(0)))
+    for rank in (0, 1):
+        with pytest.raises(Stop):
+            play(rank, only_say)
+    play(1, lambda mine, group: said)
+    play(0, lambda mine, group: said)
+    assert not sent
+
+
+def test_parts_of_ranks_are_put_together(tmp_path, monkeypatch):
+    save_on_two_ranks(tmp_path / "file", monkeypatch)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    found = load_file(tmp_path / "file")
+    found.pop("ds_layerwise")
+    assert found.keys() == WHOLE.keys()
+    for key, value in WHOLE.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_it_is_read_as_it_was_saved(tmp_path, monkeypatch):
+    save_on_two_ranks(tmp_path / "file", monkeypatch)
+    opened = OneFile(tmp_path / "file")
+    assert (opened.header.step, opened.header.rules, opened.header.shapes) == (3, RULES, HEADER.shapes)
+    assert opened.header.loss_scaler.loss_scale == 4.0 and opened.header.param_groups == [{"lr": 0.5}]
+    (a,), (b,) = opened.pieces("a", 0, 36), opened.pieces("b", 2, 5)
+    assert (a.param_start, b.param_start) == (0, 0) and torch.equal(b.master, numbers(7))
+    assert {key: tuple(value.shape) for key, value in a.state.items()} == {"exp_avg": (36,), "L.q": (6, 6), "step": ()}
+    assert torch.equal(a.state["exp_avg"], numbers(36, 100)) and torch.equal(a.state["L.q"], WHOLE["state.a.L.q"])
+
+
+def test_each_save_has_a_name_of_its_own(tmp_path):
+    for name in ("one", "other"):
+        write(tmp_path / name, WHOLE, HEADER, SCALER)
+    one, other = (OneFile(tmp_path / name).identity() for name in ("one", "other"))
+    assert one != other and one == OneFile(tmp_path / "one").identity() and len(one) == 1
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    write(tmp_path / "file", WHOLE, HEADER, SCALER)
+    before = (tmp_path / "file").read_bytes()
+
+    def fails(descriptor):
+        assert (tmp_path / "file").read_bytes() == before
+        raise OSError("no disk any more")
+
+    # Nothing replaces a file before it is on the disk.
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(LayerWiseError, match="file cannot be written: no disk any more"):
+        write(tmp_path / "file", WHOLE, HEADER, SCALER)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == before
+
+
+def test_what_is_no_such_file(tmp_path):
+    write(tmp_path / "file", {key: value for key, value in WHOLE.items() if key != "state.b.exp_avg"}, HEADER, SCALER)
+    (tmp_path / "text").write_text("no tensors")
+    for name, message in (("none", "none is no file; every rank reads it"), (".", "is no file; every rank reads it"),
+                          ("text", "text is no whole file of safetensors"),
+                          ("file", "file lacks state.b.exp_avg, and is not whole")):
+        with pytest.raises(LayerWiseError, match=message):
+            OneFile(tmp_path / name)
+    from safetensors.torch import save_file
+    save_file(WHOLE, tmp_path / "other")
+    with pytest.raises(LayerWiseError, match="was not written by save_state_dict_to_file"):
+        OneFile(tmp_path / "other")
+
+
+def test_a_disk_without_room_is_an_error_and_parts_go(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(LayerWiseError, match="file.parts cannot be written: .*No space left on device"):
+        save_on_two_ranks(tmp_path / "file", monkeypatch)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_somebody_else_stays(tmp_path, monkeypatch):
+    (tmp_path / "file.parts").mkdir()
+    (tmp_path / "file.parts" / "notes.txt").write_text("mine")
+    with pytest.raises(LayerWiseError, match="file.parts cannot be written: it holds notes.txt, and is removed"):
+        save_on_two_ranks(tmp_path / "file", monkeypatch)
+    assert (tmp_path / "file.parts" / "notes.txt").read_text() == "mine" and not (tmp_path / "file").exists()
