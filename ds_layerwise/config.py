@@ -298,6 +298,7 @@ class LayerWiseConfig(Section):
     norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)
     """By name, groups of parameters with a norm of their own, and perhaps a bound of it."""
     monitor: Monitor = Monitor()
+    """What DeepSpeed's monitor is told of updates, beside what it always is."""
     verify_first_step: bool = False
     """Compare the first update with what one process would have computed; see :mod:`.zero.first_step`."""
     overlap_param_gather: bool = False

@@ -185,7 +185,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         for key in ("grad_norm_skip_threshold", "norm_groups"):
             if layerwise.get(key):
                 raise ConfigError(f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the norm; "
-                                  f"remove one of the two")
+                                  "remove one of the two")
     if isinstance(checkpoint, Mapping) and checkpoint.get("use_node_local_storage") and \
             isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
         raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."

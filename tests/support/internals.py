@@ -80,3 +80,14 @@ def launched(engine: Any) -> int:
 def gathers_under_way(engine: Any) -> dict[int, Any]:
     """The gathers of new weights that nobody has waited for, by bucket."""
     return engine.optimizer._param_sync._pending
+
+
+def decision(engine: Any) -> Any:
+    """What the ranks decide on the gradients at hand, as at the begin of a step; all of them must ask."""
+    optimizer = engine.optimizer
+    return optimizer._before_update.decide(clip_grad=optimizer.clip_grad, loss_scale=optimizer.loss_scale)
+
+
+def is_first_step_due(engine: Any) -> bool:
+    """Whether the next update is to be compared with a plain one."""
+    return bool(engine.optimizer._first_step.is_armed)

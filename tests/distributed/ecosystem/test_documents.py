@@ -81,7 +81,9 @@ class TestPython(DistributedTest):
 class TestConfigs(DistributedTest):
     world_size = 1
 
-    def test_engines_take_a_step(self):
+    def test_engines_take_a_step(self, tmp_path, monkeypatch):
+        # Where monitors write.
+        monkeypatch.chdir(tmp_path)
         for block in blocks("json"):
             config, _ = as_config(block)
             if "tensor_parallel" in config:  # of 2 ranks: below

@@ -50,8 +50,7 @@ def train(engine, steps=1, *, gas=1, first=0):
             engine.step()
 
 
-def is_armed(engine):
-    return engine.optimizer._first_step.is_armed
+is_armed = internals.is_first_step_due
 
 
 class TestRight(DistributedTest):

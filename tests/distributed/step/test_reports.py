@@ -18,6 +18,7 @@ from tests.distributed.parallel.test_pipeline import config as pipeline_config
 from tests.distributed.parallel.test_pipeline import oracle as pipeline_oracle
 from tests.distributed.parallel.test_pipeline import pipeline, train_pipeline
 from tests.distributed.parallel.test_tensor_parallel import OnWholeNumbers
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -256,7 +257,7 @@ class TestUpdates(DistributedTest):
         if dist.get_rank() == last:
             def fail(*_args, **_more):
                 raise MemoryError("no memory left")
-            engine.optimizer._owned.update = fail
+            internals.owned(engine).update = fail
             with pytest.raises(MemoryError):
                 train_engine(engine, 1, first=1)
         else:
