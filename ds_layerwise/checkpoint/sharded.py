@@ -63,7 +63,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
         return
     inner = math.prod(shape[1:])
     first, last = start // inner, (stop - 1) // inner
-    if first == last and stop - start < inner:
+    if first == last:
         for offset, size in boxes(shape[1:], start - first * inner, stop - first * inner):
             yield (first, *offset), (1, *size)
         return

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ds_layerwise
-from ds_layerwise.checkpoint.sharded import boxes
+from ds_layerwise.checkpoint.sharded import Piece, boxes
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -44,6 +44,17 @@ def test_boxes_are_the_range_and_no_more(shape):
                       for offset, sizes in found]
             flat = [torch.empty(0, dtype=torch.int64), *(value.reshape(-1) for value in values)]
             assert torch.equal(torch.cat(flat), torch.arange(first, stop))
+
+
+def test_each_box_of_a_piece_is_its_own_memory():
+    whole = torch.arange(24.0).view(4, 6)
+    piece = Piece(whole.view(-1)[3:21], 3, (4, 6))
+    items = piece.__create_write_items__("w", piece)
+    assert [(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)) for item in items] == [
+        ((0, 3), (1, 3)), ((1, 0), (2, 6)), ((3, 0), (1, 3))]
+    for item, expected in zip(items, (whole[:1, 3:], whole[1:3], whole[3:, :3]), strict=True):
+        found = piece.__get_tensor_shard__(item.index)
+        assert torch.equal(found, expected) and found.data_ptr() == expected.data_ptr()
 
 
 def save(engine, folder):

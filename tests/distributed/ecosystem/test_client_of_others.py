@@ -62,6 +62,8 @@ class TestAccelerate(DistributedTest):
             wrapped.zero_grad()
             seen.append(accelerator.gather(tokens))
         assert len(seen) == STEPS and optimizer.param_groups[0]["lr"] == pytest.approx(0.004 / (1 + 2 * STEPS))
+        # Its optimizer sees fused projections as they are.
+        assert not any(route.parts for route in engine.optimizer.routes.values())
         expected = alone(seen, 0.004)
         for name, value in masters(engine).items():
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-5)
