@@ -63,7 +63,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
         return
     inner = math.prod(shape[1:])
     first, last = start // inner, (stop - 1) // inner
-    if first == last and stop - start < inner:
+    if first == last:
         for offset, size in boxes(shape[1:], start - first * inner, stop - first * inner):
             yield (first, *offset), (1, *size)
         return
@@ -81,20 +81,22 @@ class Piece(Tensor):
 
     Args:
         held: 1-D, the elements of the flattened whole from ``start`` on. Not copied.
+        may_be_read_into: whether torch may fill it from a file.
     """
 
     held: Tensor
     start: int
+    may_be_read_into: bool
 
     @staticmethod
-    def __new__(cls, held: Tensor, start: int, shape: Sequence[int]) -> Piece:
+    def __new__(cls, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False) -> Piece:
         """A tensor without memory of its own."""
         made: Piece = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=held.dtype, device=held.device)
-        made.held, made.start = held, start
+        made.held, made.start, made.may_be_read_into = held, start, may_be_read_into
         return made
 
-    def __init__(self, held: Tensor, start: int, shape: Sequence[int]) -> None:
+    def __init__(self, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False) -> None:
         """All is done."""
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -123,7 +125,14 @@ class Piece(Tensor):
             for offset, size in self._boxes()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What torch is to read of it."""
+        """What torch is to read of it.
+
+        Raises:
+            LayerWiseError: it is live memory, which a read that fails would leave half new.
+        """
+        if not self.may_be_read_into:
+            raise LayerWiseError("sharded_state_dict() is for torch.distributed.checkpoint.save(); load with "
+                                 "engine.optimizer.load_sharded_state_dict(checkpoint), which checks everything first")
         return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, size in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -247,7 +256,7 @@ class ShardedCheckpoint:
         shape = self._shapes[name]
         rule = self.header.rules.get(name)
         held: dict[str, Tensor] = {"": torch.empty(stop - start)}
-        targets: dict[str, Any] = {f"{MODEL}.{name}": Piece(held[""], start, shape)}
+        targets: dict[str, Any] = {f"{MODEL}.{name}": Piece(held[""], start, shape, may_be_read_into=True)}
         for key in rule.state_keys if rule is not None else ():
             path = f"{STATE}.{name}.{key}"
             if path not in self._sizes and key == _COUNT:
@@ -256,7 +265,7 @@ class ShardedCheckpoint:
             dtype = self._dtype(path)
             if self._sizes.get(path) == shape and shape:
                 held[key] = torch.empty(stop - start, dtype=dtype)
-                targets[path] = Piece(held[key], start, shape)
+                targets[path] = Piece(held[key], start, shape, may_be_read_into=True)
             else:
                 targets[path] = held[key] = torch.empty(self._sizes.get(path, ()), dtype=dtype)
         self._read(targets)

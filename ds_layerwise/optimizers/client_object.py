@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_layerwise.checkpoint.plain import plain as saved
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.client import SPLIT, ClientSplit, ClientTorch, client_recipe
 from ds_layerwise.recipes.settings import check, plain
@@ -78,6 +79,7 @@ def check_object(client: object) -> Optimizer:
     """``client``, if optimizers like it can be made.
 
     Raises:
+        LayerWiseError: a group says what no checkpoint could hold.
         ConfigError: it is no ``torch.optim.Optimizer``; or it wraps another, needs a closure, has hooks before its
             step, has another ``step`` than its class, or keeps what cannot be copied.
     """
@@ -113,6 +115,9 @@ def check_object(client: object) -> Optimizer:
         where = f"param_groups[{index}]"
         values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
         _check_copied(path, where, values, tensors=True)
+        for key, value in values.items():
+            # Found at the first save otherwise.
+            saved(value, f"{where}.{key}")
         for key in MOVED:
             value = plain(values.get(key, 0.0))
             if isinstance(value, bool) or not isinstance(value, (int, float)) or "lr" not in values:

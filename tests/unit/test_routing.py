@@ -1,10 +1,13 @@
 """Which parameter goes where, and why."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.recipes.client import client_recipe
 from ds_layerwise.recipes.muon import Muon
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.rules import route_parameters
@@ -230,3 +233,20 @@ def test_errors_of_the_model():
     model.phase = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     with pytest.raises(RoutingError, match="phase is torch.complex64, which cannot be trained here"):
         route(model)
+
+
+def test_parameters_of_a_client_optimizer_are_seen_as_they_are():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj, self.conv = nn.Linear(4, 32, bias=False), nn.Conv2d(2, 3, 2)
+            self.scale, self.config = nn.Parameter(torch.ones(())), SimpleNamespace(model_type="llama")
+
+    whole, element = (client_recipe("package:Class", None, {}, split=split) for split in ("whole", "element"))
+    model = Block()
+    groups = [{"params": [model.gate_up_proj.weight, model.conv.weight, model.scale]}, {"params": [model.conv.bias]}]
+    assert route_parameters(model, [{"params": list(model.parameters())}])["gate_up_proj.weight"].parts
+    routes = route_parameters(model, groups, by_group=(whole, element))
+    assert {name: route.matrix_shape for name, route in routes.items()} == {
+        "gate_up_proj.weight": (32, 4), "conv.weight": (3, 2, 2, 2), "scale": (1,), "conv.bias": None}
+    assert not any(route.parts for route in routes.values())

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ds_layerwise
-from ds_layerwise.checkpoint.sharded import boxes
+from ds_layerwise.checkpoint.sharded import Piece, boxes
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -44,6 +44,17 @@ def test_boxes_are_the_range_and_no_more(shape):
                       for offset, sizes in found]
             flat = [torch.empty(0, dtype=torch.int64), *(value.reshape(-1) for value in values)]
             assert torch.equal(torch.cat(flat), torch.arange(first, stop))
+
+
+def test_each_box_of_a_piece_is_its_own_memory():
+    whole = torch.arange(24.0).view(4, 6)
+    piece = Piece(whole.view(-1)[3:21], 3, (4, 6))
+    items = piece.__create_write_items__("w", piece)
+    assert [(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)) for item in items] == [
+        ((0, 3), (1, 3)), ((1, 0), (2, 6)), ((3, 0), (1, 3))]
+    for item, expected in zip(items, (whole[:1, 3:], whole[1:3], whole[3:, :3]), strict=True):
+        found = piece.__get_tensor_shard__(item.index)
+        assert torch.equal(found, expected) and found.data_ptr() == expected.data_ptr()
 
 
 def save(engine, folder):
@@ -114,15 +125,19 @@ class TestFromAnyNumberOfRanks(DistributedTest):
 class TestWithFSDP2(DistributedTest):
     world_size = 2
 
-    def test_a_run_goes_on_there_and_comes_back(self, class_tmpdir):
-        """AdamW here, three steps; AdamW there, two; and here again, bit for bit what was there."""
+    @pytest.fixture
+    def theirs(self, class_tmpdir):
+        return made_once(class_tmpdir / "theirs", [2], self.go_on_there)
+
+    def go_on_there(self, folder):
+        """AdamW here, three steps; AdamW there, two."""
         engine = start(Net(), ds_config(optimizer=ADAMW))
         train_engine(engine, 3)
-        save(engine, class_tmpdir / "ours")
+        save(engine, folder / "ours")
         module = sharded_net()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
         state = of_torch(module, optimizer)
-        dcp.load(state, checkpoint_id=str(class_tmpdir / "ours"))
+        dcp.load(state, checkpoint_id=str(folder / "ours"))
         set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         before = masters(engine)
         for name, value in whole_weights(module).items():
@@ -134,17 +149,22 @@ class TestWithFSDP2(DistributedTest):
             for name, value in whole_weights(module).items():
                 torch.testing.assert_close(value, after[name], rtol=1e-6, atol=1e-7,
                                            msg=lambda text, name=name: f"{name}: {text}")
-        dcp.save(of_torch(module, optimizer), checkpoint_id=str(class_tmpdir / "theirs"))
+        dcp.save(of_torch(module, optimizer), checkpoint_id=str(folder / "theirs"))
         expected = {(name, "fp32"): value.view(-1) for name, value in whole_weights(module).items()}
         for name, param in module.named_parameters():
             for key, value in optimizer.state[param].items():
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 expected[name, key] = whole.reshape(-1) if whole.dim() else whole
-        on_rank_0(lambda: torch.save(expected, class_tmpdir / "theirs.expected"))
+        on_rank_0(lambda: torch.save(expected, folder / "expected"))
+
+    @pytest.mark.world_size([2, 3])
+    def test_a_run_goes_on_there_and_comes_back(self, theirs):
         back = start(Net(), ds_config(optimizer=ADAMW, bucket_numel=10**6))
-        back.optimizer.load_sharded_state_dict(class_tmpdir / "theirs")
-        assert_equal_states(whole_states(back), expected)
+        back.optimizer.load_sharded_state_dict(theirs / "theirs")
+        assert_equal_states(whole_states(back), torch.load(theirs / "expected"))
         assert back.optimizer.step_count == 5
+        for name, param in trainable(back.module).items():
+            assert torch.equal(param.detach(), masters(back)[name]), name
 
     @pytest.mark.parametrize("kwargs", [{"tied": True}, {"frozen": True}])
     def test_momentum_and_names_that_are_not_trained(self, kwargs, tmp_path):
@@ -209,6 +229,8 @@ class TestWithFSDP2(DistributedTest):
         before = whole_states(engine)
         with pytest.raises(LayerWiseError, match="has more.bias, more.weight, which the model lacks"):
             engine.optimizer.load_sharded_state_dict(tmp_path / "wider")
+        with pytest.raises(dcp.api.CheckpointException, match="load_sharded_state_dict"):
+            dcp.load(engine.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / "whole"))
         dcp.save({"weights": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "other"))
         for name, message in {"other": "no weights under model; it has weights.w",
                               "nothing": "is no checkpoint of torch.distributed.checkpoint"}.items():

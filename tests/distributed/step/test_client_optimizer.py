@@ -287,6 +287,8 @@ REFUSED = {
                         "split must be one of 'whole', 'element', got 'elements'"),
     "elements that look at each other": (lambda m: Adafactor(m.parameters()), {"split": "element"},
                                          "one element what depends on the others"),
+    "a function in a group": (lambda m: SGD([{"params": m.parameters(), "turn": len}], lr=0.1), {},
+                              "param_groups.0..turn is a builtins.builtin_function_or_method, which a checkpoint"),
     "no optimizer": (lambda m: lambda params: "SGD", {}, "must be a torch.optim.Optimizer, .*got builtins.str"),
     "an override": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {
         "overrides": [{"name": "embed.*", "optimizer": "adamw"}]}}, "sets optimizer for embed.weight.*can set lr"),
