@@ -36,7 +36,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("reports", "decision", "watch", "sums", "norm_groups", "skipped", "agreement")
+pytestmark = rooms("monitor", "reports", "decision", "watch", "sums", "norm_groups", "skipped", "agreement")
 
 BF16 = {"bf16": {"enabled": True}}
 
