@@ -228,6 +228,17 @@ class TestCheckpoints(DistributedTest):
             assert_same_runs(other, each)
         assert_same_runs(*engines)
 
+    def test_weights_that_are_changed_on_the_way_in(self, tmp_path):
+        saved = started()
+        train_engine(saved, 2)
+        saved.save_checkpoint(tmp_path, tag="here")
+        engines = [started(kept) for kept in (True, False)]
+        for each in engines:
+            each.load_checkpoint(tmp_path, tag="here", custom_load_fn=lambda src, dst: dst.load_state_dict(
+                {name: value + 7 for name, value in src.items()}))
+            train_engine(each, 2, first=2)
+        assert_same_runs(*engines)
+
     def test_the_weights_alone(self, tmp_path):
         saved = started()
         train_engine(saved, 3)
