@@ -94,9 +94,9 @@ class TestAgainstAPlainOne(DistributedTest):
             assert list(found) == [f"model.{path}" for path in attention_modules(engine.module.model)]
             for path, largest in seen[-1].items():
                 assert found[f"model.{path}"] == pytest.approx(float(largest.max()), rel=1e-5)
-            # Some heads were clipped, some were not, and that again after the first clip.
+            # Some heads were clipped, some were not.
             over = torch.stack([torch.stack(list(each.values())) for each in seen]) > threshold_of(kind)
-            assert over[0].any() and over[1:].any() and not over.all(), kind
+            assert over[0].any() and not over.all(), kind
             engine.destroy()
 
 
