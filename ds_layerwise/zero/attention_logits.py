@@ -46,7 +46,9 @@ class AttentionLogits:
     def __init__(self, model: nn.Module, config: LayerWiseConfig, settings: Settings, *,
                  params: Mapping[str, nn.Parameter], routes: Mapping[str, Route], held: Collection[str],
                  device: torch.device) -> None:
-        self.clip, self._settings, self._held = config.qk_clip, settings, held
+        self.clip, self._settings = config.qk_clip, settings
+        # Who compares the first step does so for parameters of others.
+        wanted = params if config.verify_first_step else held
         self.measures = self.clip is not None or config.log_max_attention_logit
         self.largest: dict[str, float] = {}
         """By module, the largest logit of the last step that was not skipped, over all ranks and parts of the model."""
@@ -74,7 +76,7 @@ class AttentionLogits:
         self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
         if self.clip is not None:
             self._factors = {each.name: _indices(each, self._shapes[each.name], attention, self.clip, device)
-                             for attention in self._attentions for each in attention.scaled if each.name in held}
+                             for attention in self._attentions for each in attention.scaled if each.name in wanted}
         with comm.Alike(None):
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._modules.values(), self._note)
@@ -153,7 +155,8 @@ class AttentionLogits:
             frozen: the parameters that are not updated in this step.
 
         Returns:
-            By parameter of which this rank holds a piece, what it is to be multiplied with after its update.
+            By parameter, what it is to be multiplied with after its update; at least those of which this rank holds a
+            piece.
 
         Raises:
             StepError: on every rank, if a logit is not finite, or a module never had one.

@@ -74,6 +74,7 @@ class Reports:
 
     def _now(self, engine: Any) -> dict[str, float]:
         groups = self._optimizer.param_groups
+        # Groups of an optimizer that the script has made have one rate, which the engine tells.
         rates = {name: float(groups[index]["lr"]) * float(groups[index][key]) for key, name in _RATES.items()
-                 if (index := self._groups.get(name)) is not None}
+                 if (index := self._groups.get(name)) is not None and key in groups[index]}
         return {**rates, "skipped_steps": engine.skipped_steps}

@@ -14,7 +14,6 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader
 
 import ds_layerwise
-from ds_layerwise.errors import ConfigError
 from tests.support.harness import DistributedTest, free_port
 from tests.support.huggingface import GPT2_MATRICES, WIDTH, Tokens, config, gpt2, train_plainly
 from tests.support.models import TINY_GPT_MATRICES, tiny_gpt, token_batch, token_loss
@@ -114,11 +113,6 @@ class TestAccelerate(DistributedTest):
         # Accelerate's own.
         with pytest.raises(ValueError, match="optimizer.params.eps.*without `auto`"):
             accelerator.prepare(model, DummyOptim(model.parameters()), loader)
-        filled = accelerator.deepspeed_plugin.deepspeed_config
-        del filled["optimizer"]
-        filled["layerwise"] = {}
-        with pytest.raises(ConfigError, match="the layerwise section needs optimizer.type"):
-            accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 
 
 SCRIPT = """
