@@ -99,14 +99,17 @@ _SAME_ON_ALL_RANKS = ("optimizer", "layerwise", "zero_optimization", "bf16", "bf
 
 
 def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each key that ranks must agree on, nested ones with dots, in the order of their names."""
+    """One line for each key that ranks must agree on, nested ones with dots, in the order of their names.
+
+    ``layerwise.links`` is none of them: a file of the same links may lie elsewhere on each node.
+    """
     lines: list[str] = []
 
     def add(path: str, value: Any) -> None:
         if isinstance(value, Mapping):
             for key in sorted(value):
                 add(f"{path}.{key}", value[key])
-        else:
+        elif path != "layerwise.links":
             lines.append(f"{path} = {value!r}")
 
     for key in _SAME_ON_ALL_RANKS:

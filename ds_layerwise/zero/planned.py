@@ -19,7 +19,7 @@ from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.links import links_of_run
+from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.matching import grouped, require_members
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
@@ -98,7 +98,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                              in_rows=settings.stage == 1)
     routes_elsewhere = {} if elsewhere is None else pipeline.routes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
-    _compare(routes, specs, layout, optimizer, settings)
+    _compare(routes, specs, layout, optimizer, settings, links)
     if settings.tensor_group is not None:
         with comm.Alike(None):
             check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
@@ -156,16 +156,17 @@ def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:
 
 
 def _compare(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: Layout, optimizer: LayerWiseOptimizer,
-             settings: Settings) -> None:
+             settings: Settings, links: Links) -> None:
     """Compare over ranks what was planned.
 
     Raises:
         LayerWiseError: it differs; on every rank.
     """
-    described = [f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
-                 f"ep_size {spec.ep_size}, gradient sent in {spec.wire}"
-                 f"{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
-                 for spec in specs for route in [routes[spec.name]]]
+    described = [f"layerwise.links = {links}"]
+    described += [f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
+                  f"ep_size {spec.ep_size}, gradient sent in {spec.wire}"
+                  f"{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
+                  for spec in specs for route in [routes[spec.name]]]
     described += [f"param_groups[{i}] with {({k: v for k, v in group.items() if k in HYPER_KEYS})}"
                   for i, group in enumerate(optimizer.param_groups)]
     digest = comm.digest_of([layout.digest(), *described])
