@@ -183,6 +183,11 @@ class BucketOrder:
         return {bucket.index: cut for bucket, cut in zip(alike, memory.split_with_sizes(numels), strict=True)}
 
     @property
+    def cuts(self) -> tuple[Tensor, ...]:
+        """The memory of :meth:`_make_cuts`, which may be that of gradients."""
+        return tuple(self._cuts.values())
+
+    @property
     def _device(self) -> torch.device:
         return next(iter(self._params.values())).device
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ class Offloading:
         params: the trained parameters by name, which look into ``values``.
         values, grads: their memory and that of their gradients; None where gradients are only at their owners.
         owned: masters, averaged gradients and states.
+        cuts: where this rank adds up gradients on their way to owners.
         param_sync: what may have parameters under way.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], values: FlatBuffer, grads: FlatBuffer | None, owned: Owned,
-                 param_sync: ParamSync) -> None:
-        self._params, self._values, self._grads, self._owned = params, values, grads, owned
+                 param_sync: ParamSync, cuts: Sequence[Tensor]) -> None:
+        self._params, self._values, self._grads, self._owned, self._cuts = params, values, grads, owned, cuts
         self._param_sync, self._shapes = param_sync, {name: param.shape for name, param in params.items()}
         self.parking = Parking()
 
@@ -77,7 +78,7 @@ class Offloading:
         kind, owned = OffloadStateTypeEnum, self._owned
         tensors = {kind.lp_params: self._values.tensors,
                    kind.contiguous_grad_buffer: () if self._grads is None else self._grads.tensors,
-                   kind.lp_grads: owned.reduced.tensors, kind.hp_params: owned.masters,
+                   kind.lp_grads: (*owned.reduced.tensors, *self._cuts), kind.hp_params: owned.masters,
                    kind.optim_states: [value for state in owned.states.values() for value in state.values()
                                        if value.dim()] + list(owned.scales)}
         taken = {t.untyped_storage()._cdata for t in owned.host.tensors}

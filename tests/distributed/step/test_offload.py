@@ -8,10 +8,12 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks import host_memory
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("host_memory", "offloading")
 
@@ -56,6 +58,26 @@ class TestOffload(DistributedTest):
         assert_equal_states(whole_states(engine), whole_states(plain))
         assert torch.equal(weights(engine.module), weights(plain.module))
         assert_same_on_all_ranks(engine.module)
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_cuts_are_gradients_and_go_with_them(self, stage, monkeypatch):
+        plan_in_cuts(monkeypatch)
+        engine, plain = (start(Net(), ds_config(stage=stage, gas=2, bf16={"enabled": True})) for _ in range(2))
+        for each in (engine, plain):
+            train_engine(each, 1, gas=2)
+            each.backward(each((1, 0, dist.get_rank())))
+            each.step()
+        cuts = sum(bucket.cut_numel for bucket in engine.optimizer.layout.buckets if bucket.way == "cuts")
+        assert cuts and 4 * cuts + sum(t.nbytes for t in internals.owned(engine).reduced.tensors) == memory(engine)[
+            Kind.lp_grads]
+        engine.offload_states(include=[Kind.lp_grads])
+        assert not memory(engine)[Kind.lp_grads]
+        engine.reload_states()
+        for each in (engine, plain):
+            each.backward(each((1, 1, dist.get_rank())))
+            each.step()
+        assert_equal_states(whole_states(engine), whole_states(plain))
 
     def test_what_needs_it_says_so(self):
         engine = start(Net(), ds_config(bf16={"enabled": True}))
