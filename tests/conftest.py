@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.harness import OwnDistributedTest, get_accelerator, num_ranks_of
 from tests.support.rooms import marker_lines
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_accelerate_stays() -> Iterator[None]:
+    """Accelerate asks once how many processes there are, and ranks, which are forks, would take over the answer."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _is_distributed(item: Any) -> bool:
