@@ -20,11 +20,12 @@ export LOCAL_SIZE=${LOCAL_SIZE:-8}
 # A build that was killed during an earlier run leaves a lock, and every later build waits for it for ever.
 find "$TORCH_EXTENSIONS_DIR" -name lock -delete 2>/dev/null || true
 
-# Ranks on a CPU leave it alone for about a third of the time, so two workers share the tests. Where there are GPUs, and
-# under DeepSpeed's own harness, which counts on ports of its own, one process runs them all.
+# Ranks on a CPU leave it alone for about a third of the time, so two workers share the tests, classes whole and in their
+# order: those that fork ranks come first, before others have started threads. Where there are GPUs, and under DeepSpeed's
+# own harness, which counts on ports of its own, one process runs them all.
 workers=()
 if [ "${DS_ACCELERATOR:-}" = cpu ] && [ -z "${DEEPSPEED_CHECKOUT:-}" ]; then
-    workers=(-n "${WORKERS:-2}" --dist loadscope)
+    workers=(-n "${WORKERS:-2}" --dist loadscope --no-loadscope-reorder)
 fi
 
 # All of them run, so that one report shows everything that is wrong.
