@@ -31,7 +31,7 @@ from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.rule import State
+from ds_layerwise.optimizers.rule import State, UpdateError
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
@@ -158,9 +158,9 @@ class FirstStep:
             if failed is None and comm.rank_of(self._groups[spec.ep_size]) == self._comparing(index, spec):
                 try:
                     self._compute(spec, grad, masters, states, decision, scaled, groups)
-                except (RuntimeError, MemoryError) as error:
-                    # The others are on their way to the next parameter, and there may be no memory for all of it.
-                    failed = error
+                except Exception as error:
+                    # The others are on their way to the next parameter, and an optimizer of the script raises anything.
+                    failed = StepError(f"{spec.name}: {error}") if isinstance(error, UpdateError) else error
         comm.raise_alike(failed, group=None)
         return True
 
@@ -249,12 +249,18 @@ class FirstStep:
 
     # --- after it --------------------------------------------------------------------------------------------------
 
-    def after(self) -> None:
+    def after(self, *, failed: bool = False) -> None:
         """Compare masters, states and weights. Every rank must call this at the same point, nothing under way.
+
+        Args:
+            failed: whether the update ended on this rank before its time: then no rank compares anything.
 
         Raises:
             StepError: on every rank, if on any something differs.
         """
+        if any(comm.gather_objects(failed, group=None)):
+            self._expected.clear()
+            return
         found: list[tuple[int, str]] = []
         for index, spec in enumerate(self._planned.specs):
             if told := self._difference(spec):
@@ -333,7 +339,16 @@ def compared(first: FirstStep | None, decision: Decision, grad_sync: GradSync | 
     """
     compares = first is not None and first.before(
         decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip)
-    yield
+    try:
+        yield
+    except Exception as error:
+        try:
+            if first is not None and compares:
+                # The others have made their update, and are on their way to compare it.
+                first.after(failed=True)
+        finally:
+            # If they are gone by now, that is no more than what followed.
+            raise error
     if first is not None and compares:
         param_sync.finish()
         first.after()
