@@ -35,6 +35,7 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero import one_file, resumed_groups, sharded, unfinished
+from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.first_step import FirstStep
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.load import Found, Load, check_names, converted, kept_of, nothing_prepared
@@ -69,9 +70,11 @@ class Checkpointing:
     inside_pass: Callable[[], bool]
     """Whether a backward pass is under way, or one has failed."""
     zero_grad: Callable[[], None]
+    """Forgets the gradients of the step at hand."""
     first_step: FirstStep | None
     """What compares the first update after a load, if anything does."""
-    """Forgets the gradients of the step at hand."""
+    attention: AttentionLogits
+    """What has noted logits of the weights that a load replaces."""
     fresh_states: dict[str, str] = field(default_factory=dict, init=False)
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
     load: Load | None = field(default=None, init=False)
@@ -208,12 +211,16 @@ class Checkpointing:
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:
-        """Around all that the engine loads: own what :meth:`finish_load` is to take over, and let go of its files."""
+        """Around all that the engine loads: own what :meth:`finish_load` is to take over, and let go of its files.
+
+        Attention logits that were noted of the weights before are forgotten.
+        """
         self.load = load
         try:
             yield
         finally:
             self.load = None
+            self.attention.forget()
 
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""

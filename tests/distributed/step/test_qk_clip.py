@@ -249,6 +249,16 @@ class TestGiven(DistributedTest):
         assert engine.skipped_steps == 1
         assert step_of(engine, [1.0, 4.0])["attn.k.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
 
+    @pytest.mark.parametrize("options", [{}, {"load_module_only": True}], ids=["all", "weights alone"])
+    def test_a_load_forgets_them(self, options, tmp_path):
+        engine = start_own()
+        step_of(engine, [1.0, 1.0])
+        engine.save_checkpoint(str(tmp_path))
+        # Those of weights that the load replaces: a run that has diverged goes on from the checkpoint.
+        engine.optimizer.note_attention_logits("attn", [99.0, float("nan")])
+        engine.load_checkpoint(str(tmp_path), **options)
+        assert step_of(engine, [1.0, 4.0], number=1)["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
+
     def test_what_is_not_finite_is_an_error_on_every_rank(self):
         engine = start_own()
         for wrong in (float("nan"), float("inf")):
