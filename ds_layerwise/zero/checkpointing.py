@@ -133,7 +133,7 @@ class Checkpointing:
             self.owned.follow_values(index)
         point = self._point or self._point_now()
         accumulated = unfinished.to_record(point, self.grad_sync, engine=self.engine(), owned=self.owned,
-                                           settings=self.settings)
+                                           settings=self.settings, logits=self.attention.noted())
         return {
             LOSS_SCALER: self.scaling.scaler,
             "dynamic_loss_scale": self.scaling.is_dynamic,
@@ -216,11 +216,11 @@ class Checkpointing:
         Attention logits that were noted of the weights before are forgotten.
         """
         self.load = load
+        self.attention.forget()
         try:
             yield
         finally:
             self.load = None
-            self.attention.forget()
 
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
@@ -312,6 +312,8 @@ class Checkpointing:
         unfinished.resume(found.accumulated, engine=self.engine(), progress=self.progress,
                           grad_sync=self.grad_sync, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1),
                           scale_now=self.scaling.scaler.loss_scale)
+        for logits in found.accumulated.logits if found.accumulated else ():
+            self.attention.restore(logits)
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
