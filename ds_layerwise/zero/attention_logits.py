@@ -71,6 +71,8 @@ class AttentionLogits:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
         self._modules = {attention.name: attention.module for attention in self._attentions}
+        # Whoever says what a module of unknown attention is called means one that may be in evaluation.
+        self._by_path = self._modules or dict(model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=device)
         self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
@@ -116,7 +118,7 @@ class AttentionLogits:
         if not self.measures:
             raise StepError("attention logits are noted where layerwise.qk_clip or layerwise.log_max_attention_logit "
                             "is set; set one, or do not call note_attention_logits")
-        module = self._modules.get(attention) if isinstance(attention, str) else attention
+        module = self._by_path.get(attention) if isinstance(attention, str) else attention
         if module is not None and not module.training:
             return
         if module in self._places:

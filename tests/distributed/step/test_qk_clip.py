@@ -240,6 +240,19 @@ class TestGiven(DistributedTest):
         engine.train()
         assert step_of(engine, [1.0, 4.0])["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
 
+    def test_evaluation_does_not_count_where_nothing_is_known_of_modules(self):
+        engine = start_own({"log_max_attention_logit": True})
+        engine.eval()
+        for attention in ("attn", engine.module.attn):
+            engine.optimizer.note_attention_logits(attention, [99.0, 99.0])
+        engine.train()
+        step_of(engine, [1.0, 4.0])
+        assert engine.optimizer.max_attention_logits == {"": 4.0}
+        # By a name of its own, too.
+        engine.optimizer.note_attention_logits("mine", [7.0, 6.0])
+        step_of(engine, [1.0, 4.0], number=1)
+        assert engine.optimizer.max_attention_logits == {"": 7.0}
+
     def test_a_skipped_step_forgets_them(self):
         allow_fp16()
         engine = start_own(fp16={"enabled": True, "loss_scale": 8})
