@@ -279,8 +279,8 @@ class RegularCheckpoint:
 
     def accumulated(self, rank: int) -> Mapping[str, Any] | None:
         """What ``rank`` had accumulated of a step that was not over: ``{"micro_batches": how many, "of": how many
-        make a step, "gradients": {name: 1-D tensor}, "starts": {name: its first element, where that is not 0}}``, or
-        None."""
+        make a step, "gradients": {name: 1-D tensor}, "starts": {name: its first element, where that is not 0},
+        "logits": {attention module: 1-D tensor}}``, or None."""
         state_dict = self.state_dict(rank)
         with naming(self.path(rank)):
             found: Mapping[str, Any] | None = state_dict[KEY]["accumulated"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class KeptStates:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._specs: dict[Key, StateSpec] = {}
+        self._of: dict[str, list[str]] = {}
         self._by_chance: dict[Key, tuple[str, int]] = {}
         self._scales: dict[Key, Tensor] = {}
 
@@ -38,6 +39,7 @@ class KeptStates:
         if spec.kept_as in (None, spec.dtype):
             return value
         self._specs[name, key] = spec
+        self._of.setdefault(name, []).append(key)
         if spec.kept_as == "8bit":
             self._scales[name, key] = scales_of(value.numel(), value.device)
             kept = torch.zeros_like(value, dtype=torch.uint8, memory_format=torch.contiguous_format)
@@ -52,9 +54,9 @@ class KeptStates:
         """Whether a state is kept in another form than a rule gets."""
         return which in self._specs
 
-    def of(self, name: str) -> Iterator[str]:
+    def of(self, name: str) -> Sequence[str]:
         """Those states of a parameter that are."""
-        return (key for each, key in self._specs if each == name)
+        return self._of.get(name, ())
 
     def is_codes(self, name: str, key: str) -> bool:
         """Whether what is kept says nothing without its scales."""

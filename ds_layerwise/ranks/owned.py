@@ -209,7 +209,8 @@ class Owned:
                 scaled[piece.name].scale_(self._masters.piece(piece.name) if master is None else master,
                                           piece.param_start)
         for (name, key), value in opened.items():
-            if (name, key) in self._kept:
+            # What was brought for a parameter that is left out is there as it is kept.
+            if (name, key) in self._kept and name not in leave_out:
                 self._kept.write(name, key, brought.get((name, key), self.states[name][key]), value, step)
         if masters is None:
             self._write_values(index, brought)

@@ -71,6 +71,8 @@ class AttentionLogits:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
         self._modules = {attention.name: attention.module for attention in self._attentions}
+        # Whoever says what a module of unknown attention is called means one that may be in evaluation.
+        self._by_path = self._modules or dict(model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=device)
         self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
@@ -116,7 +118,7 @@ class AttentionLogits:
         if not self.measures:
             raise StepError("attention logits are noted where layerwise.qk_clip or layerwise.log_max_attention_logit "
                             "is set; set one, or do not call note_attention_logits")
-        module = self._modules.get(attention) if isinstance(attention, str) else attention
+        module = self._by_path.get(attention) if isinstance(attention, str) else attention
         if module is not None and not module.training:
             return
         if module in self._places:
@@ -146,6 +148,21 @@ class AttentionLogits:
         """Forget what was noted since the last step."""
         if self.measures:
             self._noted.fill_(-math.inf)
+
+    def noted(self) -> dict[str, Tensor]:
+        """What was noted since the last step, by module and by group of its heads, copies; "" is what has no place."""
+        if not self.measures:
+            return {}
+        found = {attention.name: self._noted[place].clone() for attention, place in self._places.values()}
+        return {**found, "": self._noted[-1:].clone()}
+
+    @torch.no_grad()
+    def restore(self, noted: Mapping[str, Tensor]) -> None:
+        """Count what :meth:`noted` gave for the step at hand; what the model has not, or in other groups, is left."""
+        for name, place in {**{attention.name: place for attention, place in self._places.values()},
+                            "": slice(-1, None)}.items() if self.measures else ():
+            if name in noted and noted[name].shape == self._noted[place].shape:
+                self._raise_to(self._noted[place], noted[name])
 
     @torch.no_grad()
     def settle(self, frozen: Collection[str]) -> dict[str, Factors]:

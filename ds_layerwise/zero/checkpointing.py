@@ -35,6 +35,7 @@ from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero import one_file, resumed_groups, sharded, unfinished
+from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.first_step import FirstStep
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.load import Found, Load, check_names, converted, kept_of, nothing_prepared
@@ -69,9 +70,11 @@ class Checkpointing:
     inside_pass: Callable[[], bool]
     """Whether a backward pass is under way, or one has failed."""
     zero_grad: Callable[[], None]
+    """Forgets the gradients of the step at hand."""
     first_step: FirstStep | None
     """What compares the first update after a load, if anything does."""
-    """Forgets the gradients of the step at hand."""
+    attention: AttentionLogits
+    """What has noted logits of the weights that a load replaces."""
     fresh_states: dict[str, str] = field(default_factory=dict, init=False)
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
     load: Load | None = field(default=None, init=False)
@@ -130,7 +133,7 @@ class Checkpointing:
             self.owned.follow_values(index)
         point = self._point or self._point_now()
         accumulated = unfinished.to_record(point, self.grad_sync, engine=self.engine(), owned=self.owned,
-                                           settings=self.settings)
+                                           settings=self.settings, logits=self.attention.noted())
         return {
             LOSS_SCALER: self.scaling.scaler,
             "dynamic_loss_scale": self.scaling.is_dynamic,
@@ -208,8 +211,12 @@ class Checkpointing:
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:
-        """Around all that the engine loads: own what :meth:`finish_load` is to take over, and let go of its files."""
+        """Around all that the engine loads: own what :meth:`finish_load` is to take over, and let go of its files.
+
+        Attention logits that were noted of the weights before are forgotten.
+        """
         self.load = load
+        self.attention.forget()
         try:
             yield
         finally:
@@ -305,6 +312,8 @@ class Checkpointing:
         unfinished.resume(found.accumulated, engine=self.engine(), progress=self.progress,
                           grad_sync=self.grad_sync, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1),
                           scale_now=self.scaling.scaler.loss_scale)
+        for logits in found.accumulated.logits if found.accumulated else ():
+            self.attention.restore(logits)
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)

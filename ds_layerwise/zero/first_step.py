@@ -31,7 +31,7 @@ from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.rule import State
+from ds_layerwise.optimizers.rule import State, UpdateError
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
@@ -40,6 +40,7 @@ from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero.decision import Decision
+from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.plain_step import PlainStep
 from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.settings import Settings
@@ -152,16 +153,15 @@ class FirstStep:
         self.forget()
         self._raise_first(found, "nothing was updated")
         self._raise_first(self._different_factors(decision, norms, clip_grad), "nothing was updated")
-        groups, failed = self._optimizer.groups_now(), None
+        groups, failed = self._optimizer.groups_now(), Interrupted()
         for index, spec in enumerate(self._planned.specs):
             grad, (masters, states) = self._whole(spec, self._owned.reduced.piece), self._gathered(spec)
-            if failed is None and comm.rank_of(self._groups[spec.ep_size]) == self._comparing(index, spec):
-                try:
+            if not failed and comm.rank_of(self._groups[spec.ep_size]) == self._comparing(index, spec):
+                # The others are on their way to the next parameter, and an optimizer of the script raises anything.
+                with failed:
                     self._compute(spec, grad, masters, states, decision, scaled, groups)
-                except (RuntimeError, MemoryError) as error:
-                    # The others are on their way to the next parameter, and there may be no memory for all of it.
-                    failed = error
-        comm.raise_alike(failed, group=None)
+        with comm.Alike(None):
+            failed.raise_original()
         return True
 
     def _different_averages(self, norms: _Norms, passes: int) -> list[tuple[int, str]]:
@@ -225,7 +225,11 @@ class FirstStep:
 
     def _compute(self, spec: ParamSpec, grad: Tensor, masters: Tensor, states: State, decision: Decision,
                  scaled: Mapping[str, Factors], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what the update is to make of a parameter; all but ``decision`` and ``groups`` is overwritten."""
+        """Keep what the update is to make of a parameter; all but ``decision`` and ``groups`` is overwritten.
+
+        Raises:
+            StepError: its rule refuses, which it names.
+        """
         name, plain, weights = spec.name, self._plain[spec.name], self._params[spec.name].detach().reshape(-1)
         if weights.dtype != torch.float32:
             # Who has written weights means them.
@@ -233,8 +237,11 @@ class FirstStep:
         now: _Values = {None: masters, **states}  # type: ignore[dict-item]
         before = {key: value.clone() for key, value in now.items()}
         if name not in decision.frozen:
-            plain.update_(masters, grad.mul_(decision.factors.get(name, decision.factor)), states,
-                          groups[self._planned.routes[name].group])
+            try:
+                plain.update_(masters, grad.mul_(decision.factors.get(name, decision.factor)), states,
+                              groups[self._planned.routes[name].group])
+            except UpdateError as error:
+                raise StepError(f"{name}: {error}") from error
         if name in scaled:
             scaled[name].scale_(masters, 0)
         # What is kept in fewer bits was rounded since.
@@ -249,12 +256,18 @@ class FirstStep:
 
     # --- after it --------------------------------------------------------------------------------------------------
 
-    def after(self) -> None:
+    def after(self, *, failed: bool = False) -> None:
         """Compare masters, states and weights. Every rank must call this at the same point, nothing under way.
+
+        Args:
+            failed: whether the update ended on this rank before its time: then no rank compares anything.
 
         Raises:
             StepError: on every rank, if on any something differs.
         """
+        if any(comm.gather_objects(failed, group=None)):
+            self._expected.clear()
+            return
         found: list[tuple[int, str]] = []
         for index, spec in enumerate(self._planned.specs):
             if told := self._difference(spec):
@@ -333,10 +346,17 @@ def compared(first: FirstStep | None, decision: Decision, grad_sync: GradSync | 
     """
     compares = first is not None and first.before(
         decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip)
-    yield
-    if first is not None and compares:
-        param_sync.finish()
-        first.after()
+    update = Interrupted()
+    with update:
+        yield
+    try:
+        if first is not None and compares:
+            # Also where it has failed: the others are on their way to compare it.
+            param_sync.finish()
+            first.after(failed=bool(update))
+    finally:
+        # If the others are gone by now, that is no more than what followed.
+        update.raise_original()
 
 
 class _Norms:

@@ -37,6 +37,8 @@ class Accumulated:
     """Name, first element and values of what this rank adds up."""
     got: frozenset[str]
     """The parameters that got any of it."""
+    logits: list[Mapping[str, Tensor]]
+    """What ranks had noted of attention; see :meth:`.zero.attention_logits.AttentionLogits.noted`."""
     scale: float
     """What their sum is multiplied with, so that the average over all ranks is what it was."""
 
@@ -128,8 +130,12 @@ def agree(point: Point, steps: tuple[int, int]) -> Point:
 
 
 def to_record(point: Point, grad_sync: GradSync | EagerGradSync, *, engine: Any, owned: Owned,
-              settings: Settings) -> dict[str, Any] | None:
-    """What the file of this rank says of the gradients so far; None between two steps. Tensors share their memory."""
+              settings: Settings, logits: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """What the file of this rank says of the gradients so far; None between two steps. Tensors share their memory.
+
+    Args:
+        logits: what was noted of attention in the step at hand.
+    """
     if point.dropped:
         # Ranks may be at different points, and sums that are in cuts take all of them.
         return None
@@ -140,7 +146,7 @@ def to_record(point: Point, grad_sync: GradSync | EagerGradSync, *, engine: Any,
               } if settings.stage == 2 else {}
     return {"micro_batches": point.micro_batches, "of": engine.gradient_accumulation_steps(), "passes": point.passes,
             "got": [owned.saved_as[name] for name in sorted(grad_sync.got)], "starts": starts,
-            "divide_by": settings.divide_by,
+            "divide_by": settings.divide_by, "logits": dict(logits),
             "gradients": {owned.saved_as[name]: regular.alone(values) for name, values in gradients.items()}}
 
 
@@ -178,6 +184,7 @@ def from_records(saved: RegularCheckpoint, *, engine: Any, owned: Owned, setting
     return Accumulated(first["micro_batches"], first.get("passes", first["micro_batches"]),
                        [(known[name], start, values) for name, start, values in gradients if name in known],
                        frozenset(known[name] for name in got if name in known),
+                       [entry.get("logits", {}) for entry in found],
                        settings.divide_by / first["divide_by"])
 
 

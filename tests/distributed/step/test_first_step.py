@@ -1,6 +1,7 @@
 """``layerwise.verify_first_step``: silent on what is right, and the end of what is not, by the name of a parameter."""
 
 import re
+from contextlib import nullcontext
 
 import deepspeed.comm as dist
 import pytest
@@ -8,7 +9,8 @@ import torch
 from deepspeed.utils import logger, safe_get_full_grad, safe_set_full_grad
 from torch import nn
 
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
+from ds_layerwise.optimizers.rule import UpdateError
 from ds_layerwise.ranks import wires
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_pipeline import config as pipeline_config
@@ -266,6 +268,45 @@ class TestWhen(DistributedTest):
                 engine.backward(engine((0, micro, dist.get_rank())))
         engine.step()
         assert not is_armed(engine)
+
+    @pytest.mark.parametrize("monitor", [{}, {"monitor": {"update_rms": True}}], ids=["alone", "with a monitor"])
+    def test_an_update_that_fails_on_one_rank_leaves_nobody_waiting(self, monitor, tmp_path):
+        engine = start(Real(), ds_config(layerwise={**VERIFY, **monitor}))
+        engine.save_checkpoint(str(tmp_path))
+        own, update = internals.owned(engine), internals.owned(engine).update
+        if dist.get_rank() == 1:
+            def fail(*_args, **_more):
+                raise MemoryError("no memory left")
+            own.update = fail
+        with pytest.raises(MemoryError) if dist.get_rank() == 1 else nullcontext():
+            train(engine)
+        assert is_armed(engine)
+        with pytest.raises(LayerWiseError, match="was ended by MemoryError"):
+            train(engine, first=1)
+        own.update = update
+        engine.load_checkpoint(str(tmp_path))
+        train(engine)
+        assert not is_armed(engine)
+
+    def test_a_rule_that_refuses_in_one_process_names_the_parameter(self, monkeypatch):
+        engine = start(Real(), ds_config(layerwise=VERIFY))
+        plain = engine.optimizer._first_step._plain["square.weight"]
+
+        def refuse(*_args):
+            raise UpdateError(0, "it has no eigenvectors")
+        monkeypatch.setattr(plain, "update_", refuse)
+        with pytest.raises(LayerWiseError, match="square.weight: it has no eigenvectors"):
+            train(engine)
+        assert engine.optimizer.step_count == 0
+
+    def test_what_an_optimizer_of_the_script_raises_in_one_process_is_raised_everywhere(self, monkeypatch):
+        engine = start(Real(), ds_config(layerwise=VERIFY))
+
+        def fail(*_args):
+            raise KeyError("tall.weight")
+        monkeypatch.setattr(engine.optimizer._first_step._plain["tall.weight"], "update_", fail)
+        with pytest.raises((KeyError, LayerWiseError), match="tall.weight"):
+            train(engine)
 
     def test_experts(self):
         engine = start(ExpertNet(2), ds_config(clip=0.1, params={"eps": 1e-8}, layerwise={

@@ -259,6 +259,21 @@ class TestBeside(DistributedTest):
         for (name, key), value in whole_states(engine).items():
             assert torch.equal(value, before[name, key]) == (name != "tall.weight"), (name, key)
 
+    @pytest.mark.parametrize("ratio", [0.5, 1.0])
+    def test_frozen_for_a_step_on_the_host(self, ratio):
+        found = []
+        for host in ({}, {"offload_optimizer": {"device": "cpu", "ratio": ratio}}):
+            hosted = config("chance")
+            hosted["zero_optimization"].update(host)
+            engine = start(Large(), hosted)
+            train_engine(engine, 2)
+            for p in engine.module.parameters():
+                p.requires_grad_(p is engine.module.tall.weight)
+            engine.backward(engine((2, 0, dist.get_rank())))
+            engine.step()
+            found.append(whole_states(engine))
+        assert_equal_states(*found)
+
     def test_for_one_parameter(self):
         engine = started(layerwise={"overrides": [
             {"name": "square.weight", "momentum_dtype": "bfloat16"},

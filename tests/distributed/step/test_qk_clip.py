@@ -240,6 +240,19 @@ class TestGiven(DistributedTest):
         engine.train()
         assert step_of(engine, [1.0, 4.0])["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
 
+    def test_evaluation_does_not_count_where_nothing_is_known_of_modules(self):
+        engine = start_own({"log_max_attention_logit": True})
+        engine.eval()
+        for attention in ("attn", engine.module.attn):
+            engine.optimizer.note_attention_logits(attention, [99.0, 99.0])
+        engine.train()
+        step_of(engine, [1.0, 4.0])
+        assert engine.optimizer.max_attention_logits == {"": 4.0}
+        # By a name of its own, too.
+        engine.optimizer.note_attention_logits("mine", [7.0, 6.0])
+        step_of(engine, [1.0, 4.0], number=1)
+        assert engine.optimizer.max_attention_logits == {"": 7.0}
+
     def test_a_skipped_step_forgets_them(self):
         allow_fp16()
         engine = start_own(fp16={"enabled": True, "loss_scale": 8})
@@ -248,6 +261,39 @@ class TestGiven(DistributedTest):
         engine.step()
         assert engine.skipped_steps == 1
         assert step_of(engine, [1.0, 4.0])["attn.k.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
+
+    @pytest.mark.parametrize("options", [{}, {"load_module_only": True}], ids=["all", "weights alone"])
+    def test_a_load_forgets_them(self, options, tmp_path):
+        engine = start_own()
+        step_of(engine, [1.0, 1.0])
+        engine.save_checkpoint(str(tmp_path))
+        # Those of weights that the load replaces: a run that has diverged goes on from the checkpoint.
+        engine.optimizer.note_attention_logits("attn", [99.0, float("nan")])
+        engine.load_checkpoint(str(tmp_path), **options)
+        assert step_of(engine, [1.0, 4.0], number=1)["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_step_goes_on_with_what_its_first_passes_noted(self, stage, tmp_path):
+        found = []
+        for resumes in (False, True):
+            engine = start_own(gas=2, stage=stage)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0
+            for micro, noted in enumerate(([8.0, 1.0], [1.0, 3.0])):
+                # Of another rank each.
+                engine.module.before = lambda module, micro=micro, noted=noted: dist.get_rank() == micro and (
+                    engine.optimizer.note_attention_logits(module.attn, noted))
+                engine.backward(engine((0, micro, dist.get_rank())))
+                engine.step()
+                if resumes and not micro:
+                    engine.save_checkpoint(str(tmp_path))
+                    engine.destroy()
+                    engine = start_own(gas=2, stage=stage)
+                    engine.optimizer.note_attention_logits("attn", [99.0, 99.0])
+                    engine.load_checkpoint(str(tmp_path))
+            assert engine.optimizer.max_attention_logits == {"attn": 8.0}
+            found.append(masters(engine))
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
     def test_what_is_not_finite_is_an_error_on_every_rank(self):
         engine = start_own()
