@@ -76,6 +76,13 @@ def test_what_else_is_used(params, said):
     assert f" {said} layout " in " ".join(text.split())
 
 
+def test_one_class_may_be_both_optimizers():
+    params = {"matrix_optimizer": "torch.optim:AdamW", "matrix_params": {"eps": 1e-6},
+              "scalar_optimizer": "torch.optim:AdamW", "scalar_params": {"eps": 1e-7}}
+    text = table(params, [group(params)] * 2)
+    assert " torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 layout " in " ".join(text.split())
+
+
 def test_what_changes_nothing_is_named():
     text = table({}, [group({})] * 2, prescale_gradients=True, zero_optimization={
         "stage": 2, "round_robin_gradients": True, "reduce_scatter": False, "contiguous_gradients": True,
