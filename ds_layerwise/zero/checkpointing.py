@@ -233,7 +233,7 @@ class Checkpointing:
             self._check_one_file()
             self.offloading.check_not_offloaded()
             self.interrupted.check()
-        with self.saving():
+        with self.saving(with_gradients=False):
             for index in range(len(self.planned.layout.buckets)):
                 self.owned.follow_values(index)
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
@@ -241,24 +241,24 @@ class Checkpointing:
             return sharded.state_dict(self.owned.record().pieces, self.planned.saved_shapes, self.module, groups,
                                       header, is_first=comm.rank_of(None) == 0)
 
-    def load_sharded(self, checkpoint: Any, *, states: bool) -> None:
+    def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
         with comm.Alike(None):
             self._check_one_file()
         shapes = self.planned.saved_shapes
-        aside = {**dict.fromkeys(sharded.tied(self.module, shapes), torch.empty(0)),
-                 **sharded.untrained(self.module, shapes)}
-        found = self._find(lambda: ShardedCheckpoint(checkpoint, self.owned.rule_records(), others=aside),
-                           Path(str(checkpoint)), universal=True, states=states, masters=True, strict=True)
+        found = self._find(lambda: ShardedCheckpoint(
+            checkpoint, self.owned.rule_records(), others=sharded.untrained(self.module, shapes),
+            second=sharded.tied(self.module, shapes), rename=self.config.rename, strict=strict),
+            Path(str(checkpoint)), universal=True, states=states, masters=True, strict=strict)
         with self.loading(Load(found, wants_scheduler=False)):
             self.finish_load()
         self.weights_from_masters()
 
-    def load_file(self, path: Path, *, states: bool) -> None:
+    def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
         with comm.Alike(None):
             self._check_one_file()
-        found = self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True, strict=True)
+        found = self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True, strict=strict)
         with self.loading(Load(found, wants_scheduler=False)):
             self.finish_load()
         self.weights_from_masters()

@@ -242,3 +242,54 @@ class TestWithFSDP2(DistributedTest):
             engine.optimizer.load_sharded_state_dict(tmp_path / "whole")
         assert_equal_states(whole_states(engine), before)
         train_engine(engine, 1, first=10)
+
+    def test_what_is_not_trained_fits_or_changes_nothing(self, tmp_path):
+        """Frozen weights of another shape, also of as many elements, and missing ones."""
+        class Frozen(Net):
+            def __init__(self, *shape):
+                super().__init__()
+                if shape:
+                    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+                    self.frozen = nn.Parameter(whole, requires_grad=False)
+
+        def filled(*shape):
+            module = Frozen(*shape)
+            with torch.no_grad():
+                module.frozen.fill_(-1)
+            return module
+
+        for name, shape in {"without": (), "with": (4, 6)}.items():
+            engine = start(Frozen(*shape), ds_config())
+            train_engine(engine, 2)
+            save(engine, tmp_path / name)
+        for name, shape, message in (("with", (6, 4), r"frozen, which is not trained, is \(4, 6\) in .*, \(6, 4\) in"),
+                                     ("with", (5,), r"is \(4, 6\) in .*, \(5,\) in the model"),
+                                     ("without", (4, 6), "frozen, .* is not in .*strict=False it keeps")):
+            other = start(filled(*shape), ds_config())
+            before = whole_states(other)
+            with pytest.raises(LayerWiseError, match=message):
+                other.optimizer.load_sharded_state_dict(tmp_path / name)
+            assert_equal_states(whole_states(other), before)
+        other.optimizer.load_sharded_state_dict(tmp_path / "without", strict=False)
+        assert_equal_states(whole_states(other), whole_states(engine))
+        assert torch.equal(other.module.frozen, torch.full((4, 6), -1.0))
+        inside = nn.Module()
+        inside.inner = filled(4, 6)
+        renamed = start(inside, ds_config(layerwise={"rename": {"*": "inner.*"}}))
+        renamed.optimizer.load_sharded_state_dict(tmp_path / "with")
+        assert torch.equal(inside.inner.frozen, torch.arange(24.0).view(4, 6))
+
+    def test_the_gradients_of_a_step_under_way_are_left_out_and_it_is_said(self, tmp_path, capfd):
+        engine = start(Net(), ds_config(gas=2))
+        train_engine(engine, 2, gas=2)
+        expected = whole_states(engine)
+        engine.backward(engine((2, 0, dist.get_rank())))
+        engine.step()
+        save(engine, tmp_path / "under way")
+        resumed = start(Net(), ds_config(gas=2))
+        resumed.optimizer.load_sharded_state_dict(tmp_path / "under way")
+        assert_equal_states(whole_states(resumed), expected)
+        said = capfd.readouterr()
+        if dist.get_rank() == 0:
+            assert "saved between two micro-batches of a step: the gradients" in said.out + said.err
+            assert "training goes on with the first micro-batch of that step" in said.out + said.err
