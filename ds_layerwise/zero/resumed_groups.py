@@ -59,6 +59,10 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
             others.append(f"param_groups[{index}] was saved by a run that was given an optimizer; the values of this "
                           "one's config go on, and those of the checkpoint do not")
             continue
+        if other := _other_class(optimizer, index, header):
+            others.append(f"param_groups[{index}] was saved by a run with {other}; the values of this run's optimizer "
+                          "go on, and those of the checkpoint do not")
+            continue
         before = _given(saved, header.configured[index] if header.configured else None, built,
                         is_scheduled=scheduler is not None)
         for key, value in saved.items():
@@ -75,6 +79,13 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
     return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
         f"{what} is in the checkpoint as an object that only code could restore; this run's own goes on"
         for what in header.unreadable]
+
+
+def _other_class(optimizer: LayerWiseOptimizer, index: int, header: Header) -> str | None:
+    """What a checkpoint was trained by, if not by the class of a group of an optimizer that was given."""
+    families = sorted({rule.family for rule in header.rules.values()})
+    own = [recipe.family for recipe in optimizer.recipes_by_group[index:index + 1]]
+    return ", ".join(families) if families and own and own[0] not in families else None
 
 
 def _line(key: str, old: object, new: object, is_taken: bool, groups: Sequence[int], wins: OnHyperChange,
