@@ -346,7 +346,7 @@ class TestRefusals(DistributedTest):
             with pytest.raises(LayerWiseError, match="what the optimizer was given with differs between ranks.*step 1"):
                 start(module, optimizer)
 
-    def test_groups_of_another_class_do_not_go_on(self, tmp_path, capfd):
+    def test_groups_of_another_class_do_not_go_on(self, tmp_path, capsys):
         module, again = Net(), Net()
         engine = start(module, AdamW(module.parameters(), lr=0.02))
         train_engine(engine, 2)
@@ -357,7 +357,23 @@ class TestRefusals(DistributedTest):
         changed.load_checkpoint(tmp_path)
         assert {key: value for key, value in momentum.param_groups[0].items() if key != "params"} == said
         if dist.get_rank() == 0:
-            assert "was saved by a run with torch.optim:AdamW; the values of this run's" in capfd.readouterr().out
+            assert "was saved by a run with torch.optim:AdamW (states exp_avg, exp_avg_sq, step); the values of this " \
+                "run's optimizer go on" in capsys.readouterr().out
+        third = Net()
+        # The same class, with settings that no state of the checkpoint goes with.
+        largest = start(third, AdamW(third.parameters(), lr=0.005, amsgrad=True), config(
+            layerwise={"on_optimizer_change": "reset"}))
+        largest.load_checkpoint(tmp_path)
+        weights = {name: value.clone() for name, value in masters(largest).items()}
+        train_engine(largest, 2)
+
+        def alone(module):
+            with torch.no_grad():
+                for name, param in trainable(module).items():
+                    param.copy_(weights[name])
+            return AdamW(module.parameters(), lr=0.005, amsgrad=True)
+
+        assert_close(masters(largest), in_one_process(alone, 2, 2))
 
     def test_what_would_go_behind_the_engine(self):
         module, plain = Net(), Net()
