@@ -15,7 +15,8 @@ from ds_layerwise.errors import LayerWiseError
 #: Where to, and where from.
 Copy = tuple[Tensor, Tensor]
 
-_WEIGHTS_ALONE = "load the weights alone with load_checkpoint(..., load_optimizer_states=False)"
+_WEIGHTS_ALONE = ("load the weights alone with load_checkpoint(..., load_optimizer_states=False), or with states=False "
+                  "where they come from one file or a sharded checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.safe_load import load_bytes_safely
@@ -160,14 +161,19 @@ class ShardedCheckpoint:
     Args:
         checkpoint: its folder, or what reads it from elsewhere.
         rules: the optimizers of this run's parameters, whose states those in the file are taken for.
-        others: names that are no parameters to train: frozen ones and buffers.
+        others: by name, what is not trained: frozen parameters and buffers.
+        second: further names of parameters to train.
+        rename: by names in the file, those of this run, as ``layerwise.rename`` has them.
+        strict: whether all of ``others`` must be there.
 
     Raises:
-        LayerWiseError: it is missing or damaged, or has no weights under ``model``.
+        LayerWiseError: it is missing or damaged, or has no weights under ``model``; or one of ``others`` has another
+            shape, or is not there and must be.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str] | StorageReader, rules: Mapping[str, RuleRecord], *,
-                 others: Mapping[str, Tensor]) -> None:
+                 others: Mapping[str, Tensor], second: Collection[str] = (), rename: Mapping[str, str] | None = None,
+                 strict: bool = True) -> None:
         self._reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
         self._where = "the checkpoint" if isinstance(checkpoint, StorageReader) else str(checkpoint)
         try:
@@ -184,9 +190,23 @@ class ShardedCheckpoint:
                                  f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
                                  "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two")
         self._keys = self._states_of(shapes)
-        self.others = {name: others[name] for name in shapes if name in others}
-        self._shapes = {name: shape for name, shape in shapes.items() if name not in others}
+        renamed = new_names(shapes, rename or {})
+        self._others = self._found_of(others, {new: old for old, new in renamed.items()}, shapes, strict=strict)
+        self._shapes = {old: shape for old, shape in shapes.items()
+                        if renamed[old] not in others and renamed[old] not in second}
         self.header = self._own_header() if HEADER in self._sizes else self._header_of(rules)
+
+    def _found_of(self, others: Mapping[str, Tensor], old: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], *,
+                  strict: bool) -> dict[str, tuple[str, torch.dtype]]:
+        """By name, what the file calls each of ``others`` that it has, and this run's dtype of it."""
+        for name, value in others.items():
+            if name in old and shapes[old[name]] != tuple(value.shape):
+                raise LayerWiseError(f"{name}, which is not trained, is {shapes[old[name]]} in {self._where}, "
+                                     f"{tuple(value.shape)} in the model; load into the model that was saved")
+            if name not in old and strict:
+                raise LayerWiseError(f"{name}, which is not trained, is not in {self._where}; with strict=False it "
+                                     "keeps its value")
+        return {name: (old[name], value.dtype) for name, value in others.items() if name in old}
 
     def _states_of(self, names: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
         """By name of a parameter, the states of it; one name may be the beginning of another."""
@@ -245,10 +265,10 @@ class ShardedCheckpoint:
 
     def read_others(self) -> dict[str, Tensor]:
         """Frozen parameters and buffers, by name."""
-        read = {name: torch.empty(self._sizes[f"{MODEL}.{name}"], dtype=value.dtype)
-                for name, value in self.others.items()}
+        read = {name: torch.empty(self._sizes[f"{MODEL}.{old}"], dtype=dtype)
+                for name, (old, dtype) in self._others.items()}
         if read:
-            self._read({f"{MODEL}.{name}": value for name, value in read.items()})
+            self._read({f"{MODEL}.{self._others[name][0]}": value for name, value in read.items()})
         return read
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.client_object import ABOUT_GROUPS, check_object, path_of, recipes_of
-from ds_layerwise.optimizers.client_states import taken_over
+from ds_layerwise.optimizers.client_states import described, taken_over
 from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.plan.rates import check_floors
 from ds_layerwise.plan.routes import Route
@@ -28,7 +28,8 @@ class ClientOptimizer(LayerWiseOptimizer):
     """The groups of ``client``: the same list, and the same dicts, that it and its schedulers have.
 
     From here on the object's own ``step`` only tells its schedulers, and its hooks, that the engine has stepped; what
-    would make it go its own way, ``step`` by somebody else, ``add_param_group`` and ``load_state_dict``, is an error.
+    would make it go its own way, ``step`` by somebody else, ``add_param_group`` and ``load_state_dict``, is an error,
+    and so is ``state_dict``, which would have what one rank owns.
 
     Args:
         split: for groups that do not say ``split`` themselves.
@@ -90,6 +91,10 @@ class ClientOptimizer(LayerWiseOptimizer):
         return {key: float(value) if isinstance(value, Tensor) and not value.dim() else normalised(value)
                 for key, value in given.items()}
 
+    def states_before(self) -> list[str]:
+        """By parameter, what the object has, as text that is equal on ranks with equal states."""
+        return described(self.client)
+
     def hold(self, held: Iterable[Held]) -> None:
         """Let the object show the states of what this rank owns, once they have taken over what it had.
 
@@ -118,12 +123,17 @@ class ClientOptimizer(LayerWiseOptimizer):
             raise StepError(f"an engine trains with this {path_of(client)}, and nothing can be added or loaded behind "
                             "its back; do so before initialize(), or load with engine.load_checkpoint()")
 
+        def refuse_state_dict(*_: Any, **__: Any) -> None:
+            raise StepError(f"an engine trains with this {path_of(client)}, and each rank has the states of some of "
+                            "its parameters; save with engine.save_checkpoint(), or whole states in one file with "
+                            "engine.optimizer.save_state_dict_to_file()")
+
         hooked: Any = Optimizer.profile_hook_step(step)
         if has_scheduler:
             # Its scheduler has looked at this already, and warns if it is gone.
             hooked._wrapped_by_lr_sched = True
         vars(client).update({"step": MethodType(hooked, client), "add_param_group": refuse, "load_state_dict": refuse,
-                             _HELD: True})
+                             "state_dict": refuse_state_dict, _HELD: True})
 
     def mark_step(self) -> None:
         """Tell the object's schedulers and hooks that an update took place."""

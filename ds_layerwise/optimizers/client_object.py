@@ -110,7 +110,7 @@ def check_object(client: object) -> Optimizer:
         raise ConfigError(f"somebody has replaced the step of this {path}, which would not run: an engine takes its "
                           "own; write a class with that step")
     _check_copied(path, "", {key: value for key, value in vars(client).items() if key not in _OF_TORCH})
-    _check_copied(path, "defaults", client.defaults)
+    _check_copied(path, "defaults", client.defaults, tensors=True)
     for index, group in enumerate(client.param_groups):
         where = f"param_groups[{index}]"
         values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}

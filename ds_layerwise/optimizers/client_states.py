@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import Held
-from ds_layerwise.optimizers.probe import COUNT, Kept, Leaf, kept_of, walk
+from ds_layerwise.optimizers.probe import COUNT, Kept, Leaf, Path, kept_of, walk
 from ds_layerwise.recipes.any_torch import AnyTorch
 
 
@@ -42,10 +43,23 @@ def taken_over(held: Held, before: Mapping[str, Any], group: Mapping[str, Any]) 
         if isinstance(value, Tensor) and not recipe.whole and value.numel() == held.param.numel() and leaf.spec.shape:
             value = value.reshape(-1)[first:first + held.piece.numel]
         if not isinstance(value, Tensor) or math.prod(leaf.spec.shape) != value.numel() or (
-                leaf.kind is Tensor and value.dtype != getattr(torch, leaf.spec.dtype)):
+                leaf.kind is Tensor and not _becomes(value, getattr(torch, leaf.spec.dtype))):
             raise _unknown(held, {path})
         taken[leaf.key] = value.reshape(leaf.spec.shape)
     return taken
+
+
+def described(client: Optimizer) -> list[str]:
+    """What ``client`` has of each parameter, as text to compare between ranks: shapes, and counts of steps."""
+    return [f"of parameter {place} {tuple(param.shape)} in param_groups[{index}] "
+            f"{', '.join(_said(*each) for each in walk(client.state.get(param, {}))) or 'no state'}"
+            for index, group in enumerate(client.param_groups) for place, param in enumerate(group["params"])]
+
+
+def _said(path: Path, value: Any) -> str:
+    counts = path[-1] == COUNT and isinstance(value, (Tensor, int, float))
+    told = f"{float(value):g}" if counts else tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    return f"{'.'.join(map(str, path))} {told}"
 
 
 def _steps(held: Held, kept: Kept, found: Mapping[Any, Any], group: Mapping[str, Any]) -> int:
@@ -64,6 +78,12 @@ def _steps(held: Held, kept: Kept, found: Mapping[Any, Any], group: Mapping[str,
     # Nothing counts, so that all that matters is what it looks like.
     return next((step for step in range(1, len(kept.states) + 1)
                  if dict(walk(kept.after(step))).keys() == found.keys()), len(kept.states))
+
+
+def _becomes(value: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``value`` may be kept in ``dtype``: torch, too, loads states in the dtype of a parameter, whatever they
+    were in."""
+    return value.dtype == dtype or value.is_floating_point() and dtype.is_floating_point
 
 
 def _unknown(held: Held, paths: Any) -> ConfigError:

@@ -213,7 +213,8 @@ def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Re
 
 def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
     """A name for ``recipe``, with what an override has changed of it, and how weights decay unless by default."""
-    run = next((each for each in chosen.recipes if each.rule == recipe.rule), type(recipe)())
+    # One class may be both, with arguments of its own for each.
+    run = next((each for each in chosen.recipes if type(each) is type(recipe)), type(recipe)())
     changed = [f"{key} {value}" for key, value in recipe.settings().items()
                if value != run.settings()[key] and key not in Recipe.keys()]
     changed += [f"weight decay {recipe.decay_summary()}"] * bool(recipe.decay_summary())

@@ -237,10 +237,10 @@ class Checkpointing:
     def sharded_state_dict(self) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
         with comm.Alike(None):
-            self._check_one_file()
+            self._check_sharded()
             self.offloading.check_not_offloaded()
             self.interrupted.check()
-        with self.saving():
+        with self.saving(with_gradients=False):
             for index in range(len(self.planned.layout.buckets)):
                 self.owned.follow_values(index)
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
@@ -248,24 +248,24 @@ class Checkpointing:
             return sharded.state_dict(self.owned.record().pieces, self.planned.saved_shapes, self.module, groups,
                                       header, is_first=comm.rank_of(None) == 0)
 
-    def load_sharded(self, checkpoint: Any, *, states: bool) -> None:
+    def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
         with comm.Alike(None):
-            self._check_one_file()
+            self._check_sharded()
         shapes = self.planned.saved_shapes
-        aside = {**dict.fromkeys(sharded.tied(self.module, shapes), torch.empty(0)),
-                 **sharded.untrained(self.module, shapes)}
-        found = self._find(lambda: ShardedCheckpoint(checkpoint, self.owned.rule_records(), others=aside),
-                           Path(str(checkpoint)), universal=True, states=states, masters=True, strict=True)
+        found = self._find(lambda: ShardedCheckpoint(
+            checkpoint, self.owned.rule_records(), others=sharded.untrained(self.module, shapes),
+            second=sharded.tied(self.module, shapes), rename=self.config.rename, strict=strict),
+            Path(str(checkpoint)), universal=True, states=states, masters=True, strict=strict)
         with self.loading(Load(found, wants_scheduler=False)):
             self.finish_load()
         self.weights_from_masters()
 
-    def load_file(self, path: Path, *, states: bool) -> None:
+    def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
         with comm.Alike(None):
             self._check_one_file()
-        found = self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True, strict=True)
+        found = self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True, strict=strict)
         with self.loading(Load(found, wants_scheduler=False)):
             self.finish_load()
         self.weights_from_masters()
@@ -275,6 +275,12 @@ class Checkpointing:
             raise LayerWiseError("a file of whole parameters needs them on the ranks that train them, and tensor or "
                                  "pipeline parallelism has cut this model; save a checkpoint with "
                                  "engine.save_checkpoint()")
+
+    def _check_sharded(self) -> None:
+        self._check_one_file()
+        ranks, groups = comm.size_of(self.settings.group), self.settings.expert_groups.values()
+        if any(comm.size_of(group) < ranks for group in groups):
+            sharded.check_experts(self.module, self.planned.saved_shapes)
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -323,8 +329,13 @@ class Checkpointing:
         engine = self.engine()
         self.progress.updates, self.scaling.overflow = header.step, header.overflow
         goes_on = with_scheduler and type(engine.lr_scheduler).__module__ != lr_schedules.__name__
+        group_of = {saved: self.planned.routes[name].group for name, all_of_it in self.planned.names.items()
+                    for saved in all_of_it}
+        # What a config names has its settings there, and not in groups.
+        otherwise = resumed_groups.otherwise_trained(
+            self.owned.rule_records(), header.rules, group_of) if self.optimizer.recipes_by_group else {}
         lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
-                                         scheduler=engine.lr_scheduler, goes_on=goes_on)
+                                         scheduler=engine.lr_scheduler, goes_on=goes_on, otherwise=otherwise)
         if comm.rank_of(None) == 0:
             recipes = dict.fromkeys(self.planned.routes[spec.name].recipe for spec in self.planned.specs)
             for line in (*lines, *self.products.changes(recipes, header.fast_dtypes)):

@@ -114,6 +114,10 @@ def nothing_prepared() -> LayerWiseError:
     return LayerWiseError("finish_load() without prepare_load(): load through engine.load_checkpoint()")
 
 
+#: What lets a load go on that lacks something, or has more.
+LENIENT = "load_module_strict=False (strict=False for one file or a sharded checkpoint)"
+
+
 def check_names(saved: Renamed, folder: Path, here: Set[str], *, of_all_stages: Set[str]) -> None:
     """Compare the names in a universal checkpoint with those ``here``, and those that other stages have.
 
@@ -122,9 +126,8 @@ def check_names(saved: Renamed, folder: Path, here: Set[str], *, of_all_stages: 
     """
     if missing := here - saved.header.shapes.keys():
         raise LayerWiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
-                             f"{len(saved.header.shapes)} parameters; with load_module_strict=False it keeps its "
-                             "weights")
+                             f"{len(saved.header.shapes)} parameters; with {LENIENT} it keeps its weights")
     if unknown := sorted(saved.header.shapes.keys() - of_all_stages - here):
         raise LayerWiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                              f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
-                             "layerwise.rename, or load what fits with load_module_strict=False")
+                             f"layerwise.rename, or load what fits with {LENIENT}")

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_layerwise.checkpoint.plain import plain
-from ds_layerwise.checkpoint.record import Header
+from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config import OnHyperChange
 from ds_layerwise.optimizers.param_groups import RATIOS, LayerWiseOptimizer
 
@@ -40,12 +40,13 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange, scheduler: Any,
-              goes_on: bool) -> list[str]:
+              goes_on: bool, otherwise: Mapping[int, str]) -> list[str]:
     """Let the groups of ``optimizer`` go on from ``header``; returns a line for each thing that has changed.
 
     Args:
         scheduler: the engine's; None if it has none.
         goes_on: whether that is one of torch's, and goes on from its state in the checkpoint.
+        otherwise: the groups of an optimizer that was given whose values in the checkpoint are of no use to it.
     """
     changes: dict[tuple[str, object, object, bool], list[int]] = {}
     others: list[str] = []
@@ -58,6 +59,10 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         if built.keys() & RATIOS.values() and not saved.keys() & RATIOS.values() and header.configured:
             others.append(f"param_groups[{index}] was saved by a run that was given an optimizer; the values of this "
                           "one's config go on, and those of the checkpoint do not")
+            continue
+        if index in otherwise:
+            others.append(f"param_groups[{index}] was saved by a run with {otherwise[index]}; the values of this run's "
+                          "optimizer go on, and those of the checkpoint do not")
             continue
         before = _given(saved, header.configured[index] if header.configured else None, built,
                         is_scheduled=scheduler is not None)
@@ -75,6 +80,21 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
     return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
         f"{what} is in the checkpoint as an object that only code could restore; this run's own goes on"
         for what in header.unreadable]
+
+
+def otherwise_trained(own: Mapping[str, RuleRecord], saved: Mapping[str, RuleRecord],
+                      group_of: Mapping[str, int]) -> dict[int, str]:
+    """By parameter group, what a checkpoint was trained by, if another class than now, or with settings with which it
+    keeps other states, which the values in a group have to go with.
+
+    Args:
+        own, saved: by parameter, the optimizers of this run and of the checkpoint.
+    """
+    found: dict[int, str] = {}
+    for name, now in own.items():
+        if (old := saved.get(name)) and (old.family, {*old.state_keys}) != (now.family, {*now.state_keys}):
+            found.setdefault(group_of[name], f"{old.family} (states {', '.join(old.state_keys) or 'none'})")
+    return found
 
 
 def _line(key: str, old: object, new: object, is_taken: bool, groups: Sequence[int], wins: OnHyperChange,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.checkpoint.sharded import Piece
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers import probe
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.any_torch import AnyTorch
@@ -52,6 +54,19 @@ def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Ten
     second = tied(module, trained)
     return {name: value for name, value in module.state_dict().items()
             if name not in trained and name not in second and isinstance(value, Tensor)}
+
+
+def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
+    """Refuse experts that are not trained: ranks have others of them under the same names.
+
+    Raises:
+        LayerWiseError: names one.
+    """
+    for name in untrained(module, trained):
+        if first_expert(name) is not None:
+            raise LayerWiseError(f"{name} belongs to an expert, of which each rank has others, and is not trained, so "
+                                 "that nothing tells it from those of other ranks in a sharded checkpoint; train it, "
+                                 "or use engine.save_checkpoint() and engine.load_checkpoint()")
 
 
 def tied(module: nn.Module, trained: Mapping[str, object]) -> dict[str, str]:

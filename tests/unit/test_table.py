@@ -28,9 +28,9 @@ ROUTES = {
 SHAPES = {"up": (16, 8), "down": (8, 16), "table": (4, 8), "bias": (8, ), "norm": (8, )}
 
 
-def table(params, groups=(), **changes):
+def table(params, groups=(), kind="LayerWiseMuon", **changes):
     run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1}, **changes, "optimizer": {
-        "type": "LayerWiseMuon", "params": params}})
+        "type": kind, "params": params}})
     matrix, scalar = run.optimizer.recipes
     routes = {name: replace(route, recipe=matrix if route.whole else scalar) for name, route in ROUTES.items()}
     specs = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
@@ -74,6 +74,13 @@ def test_both_rates_and_what_is_decayed():
 def test_what_else_is_used(params, said):
     text = table(params, [group(params)] * 2)
     assert f" {said} layout " in " ".join(text.split())
+
+
+def test_one_class_may_be_both_optimizers():
+    params = {"matrix_optimizer": "torch.optim:AdamW", "matrix_params": {"eps": 1e-6},
+              "scalar_optimizer": "torch.optim:AdamW", "scalar_params": {"eps": 1e-7}}
+    text = table(params, [group({})] * 2, kind="LayerWise")
+    assert " torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 layout " in " ".join(text.split())
 
 
 def test_what_changes_nothing_is_named():

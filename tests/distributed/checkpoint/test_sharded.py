@@ -4,6 +4,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from deepspeed.moe.layer import MoE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -242,3 +243,83 @@ class TestWithFSDP2(DistributedTest):
             engine.optimizer.load_sharded_state_dict(tmp_path / "whole")
         assert_equal_states(whole_states(engine), before)
         train_engine(engine, 1, first=10)
+
+    def test_what_is_not_trained_fits_or_changes_nothing(self, tmp_path):
+        """Frozen weights of another shape, also of as many elements, and missing ones."""
+        class Frozen(Net):
+            def __init__(self, *shape):
+                super().__init__()
+                if shape:
+                    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+                    self.frozen = nn.Parameter(whole, requires_grad=False)
+
+        def filled(*shape):
+            module = Frozen(*shape)
+            with torch.no_grad():
+                module.frozen.fill_(-1)
+            return module
+
+        for name, shape in {"without": (), "with": (4, 6)}.items():
+            engine = start(Frozen(*shape), ds_config())
+            train_engine(engine, 2)
+            save(engine, tmp_path / name)
+        for name, shape, message in (("with", (6, 4), r"frozen, which is not trained, is \(4, 6\) in .*, \(6, 4\) in"),
+                                     ("with", (5,), r"is \(4, 6\) in .*, \(5,\) in the model"),
+                                     ("without", (4, 6), "frozen, .* is not in .*strict=False it keeps")):
+            other = start(filled(*shape), ds_config())
+            before = whole_states(other)
+            with pytest.raises(LayerWiseError, match=message):
+                other.optimizer.load_sharded_state_dict(tmp_path / name)
+            assert_equal_states(whole_states(other), before)
+        other.optimizer.load_sharded_state_dict(tmp_path / "without", strict=False)
+        assert_equal_states(whole_states(other), whole_states(engine))
+        assert torch.equal(other.module.frozen, torch.full((4, 6), -1.0))
+        inside = nn.Module()
+        inside.inner = filled(4, 6)
+        renamed = start(inside, ds_config(layerwise={"rename": {"*": "inner.*"}}))
+        renamed.optimizer.load_sharded_state_dict(tmp_path / "with")
+        assert torch.equal(inside.inner.frozen, torch.arange(24.0).view(4, 6))
+
+    def test_the_gradients_of_a_step_under_way_are_left_out_and_it_is_said(self, tmp_path, capsys):
+        engine = start(Net(), ds_config(gas=2))
+        train_engine(engine, 2, gas=2)
+        expected = whole_states(engine)
+        engine.backward(engine((2, 0, dist.get_rank())))
+        engine.step()
+        save(engine, tmp_path / "under way")
+        resumed = start(Net(), ds_config(gas=2))
+        resumed.optimizer.load_sharded_state_dict(tmp_path / "under way")
+        assert_equal_states(whole_states(resumed), expected)
+        assert dist.get_rank() or ("was saved between two micro-batches of a step: the gradients of that step are not "
+                                   "in it, and training goes on with the first") in capsys.readouterr().out
+
+
+class TestExperts(DistributedTest):
+    """Each rank has experts of its own under the same names."""
+
+    world_size = 2
+
+    def start(self, *, frozen=False):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=2, k=1))
+        for name, param in module.named_parameters():
+            with torch.no_grad():
+                param.add_(dist.get_rank() * ("deepspeed_experts" in name))
+            param.requires_grad = not (frozen and name.endswith("deepspeed_experts.0.bias"))
+        return start(module, ds_config())
+
+    def test_they_come_back_to_their_ranks_and_frozen_ones_are_refused(self, tmp_path):
+        engine, frozen = self.start(), self.start(frozen=True)
+        save(engine, tmp_path / "experts")
+        expected = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        other = self.start()
+        with torch.no_grad():
+            for param in other.module.parameters():
+                param.zero_()
+        other.optimizer.load_sharded_state_dict(tmp_path / "experts")
+        for name, param in other.module.named_parameters():
+            assert torch.equal(param, expected[name]), name
+        for refused in (frozen.optimizer.sharded_state_dict,
+                        lambda: frozen.optimizer.load_sharded_state_dict(tmp_path / "experts")):
+            with pytest.raises(LayerWiseError, match=r"deepspeed_experts.0.bias belongs to an expert.*save_checkpoint"):
+                refused()

@@ -59,9 +59,10 @@ MADE = {
     "MARS": lambda m: MARS(two_groups(m), lr=0.02),
     "Shampoo": lambda m: Shampoo(two_groups(m), lr=0.02, preconditioning_compute_steps=2),
     "NAdam": lambda m: NAdam(two_groups(m), lr=0.02),
+    "a tensor for a rate": lambda m: AdamW(m.parameters(), lr=torch.tensor(0.02), foreach=False),
 }
 CALLABLE = ("Adafactor", "CAME")
-ALWAYS = ("Muon", "Adafactor", "SOAP", "CAME")
+ALWAYS = ("Muon", "Adafactor", "SOAP", "CAME", "a tensor for a rate")
 
 
 def averaged(name, shape, step, ranks):
@@ -143,6 +144,23 @@ class TestAgainstOneProcess(DistributedTest):
             cut = [name for name, route in engine.optimizer.routes.items() if not route.whole]
             assert sorted(cut) == (sorted(trainable(Net())) if split == "element" else [])
             assert engine.optimizer.param_groups is optimizer.param_groups
+
+    def test_states_in_the_dtype_of_the_model_are_widened(self):
+        """torch loads states in the dtype of a parameter."""
+        module, plain = Net(), Net()
+        optimizer = AdamW(module.parameters(), lr=0.02)
+        for name, param in trainable(module).items():
+            param.grad = averaged(name, param.shape, 0, 1)
+        optimizer.step()
+        expected = {name: optimizer.state[p]["exp_avg"].bfloat16().float() for name, p in trainable(module).items()}
+        plain.bfloat16()
+        other = AdamW(plain.parameters(), lr=0.02)
+        other.load_state_dict(optimizer.state_dict())
+        assert other.state[plain.experts]["exp_avg"].dtype == torch.bfloat16
+        engine = start(plain, other, config(bf16={"enabled": True}))
+        states = whole_states(engine)
+        for name, value in expected.items():
+            assert torch.equal(states[name, "exp_avg"], value.reshape(-1)), name
 
     @pytest.mark.parametrize("how", ["object before", "object after", "callable", "section", "by hand"])
     def test_schedules_move_what_the_script_holds(self, how):
@@ -316,6 +334,47 @@ class TestRefusals(DistributedTest):
                 start(module, make(module), given)
                 pytest.fail(what)
 
+    def test_states_that_ranks_were_not_given_alike(self):
+        """Each takes what it owns out of its own, so that the rest would start afresh in silence."""
+        for steps in ((1, 0), (1, 2)):
+            module = Net()
+            optimizer = AdamW(module.parameters(), lr=0.0)
+            for param in module.parameters():
+                param.grad = torch.ones_like(param)
+            for _ in range(steps[dist.get_rank()]):
+                optimizer.step()
+            with pytest.raises(LayerWiseError, match="what the optimizer was given with differs between ranks.*step 1"):
+                start(module, optimizer)
+
+    def test_groups_of_another_class_do_not_go_on(self, tmp_path, capsys):
+        module, again = Net(), Net()
+        engine = start(module, AdamW(module.parameters(), lr=0.02))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        momentum = SGD(again.parameters(), lr=0.005, momentum=0.9)
+        said = {key: value for key, value in momentum.param_groups[0].items() if key != "params"}
+        changed = start(again, momentum, config(layerwise={"on_optimizer_change": "reset"}))
+        changed.load_checkpoint(tmp_path)
+        assert {key: value for key, value in momentum.param_groups[0].items() if key != "params"} == said
+        if dist.get_rank() == 0:
+            assert "was saved by a run with torch.optim:AdamW (states exp_avg, exp_avg_sq, step); the values of this " \
+                "run's optimizer go on" in capsys.readouterr().out
+        third = Net()
+        # The same class, with settings that no state of the checkpoint goes with.
+        largest = start(third, AdamW(third.parameters(), lr=0.005, amsgrad=True), config(
+            layerwise={"on_optimizer_change": "reset"}))
+        largest.load_checkpoint(tmp_path)
+        weights = {name: value.clone() for name, value in masters(largest).items()}
+        train_engine(largest, 2)
+
+        def alone(module):
+            with torch.no_grad():
+                for name, param in trainable(module).items():
+                    param.copy_(weights[name])
+            return AdamW(module.parameters(), lr=0.005, amsgrad=True)
+
+        assert_close(masters(largest), in_one_process(alone, 2, 2))
+
     def test_what_would_go_behind_the_engine(self):
         module, plain = Net(), Net()
         optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -324,7 +383,7 @@ class TestRefusals(DistributedTest):
         optimizer.register_step_post_hook(lambda *_: seen.append(len(seen)))
         engine = start(module, optimizer)
         for call in (optimizer.step, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-                     lambda: optimizer.load_state_dict(saved)):
+                     lambda: optimizer.load_state_dict(saved), optimizer.state_dict):
             with pytest.raises(StepError, match="an engine trains with this"):
                 call()
         train_engine(engine, 2)
