@@ -36,8 +36,23 @@ def check_kept(routes: Mapping[str, Route], specs: Sequence[ParamSpec], groups: 
                           "stochastic_rounding of optimizer.params to true, or remove it")
     for name, states in kept.items():
         _check_codes(name, routes[name], states.values(), config, host_ratio)
-        for key, dtype in states.items():
-            _check_accuracy(name, routes[name], key, str(dtype), groups)
+    check_accuracy(routes, specs, groups)
+
+
+def check_accuracy(routes: Mapping[str, Route], specs: Sequence[ParamSpec], groups: Sequence[Mapping[str, Any]], *,
+                   told: str = "") -> None:
+    """Refuse averages that would stand still in the bits that they are kept in.
+
+    Args:
+        told: what the error says of where ``groups`` come from.
+
+    Raises:
+        ConfigError: names the parameter, its state, and the way out.
+    """
+    for name in (spec.name for spec in specs):
+        for key, spec in routes[name].states(1).items():
+            if spec.kept_as:
+                _check_accuracy(name, routes[name], key, spec.kept_as, groups, told)
 
 
 def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_ratio: float) -> None:
@@ -71,13 +86,14 @@ def _check_codes(name: str, route: Route, kept: Iterable[str | None], config: La
                           f"it to a multiple of {SCALED}")
 
 
-def _check_accuracy(name: str, route: Route, key: str, dtype: str, groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_accuracy(name: str, route: Route, key: str, dtype: str, groups: Sequence[Mapping[str, Any]],
+                    told: str) -> None:
     recipe = route.recipe
     share = recipe.share_kept(key, route.hyper(groups[route.group]))
     if share <= MOST_KEPT or (dtype == "bfloat16" and recipe.rounds_by_chance):
         return
     way_out = ("set stochastic_rounding to true, with which small changes add up" if dtype == "bfloat16" else
                "keep it in 'bfloat16' with stochastic_rounding")
-    raise ConfigError(f"{name}: {key} of {recipe.rule} keeps {share:g} of itself in a step and would be kept in "
+    raise ConfigError(f"{told}{name}: {key} of {recipe.rule} keeps {share:g} of itself in a step and would be kept in "
                       f"{dtype!r}, whose steps are so coarse that above {MOST_KEPT:g} most of what it should take up "
                       f"is rounded away; {way_out}, or in 'float32'")

@@ -30,6 +30,7 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
+from ds_layerwise.plan.kept import check_accuracy
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.param_sync import ParamSync
@@ -187,6 +188,11 @@ class Checkpointing:
             if states and groups is not None and len(groups) != len(own):
                 raise LayerWiseError(f"{folder} has {len(groups)} parameter groups, this run {len(own)}; "
                                      "make as many, empty ones count, or load with load_optimizer_states=False")
+            if states:
+                check_accuracy(planned.routes, planned.specs, resumed_groups.after(
+                    self.optimizer, saved.header, wins=config.on_hyper_change), told=(
+                        f"with what the parameter groups of {folder} go on with (layerwise.on_hyper_change is "
+                        f"{config.on_hyper_change!r}), "))
             mine = self.owned.record()
             plan = plan_load(mine, saved, self.owned.rule_records(), masters=masters, states=states,
                              on_missing_state=config.on_missing_state, on_optimizer_change=config.on_optimizer_change)

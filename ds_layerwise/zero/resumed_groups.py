@@ -39,6 +39,19 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for index, group in enumerate(groups)]
 
 
+def after(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange) -> list[dict[str, Any]]:
+    """What :func:`take_over` is to make of :meth:`.LayerWiseOptimizer.groups_now`, rates aside; nothing is changed."""
+    groups: list[dict[str, Any]] = [dict(group) for group in optimizer.groups_now()]
+    for index, saved in enumerate(header.param_groups or ()):
+        group, built = groups[index], optimizer.built_with[index]
+        if bool(saved.keys() & RATIOS.values()) is bool(built.keys() & RATIOS.values()):
+            before = _given(saved, header.configured[index] if header.configured else None, built, is_scheduled=False)
+            own = {key for key in built if wins == "config" and key in before and before[key] != built[key]}
+            group.update({key: value for key, value in saved.items()
+                          if key in group and key not in own and key not in _RATES})
+    return groups
+
+
 def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange, scheduler: Any,
               goes_on: bool, otherwise: Mapping[int, str]) -> list[str]:
     """Let the groups of ``optimizer`` go on from ``header``; returns a line for each thing that has changed.

@@ -284,6 +284,27 @@ class TestBeside(DistributedTest):
         narrow = {which for which, dtype in found.items() if dtype == torch.bfloat16}
         assert narrow == {("square.weight", "momentum_buffer"), ("embed.weight", "exp_avg_sq")} & found.keys()
 
+    def test_what_a_checkpoint_would_make_stand_still_is_refused(self, tmp_path):
+        saved = started(params={"betas": [0.9, 0.999]})
+        train_engine(saved, 1)
+        saved.save_checkpoint(str(tmp_path))
+        kept = {"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.95]}
+        engine = started(params=kept)
+        train_engine(engine, 1, first=5)
+        before = whole_states(engine)
+        with pytest.raises(ConfigError, match="on_hyper_change is 'checkpoint'.*exp_avg_sq of adamw keeps 0.999 of"):
+            engine.load_checkpoint(str(tmp_path))
+        assert_equal_states(whole_states(engine), before)
+        # Weights alone bring no betas, by chance they are no hindrance, and those of the config are good.
+        engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+        assert engine.optimizer.param_groups[0]["betas"][1] == 0.95
+        for changes, found in (({"params": {**kept, "stochastic_rounding": True}}, 0.999),
+                               ({"params": kept, "layerwise": {"on_hyper_change": "config"}}, 0.95)):
+            engine = started(**changes)
+            engine.load_checkpoint(str(tmp_path))
+            assert engine.optimizer.param_groups[0]["betas"][1] == found
+            train_engine(engine, 1, first=1)
+
     def test_refused(self):
         for params, message in (({"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.999]}, "keeps 0.999 of itself"),
                                 ({"stochastic_rounding": True}, "no state is kept in 'bfloat16'")):
