@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ds_layerwise.checkpoint.record import Header, PieceRecord, Saved
@@ -80,10 +80,14 @@ class Renamed:
         header = saved.header
         renamed = new_names(header.shapes, rename, use_all=use_all)
         self._saved, self._old = saved, {new: old for old, new in renamed.items()}
-        self.header: Header = replace(
-            header, shapes={renamed[name]: shape for name, shape in header.shapes.items()},
-            rules={renamed[name]: rule for name, rule in header.rules.items()},
-            kept={renamed[name]: states for name, states in header.kept.items()})
+        self.header: Header = self.of(header, renamed.__getitem__)
+
+    @staticmethod
+    def of(header: Header, called: Callable[[str], str]) -> Header:
+        """``header`` with the names that ``called`` has for its own."""
+        return replace(header, shapes={called(name): shape for name, shape in header.shapes.items()},
+                       rules={called(name): rule for name, rule in header.rules.items()},
+                       kept={called(name): states for name, states in header.kept.items()})
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""

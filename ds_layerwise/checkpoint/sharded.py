@@ -15,6 +15,7 @@ import io
 import math
 import os
 import pickle
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,16 @@ MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds
 _ERRORS = (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError, ImportError,
            AttributeError, AssertionError, TypeError)
 
+#: What wrappers of modules put into names.
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
+
 #: The state that counts steps.
 _COUNT = "step"
+
+
+def unwrapped(name: str) -> str:
+    """``name`` as torch's ``get_state_dict`` has it, without what compiling and recomputing put into it."""
+    return _WRAPPERS.sub("", name)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -190,7 +199,10 @@ class ShardedCheckpoint:
                                  f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
                                  "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two")
         self._keys = self._states_of(shapes)
-        renamed = new_names(shapes, rename or {})
+        self.wrapped = {unwrapped(name): name for name in (*rules, *others, *second) if unwrapped(name) != name}
+        """By name without wrappers, as torch has it, what this run calls a parameter."""
+        renamed = {old: self.wrapped.get(new, new) for old, new in new_names(shapes, rename or {}).items()}
+        rules = {old: rules[new] for old, new in renamed.items() if new in rules}
         self._others = self._found_of(others, {new: old for old, new in renamed.items()}, shapes, strict=strict)
         self._shapes = {old: shape for old, shape in shapes.items()
                         if renamed[old] not in others and renamed[old] not in second}

@@ -22,7 +22,7 @@ from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
-from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, header_tensor
+from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, header_tensor, unwrapped
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.untrained import find_others
 from ds_layerwise.config import LayerWiseConfig
@@ -183,6 +183,8 @@ class Checkpointing:
             opened = open_it()
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
+            if isinstance(opened, ShardedCheckpoint):
+                saved = Renamed(saved, opened.wrapped)
             check_shapes(planned.saved_shapes, saved.header.shapes)
             groups, own = saved.header.param_groups, self.optimizer.param_groups
             if states and groups is not None and len(groups) != len(own):
@@ -250,7 +252,7 @@ class Checkpointing:
             for index in range(len(self.planned.layout.buckets)):
                 self.owned.follow_values(index)
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
-            header = header_tensor(self.header(), (LOSS_SCALER, self.scaling.scaler))
+            header = header_tensor(Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler))
             return sharded.state_dict(self.owned.record().pieces, self.planned.saved_shapes, self.module, groups,
                                       header, is_first=comm.rank_of(None) == 0)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.record import PieceRecord
-from ds_layerwise.checkpoint.sharded import Piece
+from ds_layerwise.checkpoint.sharded import Piece, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers import probe
 from ds_layerwise.plan.routes import Route
@@ -30,30 +30,32 @@ def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ..
         header: what only this package asks for, equal on all ranks.
         is_first: whether this rank writes what all of them have.
     """
-    model: dict[str, Any] = untrained(module, shapes) if is_first else {}
+    model: dict[str, Any] = {unwrapped(name): value for name, value in untrained(module, shapes).items()
+                             } if is_first else {}
     state: dict[str, dict[str, Any]] = {}
     for piece in pieces:
-        shape = shapes[piece.name]
-        model[piece.name] = Piece(piece.master, piece.param_start, shape)
+        name, shape = unwrapped(piece.name), shapes[piece.name]
+        model[name] = Piece(piece.master, piece.param_start, shape)
         for key, value in piece.state.items():
             if piece.is_elementwise(key) and shape:
                 value = Piece(value, piece.param_start, shape)
             elif piece.param_start:
                 # Every piece has the same.
                 continue
-            state.setdefault(piece.name, {})[key] = value
+            state.setdefault(name, {})[key] = value
     for name, other in tied(module, shapes).items():
-        if other in model:
-            model[name] = model[other]
+        if unwrapped(other) in model:
+            model[unwrapped(name)] = model[unwrapped(other)]
     return {"model": model, "optim": {"state": state, "param_groups": groups},
             **({"ds_layerwise": {"header": header}} if is_first else {})}
 
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
     """By name, frozen parameters and buffers that a checkpoint has."""
-    second = tied(module, trained)
+    # A module that recomputes leaves its wrapper out of the names in its own state_dict.
+    known = {unwrapped(name) for name in (*trained, *tied(module, trained))}
     return {name: value for name, value in module.state_dict().items()
-            if name not in trained and name not in second and isinstance(value, Tensor)}
+            if unwrapped(name) not in known and isinstance(value, Tensor)}
 
 
 def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
@@ -94,7 +96,7 @@ def groups_of(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]],
                if of_class is None or key in of_class}
         values = {**(of_class or {}), **own}
         same = found.setdefault(repr(sorted(values.items(), key=str)), {**values, "params": []})
-        same["params"].extend(names[name])
+        same["params"].extend(map(unwrapped, names[name]))
     return list(found.values())
 
 

@@ -1,16 +1,19 @@
 """Checkpoints of ``torch.distributed.checkpoint``: to FSDP2 and back, and from any number of ranks to any other."""
 
+from collections import OrderedDict
+
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.moe.layer import MoE
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ds_layerwise
-from ds_layerwise.checkpoint.sharded import Piece, boxes
+from ds_layerwise.checkpoint.sharded import Piece, boxes, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -69,6 +72,14 @@ def sharded_net(**kwargs):
         fully_shard(layer)
     # Its bare parameter of three rows has another number of them than ranks.
     return fully_shard(module)
+
+
+def wrapped_net():
+    """The model of the tests with modules that go by other names; one as if it were compiled."""
+    module = Net()
+    module.tall = checkpoint_wrapper(module.tall)
+    module.square = nn.Sequential(OrderedDict(_orig_mod=module.square))
+    return module
 
 
 def step_with_fsdp(module, optimizer, step):
@@ -166,6 +177,33 @@ class TestWithFSDP2(DistributedTest):
         assert back.optimizer.step_count == 5
         for name, param in trainable(back.module).items():
             assert torch.equal(param.detach(), masters(back)[name]), name
+
+    def test_names_are_those_of_torch_and_may_be_others_here(self, theirs, tmp_path):
+        """Modules that recompute, or are compiled, have other names; so may a whole model."""
+        expected = torch.load(theirs / "expected")
+        inside = nn.Module()
+        inside.inner = Net()
+        engine = start(wrapped_net(), ds_config(optimizer=ADAMW))
+        assert "tall._checkpoint_wrapped_module.weight" in engine.optimizer.routes
+        engine.optimizer.load_sharded_state_dict(theirs / "theirs")
+        found = {(unwrapped(name), key): value for (name, key), value in whole_states(engine).items()}
+        assert_equal_states(found, expected)
+        save(engine, tmp_path / "wrapped")
+        other = start(inside, ds_config(optimizer=ADAMW, layerwise={"rename": {"*": "inner.*"}}))
+        for folder in (theirs / "theirs", tmp_path / "wrapped"):
+            other.optimizer.load_sharded_state_dict(folder)
+            found = {(name.removeprefix("inner."), key): value for (name, key), value in whole_states(other).items()}
+            assert_equal_states(found, expected)
+        again = start(wrapped_net(), ds_config(optimizer=ADAMW))
+        again.optimizer.load_sharded_state_dict(tmp_path / "wrapped")
+        assert_equal_states(whole_states(again), whole_states(engine))
+        whole = sharded_net()
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=1.0)
+        state = of_torch(whole, optimizer)
+        dcp.load(state, checkpoint_id=str(tmp_path / "wrapped"))
+        set_state_dict(whole, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        for name, value in whole_weights(whole).items():
+            assert torch.equal(value.view(-1), expected[name, "fp32"]), name
 
     @pytest.mark.parametrize("kwargs", [{"tied": True}, {"frozen": True}])
     def test_momentum_and_names_that_are_not_trained(self, kwargs, tmp_path):
