@@ -202,12 +202,14 @@ def _links(options: argparse.Namespace) -> int:
         if comm.rank_of(None) == 0:
             _refuse(e)
         comm.gather_objects(None, group=None)
-        return 2
-    if comm.rank_of(None) == 0:
-        say_last(text)
+        code = 2
+    else:
+        code = 0
+        if comm.rank_of(None) == 0:
+            say_last(text)
     if joined:
-        leave()
-    return 0
+        leave(code)
+    return code
 
 
 def _schema(options: argparse.Namespace) -> int:

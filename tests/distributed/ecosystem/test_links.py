@@ -188,6 +188,6 @@ def test_deepspeeds_launcher_starts_it_and_hears_how_it_ends(code, arguments, tm
         assert done.stderr.count("ds-layerwise: between_gb_s, between_us, rails cannot be measured on one node") == 1
         assert f"exits with return code = {code}" in done.stdout + done.stderr
     else:
-        assert "written to links.json" in done.stdout and "terminate called" not in done.stderr
-        # Ended by leave(), before the interpreter takes anything apart.
-        assert not list(tmp_path.glob("came back*"))
+        assert "written to links.json" in done.stdout
+    # Ended by leave(), before the interpreter takes anything apart.
+    assert "terminate called" not in done.stderr and not list(tmp_path.glob("came back*"))
