@@ -68,7 +68,7 @@ class ByKind:
         if self.mup is None:
             return route
         try:
-            lr, eps = self.mup.factors(route.recipe, hidden=not table and is_hidden(shape()))
+            lr, eps = self.mup.multipliers(route.recipe, hidden=not table and is_hidden(shape()))
         except ValueError as error:
             raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
         found = replace(route, lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),

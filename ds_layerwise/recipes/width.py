@@ -36,7 +36,7 @@ _NORMALISED = ("adamw", "adam", "laprop", "ademamix", "lion", "signum")
 _CARRY_OVER = ("unit_rms_norm", "original")
 
 
-class Factors(NamedTuple):
+class Multipliers(NamedTuple):
     """What a learning rate and eps are multiplied with."""
 
     lr: float = 1.0
@@ -63,7 +63,7 @@ class Mup(Section):
         """How many times as wide as the base this model is."""
         return self.width / self.base_width
 
-    def factors(self, recipe: Recipe, *, hidden: bool) -> Factors:
+    def multipliers(self, recipe: Recipe, *, hidden: bool) -> Multipliers:
         """What the rates of a parameter are multiplied with that ``recipe`` updates.
 
         Args:
@@ -75,11 +75,12 @@ class Mup(Section):
         """
         if recipe.whole:
             _check_matrix_rule(recipe)
-            return Factors()
+            return Multipliers()
         if recipe.rule in _NORMALISED:
-            return Factors(1 / self.ratio, 1 / self.ratio if "eps" in recipe.hyper else 1.0) if hidden else Factors()
+            less = 1 / self.ratio
+            return Multipliers(less, less if "eps" in recipe.hyper else 1.0) if hidden else Multipliers()
         if recipe.rule == "sgd":
-            return Factors() if hidden else Factors(self.ratio)
+            return Multipliers() if hidden else Multipliers(self.ratio)
         raise ValueError(f"how the rate of {recipe.rule} depends on the width is not known; leave layerwise.mup out, "
                          "and give rates by layerwise.overrides")
 

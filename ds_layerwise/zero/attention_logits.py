@@ -227,10 +227,13 @@ class AttentionLogits:
                             "engine.optimizer.note_attention_logits, or name the others in "
                             "layerwise.qk_clip.attention")
 
-    def report(self, engine: Any) -> None:
-        """Write the largest logits of this step, whose samples ``engine`` has yet to count, to its monitor."""
-        if self.largest and engine is not None and engine.monitor.enabled:
-            engine.monitor.write_events(events_of(self.largest, engine.global_samples + engine.train_batch_size()))
+    def values(self) -> dict[str, float]:
+        """What DeepSpeed's monitor is told of the last step: the largest of the model, and by path of module."""
+        if not self.largest:
+            return {}
+        label = "max_attention_logit"
+        return {label: max(self.largest.values()),
+                **{f"{label}/{name}": value for name, value in self.largest.items() if name}}
 
     def told(self) -> str:
         """One line for the start-up table; empty where nothing is measured."""
@@ -242,14 +245,6 @@ class AttentionLogits:
             return f"attention logits: the largest are reported, of {modules}"
         return (f"QK-clip: threshold {self.clip.threshold:g}, alpha {self.clip.alpha:g}, {modules}"
                 f"{f', {frozen} of them frozen and left' * bool(frozen)}")
-
-
-def events_of(largest: Mapping[str, float], samples: int) -> list[tuple[str, float, int]]:
-    """What DeepSpeed's monitor is told of the largest logits by module; ``samples`` were seen by then."""
-    if not largest:
-        return []
-    return [("Train/Samples/max_attention_logit", max(largest.values()), samples),
-            *((f"Train/Samples/max_attention_logit/{name}", value, samples) for name, value in largest.items() if name)]
 
 
 def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -> None:

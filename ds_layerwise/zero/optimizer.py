@@ -273,12 +273,12 @@ class LayerWiseZeroOptimizer(StatesOutside):
             self.attention.forget()
             return
         scaled = self.attention.settle(decision.frozen)
+        self.reports.add(self.attention.values())
         with first_step.compared(self._first_step, decision, self._grad_sync, self._param_sync, scaled=scaled,
                                  clip=self.clip_grad):
             self.progress.updates += 1
             step = self.progress.updates
             self.reports.add(self._update.run(step, decision, scaled, self.reports.watch(step)))
-        self.attention.report(self._engine())
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -58,7 +58,7 @@ class Reports:
         self._last.update(told)
 
     def add(self, told: dict[str, float]) -> None:
-        """Take note of what a :class:`.ranks.watch.Watch` has seen of its update."""
+        """Take note of what is known of the step at hand besides, the same on every rank."""
         self._fresh.update(told)
         self._last.update(told)
 

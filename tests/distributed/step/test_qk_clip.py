@@ -358,6 +358,8 @@ class TestReported(DistributedTest):
             assert step_of(engine, [1.0, 4.0], [3.0, 2.0])["attn.k.weight"][1] == pytest.approx(
                 0.5 ** 0.5 if clips else 1.0, rel=1e-6)
             step_of(engine, [1.5, 1.0], number=1)
+            told = {key: value for key, value in engine.optimizer.report().items() if "logit" in key}
+            assert told == {"max_attention_logit": 1.5, **({"max_attention_logit/attn": 1.5} if clips else {})}
             dist.barrier()
             found = written(folder)
             assert found["Train_Samples_max_attention_logit"] == [["2", "4.0"], ["4", "1.5"]]
