@@ -127,11 +127,8 @@ class Checkpointing:
 
     def state_dict(self, *, clip_grad: float) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.state_dict`."""
-        self.offloading.check_not_offloaded()
-        self.interrupted.check()
-        for index in range(len(self.planned.layout.buckets)):
-            # Weights that were written since the last step are in the model's file, which this has to go with.
-            self.owned.follow_values(index)
+        self._check_settled()
+        self._follow_values()
         point = self._point or self._point_now()
         accumulated = unfinished.to_record(point, self.grad_sync, engine=self.engine(), owned=self.owned,
                                            settings=self.settings, logits=self.attention.noted())
@@ -144,6 +141,15 @@ class Checkpointing:
             DS_VERSION: deepspeed_version,
             **regular.to_state_dict(self.owned.record(), self.header(), self.settings.tp_size, accumulated),
         }
+
+    def _check_settled(self) -> None:
+        self.offloading.check_not_offloaded()
+        self.interrupted.check()
+
+    def _follow_values(self) -> None:
+        """Weights that were written since the last step are in the model's file, which masters have to go with."""
+        for index in range(len(self.planned.layout.buckets)):
+            self.owned.follow_values(index)
 
     def _point_now(self) -> unfinished.Point:
         return self.progress.where(self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass(),
@@ -230,27 +236,32 @@ class Checkpointing:
         finally:
             self.load = None
 
+    @contextmanager
+    def _saving_whole(self, check: Callable[[], None]) -> Iterator[None]:
+        """Around a save of whole parameters: what ``check`` or the state of a rank forbids is an error on all."""
+        with comm.Alike(None):
+            check()
+            self._check_settled()
+        with self.saving(with_gradients=False):
+            self._follow_values()
+            yield
+
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
-        with comm.Alike(None):
-            self._check_one_file()
-            self.offloading.check_not_offloaded()
-            self.interrupted.check()
-        with self.saving(with_gradients=False):
-            for index in range(len(self.planned.layout.buckets)):
-                self.owned.follow_values(index)
+        with self._saving_whole(self._check_one_file):
             one_file.save(path, self.owned.record().pieces, self.header(), (LOSS_SCALER, self.scaling.scaler),
                           self.owned.device)
 
+    def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
+        """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
+        with comm.Alike(None):
+            self._check_one_file()
+        self._load_whole(self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True,
+                                    strict=strict))
+
     def sharded_state_dict(self) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
-        with comm.Alike(None):
-            self._check_sharded()
-            self.offloading.check_not_offloaded()
-            self.interrupted.check()
-        with self.saving(with_gradients=False):
-            for index in range(len(self.planned.layout.buckets)):
-                self.owned.follow_values(index)
+        with self._saving_whole(self._check_sharded):
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
             header = header_tensor(Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler))
             return sharded.state_dict(self.owned.record().pieces, self.planned.saved_shapes, self.module, groups,
@@ -261,19 +272,13 @@ class Checkpointing:
         with comm.Alike(None):
             self._check_sharded()
         shapes = self.planned.saved_shapes
-        found = self._find(lambda: ShardedCheckpoint(
+        self._load_whole(self._find(lambda: ShardedCheckpoint(
             checkpoint, self.owned.rule_records(), others=sharded.untrained(self.module, shapes),
             second=sharded.tied(self.module, shapes), rename=self.config.rename, strict=strict),
-            Path(str(checkpoint)), universal=True, states=states, masters=True, strict=strict)
-        with self.loading(Load(found, wants_scheduler=False)):
-            self.finish_load()
-        self.weights_from_masters()
+            Path(str(checkpoint)), universal=True, states=states, masters=True, strict=strict))
 
-    def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
-        """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
-        with comm.Alike(None):
-            self._check_one_file()
-        found = self._find(lambda: OneFile(path), path, universal=True, states=states, masters=True, strict=strict)
+    def _load_whole(self, found: Found) -> None:
+        """Take over whole parameters, of which the engine loads nothing."""
         with self.loading(Load(found, wants_scheduler=False)):
             self.finish_load()
         self.weights_from_masters()

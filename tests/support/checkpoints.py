@@ -41,6 +41,18 @@ def assert_equal_states(found, expected, where=""):
         assert torch.equal(found[key], value), (where, key)
 
 
+#: Of the one file of whole parameters, in the folder where a test saves.
+ONE_FILE = "whole.safetensors"
+
+
+def go_on_from(engine, folder, tag):
+    """Load the checkpoint ``tag``, or, where that is None, the one file."""
+    if tag is None:
+        engine.optimizer.load_state_dict_from_file(folder / ONE_FILE)
+    else:
+        engine.load_checkpoint(folder, tag=tag)
+
+
 def on_rank_0(do):
     """Call ``do`` on rank 0 while the others wait: none of them still reads what it changes, or reads it too early."""
     dist.barrier()

@@ -13,7 +13,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -121,7 +121,7 @@ class TestTheSameForAll(DistributedTest):
         engine = started(kind, bucket_numel=600 * ranks, layerwise={"save_universal": True, "overrides": OVERRIDES})
         self.train(engine, 0)
         engine.save_checkpoint(folder / str(ranks), tag="here")
-        engine.optimizer.save_state_dict_to_file(folder / str(ranks) / "whole.safetensors")
+        engine.optimizer.save_state_dict_to_file(folder / str(ranks) / ONE_FILE)
         states = whole_states(engine)
         self.train(engine, self.STEPS)
         after = whole_states(engine)
@@ -145,10 +145,7 @@ class TestTheSameForAll(DistributedTest):
                 engine = started(kind, stage=2 if tag == "here" else 1, layerwise={
                     "alignment": 512, "overrides": OVERRIDES})
                 train_engine(engine, 1, first=20)
-                if tag is None:
-                    engine.optimizer.load_state_dict_from_file(folder / "whole.safetensors")
-                else:
-                    engine.load_checkpoint(folder, tag=tag)
+                go_on_from(engine, folder, tag)
                 assert_equal_states(whole_states(engine), states, tag)
                 self.train(engine, self.STEPS)
                 assert_equal_states(whole_states(engine), after, tag)

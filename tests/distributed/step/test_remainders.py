@@ -7,7 +7,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_layerwise.errors import ConfigError, StepError
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
@@ -196,7 +196,7 @@ class TestCheckpoints(DistributedTest):
         saved = started(saving, stage=stage, layerwise={"save_universal": True})
         train_engine(saved, 3)
         saved.save_checkpoint(tmp_path, tag="here")
-        saved.optimizer.save_state_dict_to_file(tmp_path / "whole.safetensors")
+        saved.optimizer.save_state_dict_to_file(tmp_path / ONE_FILE)
         states = whole_states(saved)
         if stage == 1:
             convert(tmp_path / "here", tmp_path / "converted")
@@ -205,10 +205,7 @@ class TestCheckpoints(DistributedTest):
             engine = started(loading, stage=stage)
             # What was there before must not be what the next step works on.
             train_engine(engine, 1, first=8)
-            if tag is None:
-                engine.optimizer.load_state_dict_from_file(tmp_path / "whole.safetensors")
-            else:
-                engine.load_checkpoint(tmp_path, tag=tag)
+            go_on_from(engine, tmp_path, tag)
             assert_equal_states(whole_states(engine), states, tag)
             train_engine(engine, 3, first=3)
             assert_same_runs(engine, saved, tag)
