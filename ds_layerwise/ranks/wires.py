@@ -202,9 +202,10 @@ def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
     if len(rows) >= _ONE_KERNEL_FROM or (len(rows) > 1 and out.device.type != "cpu"):
         torch.sum(rows, 0, dtype=out.dtype, out=out)
     else:
-        if rows.data_ptr() != out.data_ptr() or rows.dtype != out.dtype:
-            out.copy_(rows[0])
-        for row in rows[1:]:
+        first, *others = rows.unbind()
+        if first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
+            out.copy_(first)
+        for row in others:
             out.add_(row)
     if divide_by != 1:
         out.div_(divide_by)

@@ -194,7 +194,11 @@ class LayerWiseZeroOptimizer(StatesOutside):
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)
                 self._grad_sync.accumulate(name, launch=last and self._may_launch())
-            expected = count_used_parameters_in_backward(every) if refresh else self._max_expected_hooks_seen
+            if self.queue_post_backward_callback():
+                # Autograd says when the pass is over, and counting its hooks beforehand is an operation a parameter.
+                expected = self._hooks_fired_this_backward + 1
+            else:
+                expected = count_used_parameters_in_backward(every) if refresh else self._max_expected_hooks_seen
             self.update_hook_state_and_maybe_run_epilogue(expected)
         return gradient_is_ready
 

@@ -6,6 +6,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_layerwise.errors import StepError
@@ -371,6 +372,39 @@ class TestAutograd(Backward):
             loss.backward() if direct else engine.backward(loss)
             engine.step()
         assert_trained_as(engine, oracle())
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TestOperations(DistributedTest):
+    """Each is microseconds of a host, in the middle of a backward pass."""
+
+    world_size = 1
+
+    def counted(self, backward, loss):
+        with Operations() as found:
+            backward(loss)
+        return found.count
+
+    def test_one_for_each_gradient(self):
+        layers = 30
+        models = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(2)]
+        engine = start(models[0], ds_config())
+        for _ in range(2):
+            x = torch.ones(2, 4)
+            bare = self.counted(torch.Tensor.backward, models[1](x).sum())
+            ours = self.counted(engine.backward, engine(x).sum())
+            engine.step()
+        few = 10 + 3 * len(engine.optimizer.layout.buckets)
+        assert bare + 2 * layers <= ours <= bare + 2 * layers + few
 
 
 class TestDropped(Backward):
