@@ -245,8 +245,12 @@ def _renames_folders(path: Path) -> bool:
 def point(pointer: Path, tag: str) -> None:
     """Write ``tag`` into the file ``pointer``, such as ``latest``; it holds the old text or the new one, never none."""
     new = pointer.with_name(pointer.name + INCOMPLETE)
-    new.write_text(tag, encoding="utf-8")
-    flush(new)
+    try:
+        new.write_text(tag, encoding="utf-8")
+        flush(new)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     try:
         new.replace(pointer)
     except OSError as e:

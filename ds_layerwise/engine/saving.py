@@ -155,8 +155,9 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
         if owns:
             disks.check_arrived(save.folder, save.disks.save_id, parts,
                                 {rank: everyone[rank][1] for rank in save.disks.here})
-    if engine.optimizer.config.save_universal:
-        _write_universal(engine, save)
+    twin = save.save_dir / save.universal_tag if engine.optimizer.config.save_universal else None
+    if twin is not None:
+        _write_universal(engine, save, twin)
     with comm.Alike(None):
         if owns:
             listed = {SIGNATURE, *(name for part in parts.values() for name in part.files)}
@@ -164,11 +165,16 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
             files = Manifest.merged([*parts.values(), _listed(engine, staged, rest)]).files
             aside.seal(save.folder, Manifest(files, save.disks.save_id))
     # It is whole on every disk. Where this ends before it is in place on all, loading brings it there.
+    is_first = engine.global_rank == 0
     with comm.Alike(None):
+        if twin is not None and is_first:
+            aside.publish(twin)
         if owns:
             aside.publish(save.folder)
     with comm.Alike(None):
-        if owns and save.latest:
+        if save.latest and twin is not None and is_first:
+            aside.point(save.save_dir / universal.LATEST, twin.name)
+        if save.latest and owns:
             aside.point(save.save_dir / "latest", save.tag)
 
 
@@ -192,9 +198,10 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
     return Manifest.of(folder, names)
 
 
-def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
-    """Save in the universal format, too: each rank a part of the parameters, out of the files just written."""
-    folder, regular = save.save_dir / save.universal_tag, aside.staged(save.folder)
+def _write_universal(engine: DeepSpeedEngine, save: Save, folder: Path) -> None:
+    """Save in the universal format, too, whole but not in ``folder`` yet: each rank a part of the parameters, out of
+    the files just written."""
+    regular = aside.staged(save.folder)
     with comm.Alike(None):
         if engine.global_rank == 0:
             aside.begin(folder)
@@ -213,9 +220,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     with comm.Alike(None):
         if rank == 0:
             disks.check_seen(staged, dict(enumerate(parts)))
-            aside.commit(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
-            if save.latest:
-                aside.point(save.save_dir / universal.LATEST, save.universal_tag)
+            aside.seal(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
 
 
 def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
