@@ -62,6 +62,11 @@ class GradSync(BucketOrder):
             return Gradients.UNDER_WAY
         return Gradients.SUMS if self._has_grad else Gradients.NONE
 
+    @property
+    def in_cuts(self) -> bool:
+        """False: what :meth:`accumulated` has is this rank's own."""
+        return False
+
     def accumulated(self) -> dict[str, Tensor]:
         """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
         if self.gradients is not Gradients.SUMS:
@@ -268,6 +273,11 @@ class EagerGradSync(BucketOrder):
             if piece.name == name and first < last:
                 self.reduced.piece(name)[first - piece.param_start:last - piece.param_start].add_(
                     values[first - start:last - start])
+
+    @property
+    def in_cuts(self) -> bool:
+        """Whether some sums are not with their owners, where :meth:`accumulated` takes them: that takes all ranks."""
+        return bool(self._in_cuts)
 
     def accumulated(self) -> dict[str, Tensor]:
         """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""

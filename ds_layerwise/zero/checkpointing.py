@@ -117,7 +117,7 @@ class Checkpointing:
         """What a checkpoint of now says beside its tensors."""
         planned = self.planned
         return Header(
-            step=self.progress.updates, repeats=(self._point or self._point_now()).dropped,
+            step=self.progress.updates, repeats=(self._point or self._point_alone()).dropped,
             shapes={name: shape for name, shape in planned.saved_shapes.items()
                     if name not in planned.saved_elsewhere},
             rules=self.owned.rule_records(planned.routes_elsewhere), dtypes=planned.layout.dtypes,
@@ -129,7 +129,7 @@ class Checkpointing:
         """See :meth:`.LayerWiseZeroOptimizer.state_dict`."""
         self._check_settled()
         self._follow_values()
-        point = self._point or self._point_now()
+        point = self._point or self._point_alone()
         accumulated = unfinished.to_record(point, self.grad_sync, engine=self.engine(), owned=self.owned,
                                            settings=self.settings, logits=self.attention.noted())
         return {
@@ -150,6 +150,13 @@ class Checkpointing:
         """Weights that were written since the last step are in the model's file, which masters have to go with."""
         for index in range(len(self.planned.layout.buckets)):
             self.owned.follow_values(index)
+
+    def _point_alone(self) -> unfinished.Point:
+        """Where this rank is outside of a save. It may be the only one that asks, so nothing can be asked of others."""
+        point = self._point_now()
+        if self.grad_sync.in_cuts and not point.dropped:
+            return unfinished.Point(dropped="by one rank between two micro-batches of a step")
+        return point
 
     def _point_now(self) -> unfinished.Point:
         return self.progress.where(self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass(),

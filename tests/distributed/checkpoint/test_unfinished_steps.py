@@ -10,6 +10,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
+from ds_layerwise.checkpoint import regular
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
@@ -176,6 +177,21 @@ class TestEveryPoint(DistributedTest):
         assert resumed.micro_steps % 2 == 0 and resumed.global_steps == 1
         run(resumed, 4, gas=2)
         assert_same_run(resumed, unbroken)
+
+    def test_one_rank_alone_asks_for_its_state(self, monkeypatch):
+        """No other has to answer: what only all ranks together have is left out, and the record says so."""
+        plan_in_cuts(monkeypatch)
+        unbroken, engine = (start(Net(), ds_config(stage=2, gas=2)) for _ in range(2))
+        run(unbroken, 4, gas=2)
+        run(engine, 3, gas=2)
+        if dist.get_rank() == 1:
+            found = engine.optimizer.state_dict()[regular.KEY]
+            assert found["accumulated"] is None
+            assert found["repeats"] == "by one rank between two micro-batches of a step"
+        # The ranks would meet in different collectives here.
+        dist.barrier()
+        run(engine, 4, gas=2)
+        assert_same_run(engine, unbroken)
 
     def test_ranks_at_different_steps_are_refused(self, tmp_path):
         engine = start(Net(), ds_config())

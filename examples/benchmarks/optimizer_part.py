@@ -1,0 +1,184 @@
+"""What an optimizer takes of a step, all but forward and backward: ours against stock DeepSpeed's Muon, on one machine.
+
+    python examples/benchmarks/optimizer_part.py > examples/benchmarks/results/YYYY-MM_<hardware>_optimizer_part.md
+
+A GPT of 29 M parameters in float32, ZeRO 1, gloo, one thread a rank. Gradients are there at once, so that a step is
+their reduction, the update, and the gather of weights; what autograd takes to hand them out is measured alone, and
+subtracted. All sides take turns in the same processes, and a turn is as long as its slowest rank's; medians.
+
+Stock's Newton-Schulz runs in one dtype a method: "standard" in bfloat16 where the CPU has it, "gram" in float32 where
+the CPU has no float16. Ours has the same number of steps in the same dtype, and "auto" is against the faster of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+from measuring import run_ranks
+from torch import Tensor, nn
+
+import ds_layerwise
+from ds_layerwise.ranks import comm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from model import GPT, GPTConfig
+
+STEPS = 5
+#: Ours, by dtype of Newton-Schulz, over stock's in the same dtype; by number of ranks. And "auto" over the faster.
+BARS = {2: 0.70, 4: 0.60}
+AUTO_BAR = 0.55
+BARE = "autograd alone"
+
+#: As ``ns_dtype`` has it.
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+Seconds = dict[str, float]
+
+
+class _GradientsAtHand(torch.autograd.Function):
+    """A loss whose gradients have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *params: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class Parameters(nn.Module):
+    """The parameters of ``model`` under their names, and a loss that has ``gradients``, in their order."""
+
+    def __init__(self, model: nn.Module, gradients: list[Tensor]) -> None:
+        super().__init__()
+        self.model, self._gradients = model, gradients
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        return _GradientsAtHand.apply(self._gradients, *self.model.parameters())  # type: ignore[no-untyped-call]
+
+
+def optimizers() -> dict[str, dict[str, Any]]:
+    """The ``optimizer`` section of each side, by name; stock's for each dtype that it computes in here."""
+    rates = {"muon_lr": 0.02, "adam_lr": 3e-3}
+    stock = {_named(ns_compute_dtype(method)): {"type": "Muon", "params": {
+        **rates, "torch_adam": True, "ns_method": method, "ns_steps": STEPS}} for method in ("standard", "gram")}
+    ours = {dtype: {"type": "LayerWiseMuon", "params": {
+        **rates, "ns_dtype": _SHORT.get(dtype, dtype), "ns_steps": STEPS}} for dtype in (*stock, "auto")}
+    return {**{f"stock Muon, {dtype}": section for dtype, section in stock.items()},
+            **{f"LayerWiseMuon, {dtype}": section for dtype, section in ours.items()}}
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def sides_of(config: GPTConfig) -> dict[str, Callable[[], object]]:
+    """A step of each engine, and the backward pass of a module without one."""
+    torch.manual_seed(dist.get_rank())
+    gradients = [torch.randn_like(param) for param in GPT(config).parameters()]
+    bare = Parameters(GPT(config), gradients)
+
+    def autograd() -> None:
+        bare().backward()
+        bare.zero_grad()
+
+    sides: dict[str, Callable[[], object]] = {BARE: autograd}
+    for name, section in optimizers().items():
+        module = Parameters(GPT(config), gradients)
+        engine = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config={
+            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+            "zero_optimization": {"stage": 1}, "optimizer": section})[0]
+        sides[name] = partial(_step, engine)
+    return sides
+
+
+def _step(engine: Any) -> None:
+    engine.backward(engine())
+    engine.step()
+
+
+def measure(config: GPTConfig, rounds: int, into: Path, _: object) -> None:
+    """Let all sides take turns, and write the median of each, over turns, of its slowest rank."""
+    # What engines say as they start is no part of the report.
+    sys.stdout = sys.stderr
+    sides = sides_of(config)
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            dist.barrier()
+            start = time.monotonic()
+            side()
+            seconds = time.monotonic() - start
+            slowest = max(comm.gather_objects(seconds, group=None))
+            # The first turn compiles, and allocates what all later ones use.
+            if turn:
+                taken[name].append(slowest)
+    if dist.get_rank() == 0:
+        into.write_text("\n".join(f"{name}\t{statistics.median(each)}" for name, each in taken.items()))
+
+
+def seconds_on(ranks: int, config: GPTConfig, rounds: int) -> Seconds:
+    """What each side takes on so many ranks, without what autograd does."""
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "taken"
+        run_ranks(folder, ranks, partial(measure, config, rounds, into))
+        found = {name: float(seconds) for name, _, seconds in
+                 (line.partition("\t") for line in into.read_text().splitlines())}
+    bare = found.pop(BARE)
+    return {BARE: bare, **{name: seconds - bare for name, seconds in found.items()}}
+
+
+def rows_of(ranks: int, taken: Mapping[str, float]) -> list[str]:
+    """Of the table of bars."""
+    stock = {name.partition(", ")[2]: seconds for name, seconds in taken.items() if name.startswith("stock")}
+    bars = [(f"both in {dtype}", taken[f"LayerWiseMuon, {dtype}"] / seconds, BARS.get(ranks))
+            for dtype, seconds in stock.items()]
+    bars.append(("\"auto\" over stock's faster", taken["LayerWiseMuon, auto"] / min(stock.values()), AUTO_BAR))
+    return [f"| {ranks} ranks, {what} | {found:.3f} | " + ("| |" if bar is None else
+            f"{bar:.2f} | {'yes' if found <= bar else 'no'} |") for what, found, bar in bars]
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each side (default: 9)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs; its times say nothing")
+    args = parser.parse_args()
+    config = GPTConfig(layers=2, width=64) if args.small else GPTConfig(layers=9, width=512, heads=8)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    load = os.getloadavg()[0]
+    taken = {ranks: seconds_on(ranks, config, args.rounds) for ranks in args.ranks}
+    numel = sum(param.numel() for param in GPT(config).parameters()) / 1e6
+    print("The optimizer's part of a step, ours over stock Muon's. " + " ".join(["python", *sys.argv]))
+    print(f"{os.cpu_count()} cores, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
+          f"{commit}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numel:.1f} M parameters; "
+          f"medians of {args.rounds} turns.\n")
+    print("| what | found | at most | reached |\n|---|---|---|---|")
+    print("\n".join(row for ranks, each in taken.items() for row in rows_of(ranks, each)), end="\n\n")
+    print("| ranks | side | s |\n|---|---|---|")
+    print("\n".join(f"| {ranks} | {name} | {seconds:.3f} |" for ranks, each in taken.items()
+                    for name, seconds in each.items()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
