@@ -126,10 +126,10 @@ def take_over_timeout(group: Group) -> None:
     if group is None or group is world:
         return
     for device in group._device_types:
-        backend = world._get_backend(device)
-        # Not every backend says what its timeout is.
-        if hasattr(backend, "options"):
-            group._get_backend(device)._set_default_timeout(backend.options._timeout)
+        backend, own = world._get_backend(device), group._get_backend(device)
+        # Not every backend has one, or says what it is.
+        if hasattr(backend, "options") and hasattr(own, "_set_default_timeout"):
+            own._set_default_timeout(backend.options._timeout)
 
 
 def send_both_ways(group: Group, opposite: Group) -> None:

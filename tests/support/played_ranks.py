@@ -110,8 +110,6 @@ class Player:
         self._num_gathered = 0
         monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)
         monkeypatch.setattr(comm, "gather_objects", self._gather_objects)
-        # Of this backend it can be asked, and cannot be set.
-        monkeypatch.setattr(comm, "take_over_timeout", lambda group: None)
         for name in ("all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
                      "all_gather_into_tensor"):
             monkeypatch.setattr(distributed, name, self._noting(name, getattr(distributed, name)))
