@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,18 @@ from ds_layerwise.plan.layout import Bucket
 from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.wires import Wire
+
+
+class Run(NamedTuple):
+    """A part of a cut."""
+
+    bucket: int
+    first: int
+    numel: int
+
+    def of(self, cuts: Mapping[int, Tensor]) -> Tensor:
+        """The elements meant, of this rank's ``cuts`` by bucket; a view."""
+        return cuts[self.bucket][self.first:self.first + self.numel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +44,22 @@ class Round:
     own: int | None
     """The bucket of which this rank's shard takes part; None where it has no more."""
     by_holder: tuple[int, ...]
-    """By rank of the group, how many elements of this rank's shard of ``own`` its cut holds."""
+    """By rank of the group, how many elements of this rank's shard of ``own`` travel between its cut and here."""
     by_owner: tuple[int, ...]
-    """By rank of the group, how many elements of the shard that it takes part with are in this rank's cuts."""
-    runs: tuple[tuple[int, int, int], ...]
-    """What this rank's cuts hold of each owner's shard: the bucket, the first element in the cut, and how many."""
+    """By rank of the group, how many elements of the shard that it takes part with travel between here and there."""
+    runs: tuple[Run, ...]
+    """What of this rank's cuts travels, by owner."""
+    stay: Run | None
+    """What of this rank's shard stays in its own cut; see the note."""
+    parts: tuple[int, int, int]
+    """Of this rank's shard, the elements before what stays, those that stay, and those behind."""
     buckets: frozenset[int]
     """Every bucket of which anybody's shard takes part."""
+
+    @property
+    def held(self) -> tuple[Run, ...]:
+        """What of this rank's cuts takes part."""
+        return self.runs if self.stay is None else (*self.runs, self.stay)
 
 
 def rounds_of(buckets: Iterable[Bucket], rank: int) -> list[Round]:
@@ -56,7 +78,7 @@ def rounds_of(buckets: Iterable[Bucket], rank: int) -> list[Round]:
         turn: dict[int, int] = defaultdict(int)
         for bucket in alike:
             _deal(bucket, rank // ep_size, turn, drafts)
-        rounds += [draft.done(ep_size, dtype, alike[0].holders) for draft in drafts]
+        rounds += [draft.done(ep_size, dtype, rank // ep_size, alike[0].holders) for draft in drafts]
     return rounds
 
 
@@ -64,19 +86,26 @@ class _Draft:
     def __init__(self) -> None:
         self.own: Bucket | None = None
         self.span = (0, 0)
-        self.runs: dict[int, tuple[int, int, int]] = {}
+        self.runs: dict[int, Run] = {}
         self.buckets: set[int] = set()
 
-    def done(self, ep_size: int, dtype: str, holders: int) -> Round:
+    def done(self, ep_size: int, dtype: str, holder: int, holders: int) -> Round:
         by_holder, by_owner = [0] * holders, [0] * holders
         if self.own is not None:
             (start, stop), cut = self.span, self.own.cut_numel
-            for holder in range(start // cut, -(-stop // cut)):
-                by_holder[holder] = min(stop, (holder + 1) * cut) - max(start, holder * cut)
-        for owner, (_, _, numel) in self.runs.items():
-            by_owner[owner] = numel
+            for other in range(start // cut, -(-stop // cut)):
+                by_holder[other] = min(stop, (other + 1) * cut) - max(start, other * cut)
+        for owner, run in self.runs.items():
+            by_owner[owner] = run.numel
+        before, stays, behind = sum(by_holder[:holder]), by_holder[holder], sum(by_holder[holder + 1:])
+        stay = None if before and behind and stays < before + behind else self.runs.get(holder)
+        if stay is None:
+            before, stays, behind = before + stays + behind, 0, 0
+        else:
+            by_holder[holder] = by_owner[holder] = 0
         return Round(ep_size, dtype, None if self.own is None else self.own.index, tuple(by_holder), tuple(by_owner),
-                     tuple(run for _, run in sorted(self.runs.items())), frozenset(self.buckets))
+                     tuple(run for owner, run in sorted(self.runs.items()) if stay is None or owner != holder), stay,
+                     (before, stays, behind), frozenset(self.buckets))
 
 
 def _deal(bucket: Bucket, holder: int, turn: dict[int, int], drafts: list[_Draft]) -> None:
@@ -94,7 +123,7 @@ def _deal(bucket: Bucket, holder: int, turn: dict[int, int], drafts: list[_Draft
         turn[owner] += 1
         draft.buckets.add(bucket.index)
         if max(start, first) < min(stop, last):
-            draft.runs[owner] = (bucket.index, max(start, first) - first, min(stop, last) - max(start, first))
+            draft.runs[owner] = Run(bucket.index, max(start, first) - first, min(stop, last) - max(start, first))
         if owner == holder:
             draft.own, draft.span = bucket, (start, stop)
 
@@ -130,13 +159,27 @@ class Exchange:
     def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor],
                         add: bool) -> comm.Pending:
         like = next(iter(cuts.values()))
-        packed = pack([like[:0], *_places(each, cuts)])
+        packed = pack([like[:0], *(run.of(cuts) for run in each.runs)])
         own = like.new_empty(0) if each.own is None else shard(each.own)
-        out = torch.empty_like(own) if add else own
+        before, stays, behind = own.split_with_sizes(each.parts)
+        in_place = not add and not (before.numel() and behind.numel())
+        out = (before if before.numel() else behind) if in_place else own.new_empty(before.numel() + behind.numel())
         work = comm.all_to_all(out, packed, group=self._wires[each.ep_size].group, received=each.by_holder,
                                sent_to=each.by_owner)
-        pending = comm.Pending([work], keep=packed)
-        return pending.then(lambda: own.add_(out)) if add else pending
+
+        def into_place() -> None:
+            new = [(place, arrived) for place, arrived in zip(
+                (before, behind), out.split_with_sizes((before.numel(), behind.numel())), strict=True)
+                if place.numel()] if not in_place else []
+            if each.stay is not None:
+                new.append((stays, each.stay.of(cuts)))
+            for place, value in new:
+                if add:
+                    place.add_(value)
+                elif place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+
+        return comm.Pending([work], into_place, keep=packed)
 
     def to_cuts(self, each: Round, shard: Tensor, cuts: Mapping[int, Tensor]) -> comm.Pending:
         """Begin one round of the way back: every owner's shard into the cuts of all ranks.
@@ -145,18 +188,18 @@ class Exchange:
             shard: this rank's of bucket ``each.own``, 1-D; empty where it has none.
             cuts: by bucket, 1-D, of the same dtype; may share memory with the same place in ``shard``.
         """
+        before, stays, behind = shard.split_with_sizes(each.parts)
+        sent = before if not behind.numel() else behind if not before.numel() else pack([before, behind])
         packed = shard.new_empty(sum(each.by_owner))
-        work = comm.all_to_all(packed, shard, group=self._wires[each.ep_size].group, received=each.by_owner,
+        work = comm.all_to_all(packed, sent, group=self._wires[each.ep_size].group, received=each.by_owner,
                                sent_to=each.by_holder)
 
         def into_place() -> None:
-            unpack(packed, _places(each, cuts))
+            unpack(packed, [run.of(cuts) for run in each.runs])
+            if each.stay is not None and (kept := each.stay.of(cuts)).data_ptr() != stays.data_ptr():
+                kept.copy_(stays)
 
-        return comm.Pending([work], into_place, keep=shard)
-
-
-def _places(each: Round, cuts: Mapping[int, Tensor]) -> list[Tensor]:
-    return [cuts[index][first:first + numel] for index, first, numel in each.runs]
+        return comm.Pending([work], into_place, keep=sent)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

@@ -115,7 +115,8 @@ class ParamSync:
             bucket = self.layout.buckets[each.own]
             start, stop = bucket.shard(self.rank)
             shard = self._memory[each.own][start - bucket.start:stop - bucket.start]
-        cuts = {index: cut_of(self._memory[index], self.layout.buckets[index], self.rank) for index, *_ in each.runs}
+        cuts = {index: cut_of(self._memory[index], self.layout.buckets[index], self.rank)
+                for index in {run.bucket for run in each.held}}
         self._under_way.append((number, self._exchange.to_cuts(each, shard, cuts)))
         self._started.add(number)
 

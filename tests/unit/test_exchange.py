@@ -58,41 +58,89 @@ class Ranks:
         self.sent = {}
 
 
+def memory_of(layout, rank, shared):
+    """Of each bucket, this rank's shard and cut, poisoned: memory of their own, or the places in that of the bucket."""
+    shards, cuts = [], {}
+    for bucket in layout.buckets:
+        (start, stop), holder = bucket.shard(rank), rank // bucket.ep_size
+        whole = torch.full((bucket.numel,), torch.nan)
+        shard = whole[start - bucket.start:stop - bucket.start]
+        cut = whole[holder * bucket.cut_numel:(holder + 1) * bucket.cut_numel]
+        shards.append(shard if shared else shard.clone())
+        cuts[bucket.index] = cut if shared else cut.clone()
+    return shards, cuts
+
+
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_owners_get_their_shards_and_cuts_get_them_back(seed, monkeypatch):
+def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatch):
     layout = a_layout(seed)
     ranks, size = Ranks(layout, monkeypatch), layout.world_size
     # Every element of every bucket has its own value, by expert.
     values = {(bucket.index, expert): torch.arange(bucket.numel).float() + 1000 * bucket.index + 10000 * expert
               for bucket in layout.buckets for expert in range(bucket.ep_size)}
+
+    def wanted(bucket, rank, first, last):
+        return values[bucket.index, rank % bucket.ep_size][first:last]
+
+    def cut(bucket, rank):
+        first = rank // bucket.ep_size * bucket.cut_numel
+        return wanted(bucket, rank, first, first + bucket.cut_numel)
+
     numbers = {len(exchange.rounds) for exchange in ranks.exchanges}
     assert len(numbers) == 1
-    shards = [[torch.full((bucket.shard_numels[rank // bucket.ep_size],), torch.nan) for bucket in layout.buckets]
-              for rank in range(size)]
-    cuts = [{bucket.index: values[bucket.index, rank % bucket.ep_size]
-             [rank // bucket.ep_size * bucket.cut_numel:][:bucket.cut_numel].clone() for bucket in layout.buckets}
-            for rank in range(size)]
-    back = [{index: torch.full_like(cut, torch.nan) for index, cut in of_rank.items()} for of_rank in cuts]
-    for number in range(numbers.pop()):
-        for rank, exchange in enumerate(ranks.exchanges):
-            ranks.rank = rank
-            exchange._send_to_owners(exchange.rounds[number], cuts[rank], shards[rank].__getitem__, False)
-        ranks.deliver()
+    there, back = ([memory_of(layout, rank, shared) for rank in range(size)] for _ in range(2))
+    more = [[torch.ones_like(shard) for shard in shards] for shards, _ in there]
+
+    def play(begin):
         pending = []
         for rank, exchange in enumerate(ranks.exchanges):
-            ranks.rank, each = rank, exchange.rounds[number]
-            shard = torch.empty(0) if each.own is None else shards[rank][each.own]
-            pending.append(exchange.to_cuts(each, shard, back[rank]))
+            ranks.rank = rank
+            pending.append(begin(rank, exchange, exchange.rounds[number]))
             pending[-1]._works = ()
         ranks.deliver()
         for each in pending:
             each.wait()
+
     for rank in range(size):
         for bucket in layout.buckets:
-            start, stop = bucket.shard(rank)
-            wanted = values[bucket.index, rank % bucket.ep_size]
-            assert torch.equal(shards[rank][bucket.index], wanted[start - bucket.start:stop - bucket.start])
-            assert torch.equal(back[rank][bucket.index], cuts[rank][bucket.index])
+            there[rank][1][bucket.index].copy_(cut(bucket, rank))
+            first, last = (place - bucket.start for place in bucket.shard(rank))
+            back[rank][0][bucket.index].copy_(wanted(bucket, rank, first, last))
+    for number in range(numbers.pop()):
+        # What is added to first: the other may write to where it reads.
+        play(lambda rank, exchange, each: exchange._send_to_owners(each, there[rank][1], more[rank].__getitem__, True))
+        play(lambda rank, exchange, each: exchange._send_to_owners(
+            each, there[rank][1], there[rank][0].__getitem__, False))
+        play(lambda rank, exchange, each: exchange.to_cuts(
+            each, torch.empty(0) if each.own is None else back[rank][0][each.own], back[rank][1]))
+    for rank in range(size):
+        for bucket in layout.buckets:
+            first, last = (place - bucket.start for place in bucket.shard(rank))
+            shard = wanted(bucket, rank, first, last)
+            assert torch.equal(there[rank][0][bucket.index], shard)
+            assert torch.equal(more[rank][bucket.index], shard + 1)
+            assert torch.equal(back[rank][1][bucket.index], cut(bucket, rank))
+
+
+def test_what_stays_is_left_out_unless_it_parts_what_arrives():
+    slots = (Slot("a", 0, 20), Slot("b", 20, 4), Slot("c", 24, 12))
+    bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (20, 4, 12), slots),))).buckets
+    # Cuts of 12: rank 0 has 12 of its 20, the others all of theirs.
+    of_ranks = [rounds_of([bucket], rank)[0] for rank in range(3)]
+    assert [each.parts for each in of_ranks] == [(0, 12, 8), (0, 4, 0), (0, 12, 0)]
+    assert [each.by_holder for each in of_ranks] == [(0, 8, 0), (0, 0, 0), (0, 0, 0)]
+    assert [each.by_owner for each in of_ranks] == [(0, 0, 0), (8, 0, 0), (0, 0, 0)]
+    slots = (Slot("a", 0, 8), Slot("b", 8, 20), Slot("c", 28, 8))
+    bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (8, 20, 8), slots),))).buckets
+    # 4 on each side of 12 are copied rather than those.
+    middle = rounds_of([bucket], 1)[0]
+    assert (middle.parts, middle.by_holder, middle.stay) == ((4, 12, 4), (4, 0, 4), (0, 0, 12))
+    slots = (Slot("a", 0, 4), Slot("b", 4, 32))
+    bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (4, 32, 0), slots),))).buckets
+    # 8 of rank 0's cut and 12 of rank 2's are on both sides of the 12 that rank 1 has.
+    parted = rounds_of([bucket], 1)[0]
+    assert (parted.parts, parted.by_holder, parted.stay) == ((32, 0, 0), (8, 12, 12), None)
 
 
 @pytest.mark.parametrize("seed", range(10))
