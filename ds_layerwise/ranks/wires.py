@@ -203,7 +203,9 @@ def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
         torch.sum(rows, 0, dtype=out.dtype, out=out)
     else:
         first, *others = rows.unbind()
-        if first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
+        if others and first.dtype == out.dtype:
+            torch.add(first, others.pop(0), out=out)
+        elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
             out.copy_(first)
         for row in others:
             out.add_(row)

@@ -123,12 +123,12 @@ def test_unknown_tables_are_refused_with_a_suggestion():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("scale", [1e-21, 1.0, 1e25])
+@pytest.mark.parametrize("scale", [1e-22, 1e-21, 1.0, 1e25])
 def test_the_scale_of_a_gradient_does_not_matter(method, dtype, scale):
     matrix = torch.randn(12, 20, generator=torch.Generator().manual_seed(2))
     value = newton_schulz(matrix * scale, SIMPLE5, method=method, dtype=dtype)
     wanted = exact(matrix, SIMPLE5)
-    assert value.isfinite().all() and error(value, wanted) < 0.06
+    assert value.isfinite().all() and error(value, wanted) < (1e-5 if dtype == torch.float32 else 0.06)
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -145,6 +145,9 @@ def test_a_zero_matrix_stays_zero_and_disturbs_no_other(method):
 @pytest.mark.parametrize("shape", [(5, 48, 64), (3, 64, 16), (4, 32, 32), (2, 7, 13)])
 def test_a_batch_gives_the_bits_of_each_matrix_alone(shape, method, dtype):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    # Squares of the last two leave float32.
+    matrices[-1] *= 1e25
+    matrices[-2] *= 1e-22
     together = newton_schulz(matrices, SIMPLE5, method=method, dtype=dtype)
     for i, matrix in enumerate(matrices):
         assert torch.equal(together[i], newton_schulz(matrix, SIMPLE5, method=method, dtype=dtype))
