@@ -6,10 +6,10 @@ Note: strips
     A strip takes the rows of its right operand that it needs and no other, so both are read once.
 
 Note: how many strips
-    Measured on a CPU with AVX-512 (1 thread; examples/benchmarks/newton_schulz.py has the table): narrow strips lose
-    more in a product than they leave out. Below 64 columns in float32, 192 in half precision, and with fewer than four
-    strips, there is nothing to gain; more than eight leave out next to nothing more. Not measured on an accelerator,
-    where every strip is a launch, so there are none there.
+    Measured on a CPU with AVX-512 and bfloat16 units (1 thread; examples/benchmarks/newton_schulz.py has the table):
+    narrow strips lose more in a product than they leave out. There is nothing to gain below 64 columns and with fewer
+    than four strips in float32, below 170 columns in half precision; more than eight leave out next to nothing more.
+    Not measured on an accelerator, where every strip is a launch, so there are none there.
 
 Note: one by one
     On a CPU, from a smaller side of 256 on, matrices of a batch are multiplied one after another. A batched product of
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from ds_layerwise.recipes.newton_schulz import ALIGNMENT
 
-#: The number of strips: at most, and at least if there are any.
-_MOST, _FEWEST = 8, 4
+#: The number of strips at most.
+_MOST = 8
 
-#: Columns of a strip at least, by bytes of an element.
-_NARROWEST = {4: 64, 2: 192}
+#: By bytes of an element, the number of strips at least, if there are any, and the columns of one at least.
+_LEAST = {4: (4, 64), 2: (2, 170)}
 
 #: The smaller side from which on matrices are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256
@@ -38,8 +38,9 @@ def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
     """Into how many strips a symmetric ``(side, side)`` product is cut; see the note."""
     if device.type != "cpu":
         return 1
-    strips = min(_MOST, side // _NARROWEST.get(dtype.itemsize, side))
-    return strips if strips >= _FEWEST else 1
+    fewest, narrowest = _LEAST.get(dtype.itemsize, (1, side))
+    strips = min(_MOST, side // narrowest)
+    return strips if strips >= fewest else 1
 
 
 def one_by_one(side: int, device: torch.device) -> bool:
