@@ -25,7 +25,7 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, Reduction, itemsize
+from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, Reduction, itemsize, sum_dtype
 from ds_layerwise.recipes import bits
 from ds_layerwise.recipes.bits import MasterDtype
 
@@ -132,7 +132,8 @@ def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
 
 
 def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
-                 grads_stored_as: Mapping[str, str] | None = None, host_ratio: float = 0.0,
+                 grads_stored_as: Mapping[str, str] | None = None, wires: Sequence[str] | None = None,
+                 reduction: Reduction = "ordered", host_ratio: float = 0.0,
                  master_dtype: MasterDtype = "float32") -> tuple[RankMemory, ...]:
     """What each rank holds between two steps.
 
@@ -141,6 +142,8 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
         stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during a backward pass
             there are at most two buckets of gradients, and what their shards are received in, beside.
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
+        wires: what they travel in, by bucket; what they accumulate in if None.
+        reduction: how sums are made; see :mod:`.plan.ways`.
         host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
         master_dtype: what masters of bfloat16 parameters are kept in; float32 where there is a ``host_ratio``.
 
@@ -159,9 +162,11 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += bits.master_bytes(numel, bucket.dtype, master_dtype)
             reduced[rank] += reduced_bytes * numel
-    # Sums in cuts lie where the gradients do, or else in memory of their own.
-    in_place = stage == 1 and all(stored_as.get(dtype, dtype) == "float32" for dtype in layout.dtypes)
-    grads += 0 if in_place else sum(SUM_BYTES * bucket.cut_numel for bucket in layout.buckets if bucket.way == "cuts")
+    for bucket in (bucket for bucket in layout.buckets if bucket.way == "cuts"):
+        stored = stored_as.get(bucket.dtype, bucket.dtype)
+        sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
+        # They lie where the gradients do, or else in memory of their own.
+        grads += 0 if stage == 1 and stored == sums else itemsize(sums) * bucket.cut_numel
     for rank, name, numel in _held(layout):
         states[rank] += state_bytes(name, numel)
     memory = [RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True)]
@@ -230,7 +235,8 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         received = own * SUM_BYTES if stage == 2 else own * 0
         if holders > 1 and reduction == "ordered":
             received += own * wire_bytes * holders
-        elif holders > 1 and (wire_bytes != SUM_BYTES or bucket.way == "ragged"):
+        elif holders > 1 and (bucket.way == "ragged" or wire != (
+                sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32")):
             received += own * wire_bytes
         under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.ep_size)))
         sent_now, received_now = sum(s for s, _ in under_way), sum(r for _, r in under_way)

@@ -27,7 +27,7 @@ from ds_layerwise.plan.links import Links
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.plan.ways import SUM_BYTES, Reduction
+from ds_layerwise.plan.ways import Reduction, sum_dtype
 from ds_layerwise.recipes.bits import DTYPE_BYTES, MasterDtype
 from ds_layerwise.recipes.recipe import Recipe
 
@@ -70,6 +70,7 @@ class Forecast:
 
     layout: Layout
     stage: int
+    reduction: Reduction
     stored_as: Mapping[str, str]
     """What gradients are accumulated in."""
     wires: tuple[str, ...]
@@ -102,10 +103,10 @@ class Forecast:
         wires = wires_of(layout, specs)
         memory, in_float32 = (
             memory_bytes(layout, state_bytes=state_bytes_by(routes, specs, in_float32=wide), stage=stage,
-                         grads_stored_as=stored_as, host_ratio=host_ratio,
+                         grads_stored_as=stored_as, wires=wires, reduction=reduction, host_ratio=host_ratio,
                          master_dtype="float32" if wide else master_dtype) for wide in (False, True))
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
-        return cls(layout, stage, stored_as, wires, LayoutReport.of(layout, specs), memory,
+        return cls(layout, stage, reduction, stored_as, wires, LayoutReport.of(layout, specs), memory,
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction),
                    workspace_bytes(layout, routes, opened, tp_size=tp_size), in_float32,
                    tuple(max((of[rank] for of in opened), default=0) for rank in range(layout.world_size)))
@@ -140,13 +141,15 @@ class Forecast:
         total = 0
         for name in set(self.wires):
             wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * SUM_BYTES
+            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * self._sum_bytes(name)
         return total / len(self.memory)
 
     def gather_bytes(self, dtype: str) -> float:
         """What the mean rank sends of parameters in a step."""
         return sum(wire_elements(self.layout, dtype).gather) * DTYPE_BYTES[dtype] / len(self.memory)
 
+    def _sum_bytes(self, wire: str) -> int:
+        return DTYPE_BYTES[sum_dtype(wire, self.reduction, self.stage)]
 
     def busiest_bytes(self) -> int:
         """What the rank that sends most sends of gradients and parameters together."""
@@ -155,7 +158,8 @@ class Forecast:
             own = {wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True) if bucket.dtype == dtype}
             for name in own:
                 wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-                sent = [total + reduce * DTYPE_BYTES[name] + forward * SUM_BYTES + gather * DTYPE_BYTES[dtype]
+                sent = [total + reduce * DTYPE_BYTES[name] + forward * self._sum_bytes(name)
+                        + gather * DTYPE_BYTES[dtype]
                         for total, reduce, forward, gather in zip(sent, wire.reduce, wire.forward, wire.gather,
                                                                   strict=True)]
         return max(sent)
@@ -229,7 +233,7 @@ def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucke
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout = plan_layout(specs, num_ranks, bucket_numel=bucket_numel or run.bucket_numel,
                          policy=run.layerwise.layout, alignment=run.layerwise.alignment, links=links,
-                         reduction=reduction, in_rows=run.stage == 1)
+                         reduction=reduction, stage=run.stage)
     return layout, wires_of(layout, specs)
 
 

@@ -34,7 +34,7 @@ from ds_layerwise.plan.ways import (
 
 def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: int, policy: str = "balanced",
                 alignment: int = 64, links: Links | None = None, reduction: Reduction = "ordered",
-                in_rows: bool = True) -> Layout:
+                stage: int = 1) -> Layout:
     """Place parameters over ``world_size`` ranks.
 
     Args:
@@ -48,8 +48,8 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
         alignment: slots and shards start at multiples of this.
         links: what ways are chosen for where the policy is ``balanced``; :data:`.plan.links.NVLINK_IB` if None.
         reduction: how sums are made; see :mod:`.plan.ways`.
-        in_rows: whether a bucket may be a row of equal matrices, whose gradients wait for each other: not at ZeRO
-            stage 2, where they would have memory of their own while they wait.
+        stage: of ZeRO. At stage 2 no bucket is a row of equal matrices, whose gradients wait for each other: they
+            would have memory of their own while they wait.
 
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
@@ -74,9 +74,9 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
                        for bucket in cut_stream(items, bucket_numel, holders)]
         else:
             owned[stream] = items
-    limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if in_rows else 0
+    limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if stage == 1 else 0
     drafts += _balance(owned, world_size, bucket_numel, limit,
-                       partial(_send, links=links or NVLINK_IB, reduction=reduction, alignment=alignment))
+                       partial(_send, links=links or NVLINK_IB, reduction=reduction, stage=stage, alignment=alignment))
     return Layout(policy, world_size, alignment, _assemble(drafts))
 
 
@@ -224,9 +224,10 @@ def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_nume
     return in_rows if 100 * in_rows_ns <= (100 - _ROWS_MUST_GAIN) * plain_ns else plain
 
 
-def _send(drafts: list[Draft], *, links: Links, reduction: Reduction, alignment: int) -> tuple[list[Draft], int]:
+def _send(drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int,
+          alignment: int) -> tuple[list[Draft], int]:
     """``drafts`` with their ways, padded where they travel in cuts, and what their collectives take, nanoseconds."""
-    loads = [Load.of_draft(draft) for draft in drafts]
+    loads = [Load.of_draft(draft, reduction, stage) for draft in drafts]
     ways = choose_ways(loads, links, reduction, alignment)
     for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
         numel = padded_for_cuts(load.numel, load.holders, alignment) if way == "cuts" else load.numel

@@ -70,12 +70,14 @@ def predict(forecast: Forecast, specs: Sequence[ParamSpec], run: RunConfig, *, l
         bucket_numels: sizes that the plan's own is compared with.
     """
     links, layout = links or NVLINK_IB, forecast.layout
-    own = BucketSize(run.bucket_numel, len(layout.buckets), _wire_time(layout, forecast.wires, links, reduction))
+    own = BucketSize(run.bucket_numel, len(layout.buckets),
+                     _wire_time(layout, forecast.wires, links, reduction, run.stage))
     sizes = [own]
     for bucket_numel in sorted({*bucket_numels} - {run.bucket_numel}):
         other, wires = planned(specs, run, layout.world_size, bucket_numel=bucket_numel, links=links,
                                reduction=reduction)
-        sizes.append(BucketSize(bucket_numel, len(other.buckets), _wire_time(other, wires, links, reduction)))
+        sizes.append(BucketSize(bucket_numel, len(other.buckets),
+                                _wire_time(other, wires, links, reduction, run.stage)))
     ways = Counter(bucket.way for bucket in layout.buckets if bucket.whole)
     # TFLOP/s are 1,000 FLOPs a nanosecond.
     return Prediction(links, reduction, {way: ways[way] for way in ("even", "ragged", "cuts") if ways[way]}, own.wire,
@@ -83,6 +85,6 @@ def predict(forecast: Forecast, specs: Sequence[ParamSpec], run: RunConfig, *, l
                       sorted(sizes, key=lambda size: size.bucket_numel))
 
 
-def _wire_time(layout: Layout, wires: Sequence[str], links: Links, reduction: Reduction) -> WireTime:
-    loads = [Load.of_bucket(bucket, wire) for bucket, wire in zip(layout.buckets, wires, strict=True)]
+def _wire_time(layout: Layout, wires: Sequence[str], links: Links, reduction: Reduction, stage: int) -> WireTime:
+    loads = [Load.of_bucket(bucket, wire, reduction, stage) for bucket, wire in zip(layout.buckets, wires, strict=True)]
     return wire_time(loads, [bucket.way for bucket in layout.buckets], links, reduction)

@@ -3,8 +3,8 @@
 Note: the three ways, and what they cost
     Straight to owners with equal shards, ``even``, costs what ZeRO-1's collectives do. Straight to owners with shards
     of any length, ``ragged``, costs more the longer the longest is, or the chain of ranks. In equal ``cuts`` a bucket
-    costs the same as even shards, and its part of the step's one exchange, in which every rank sends the float32 sums
-    of its cuts to their owners, and later gets back updated parameters.
+    costs the same as even shards, and its part of the step's one exchange, in which every rank sends the sums of its
+    cuts to their owners, and later gets back updated parameters; their dtype is :func:`sum_dtype`.
 
 Note: how sums are made
     ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what an all-to-all
@@ -33,7 +33,7 @@ from ds_layerwise.recipes.bits import DTYPE_BYTES
 #: How sums are made; see the note.
 Reduction = Literal["native", "ordered"]
 
-#: Bytes of a sum on its way: float32.
+#: Bytes of a sum at its owner: float32.
 SUM_BYTES = 4
 
 #: Buckets, or rounds of an exchange, that travel at a time: it bounds the memory for what is sent and received.
@@ -58,18 +58,21 @@ class Load:
     wire_bytes: int
     """The bytes of one element of a gradient on its way."""
     param_bytes: int
+    sum_bytes: int = SUM_BYTES
+    """The bytes of a sum on its way from a cut to its owner."""
 
     @classmethod
-    def of_draft(cls, draft: Draft) -> Load:
+    def of_draft(cls, draft: Draft, reduction: Reduction = "ordered", stage: int = 1) -> Load:
         """Make the load of a bucket that is being planned."""
         item = draft.items[0]
         return cls(draft.shards.numel, draft.shards, len(draft.shard_numels), item.ep_size, itemsize(draft.wire),
-                   itemsize(item.dtype))
+                   itemsize(item.dtype), itemsize(sum_dtype(draft.wire, reduction, stage)))
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket, wire: str) -> Load:
+    def of_bucket(cls, bucket: Bucket, wire: str, reduction: Reduction = "ordered", stage: int = 1) -> Load:
         """Make the load of a bucket in a layout, whose gradients travel in the dtype ``wire``."""
-        return cls(bucket.numel, bucket.shards, bucket.holders, bucket.ep_size, itemsize(wire), itemsize(bucket.dtype))
+        return cls(bucket.numel, bucket.shards, bucket.holders, bucket.ep_size, itemsize(wire), itemsize(bucket.dtype),
+                   itemsize(sum_dtype(wire, reduction, stage)))
 
     @property
     def longest(self) -> int:
@@ -91,6 +94,15 @@ def itemsize(dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
         raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
+
+
+def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
+    """What sums are in that lie in cuts, and on their way to their owners, of gradients that travel in ``wire``.
+
+    The backend makes them in that dtype, and owners divide them in float32. At stage 2 those of further micro-batches
+    are added to them in the cut, and sums in rank order are float32 to begin with.
+    """
+    return wire if reduction == "native" and stage == 1 else "float32"
 
 
 def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
@@ -166,13 +178,10 @@ class Exchange(NamedTuple):
     params: int
 
 
-def exchange(loads: Iterable[Load], group: Group, sum_bytes: int | None = None) -> Exchange:
+def exchange(loads: Iterable[Load], group: Group) -> Exchange:
     """One exchange for all of ``loads``, which travel in cuts within the same ``group``.
 
     What of a shard lies in its owner's own cut stays there. The busiest rank is the one that receives, or sends, most.
-
-    Args:
-        sum_bytes: of a sum on its way; those of float32 if None.
     """
     received: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
     sent = np.zeros_like(received)
@@ -181,7 +190,7 @@ def exchange(loads: Iterable[Load], group: Group, sum_bytes: int | None = None) 
         stops, cut = np.cumsum(lengths), -(-load.numel // group.size)
         stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
         stays = np.maximum(stays, 0)
-        for row, nbytes in enumerate((SUM_BYTES if sum_bytes is None else sum_bytes, load.param_bytes)):
+        for row, nbytes in enumerate((load.sum_bytes, load.param_bytes)):
             received[row, filled] += (lengths - stays) * nbytes
             sent[row] += cut * nbytes
             sent[row, filled] -= stays * nbytes
@@ -207,7 +216,7 @@ def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, align
         straight, cut = (reduce_ns(load, way, n, group, reduction) + gather_ns(load, way, n, group)
                          for way, n in ((ways[index], load.numel), (cuts, numel)))
         moved = load.numel / load.holders * (load.holders - 1) / load.holders
-        part = sum(group.all_to_all(moved * each) - group.all_to_all(0) for each in (SUM_BYTES, load.param_bytes))
+        part = sum(group.all_to_all(moved * each) - group.all_to_all(0) for each in (load.sum_bytes, load.param_bytes))
         if cut + part < straight:
             gains[load.ep_size][index] = straight - cut
     for ep_size, of in gains.items():

@@ -13,7 +13,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.buffers import ShardBuffer
+from ds_layerwise.ranks.buffers import DTYPES, ShardBuffer
 from ds_layerwise.ranks.exchange import Exchange
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import SideStream
@@ -63,9 +63,9 @@ class BucketOrder:
                  in_flight: int = MAX_UNDER_WAY) -> None:
         self.layout, self.rank, self.reduced = layout, rank, reduced
         self._params, self._wires = params, wires
-        self._exchange = Exchange(layout.buckets, rank, wires)
-        self._cuts = self._make_cuts()
         self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
+        self._exchange = Exchange(layout.buckets, rank, wires, self._sum_dtype)
+        self._cuts = self._make_cuts()
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
         self._side = SideStream()
@@ -176,11 +176,31 @@ class BucketOrder:
         self._side.join()
 
     def _make_cuts(self) -> dict[int, Tensor]:
-        """Where what this rank adds up of buckets in cuts goes, by index: float32, for the length of the run."""
-        alike = [bucket for bucket in self.layout.buckets if bucket.way == "cuts"]
-        numels = [bucket.cut_numel for bucket in alike]
-        memory = torch.zeros(sum(numels), dtype=torch.float32, device=self._device)
-        return {bucket.index: cut for bucket, cut in zip(alike, memory.split_with_sizes(numels), strict=True)}
+        """Where what this rank adds up of buckets in cuts goes, by index, for the length of the run."""
+        kinds: dict[str, list[Bucket]] = {}
+        cuts: dict[int, Tensor] = {}
+        for bucket in self.layout.buckets:
+            if bucket.way == "cuts":
+                dtype = self._sum_dtype(bucket)
+                found = self._cut_in_place(bucket, dtype)
+                if found is not None:
+                    cuts[bucket.index] = found
+                else:
+                    kinds.setdefault(dtype, []).append(bucket)
+        for dtype, alike in kinds.items():
+            numels = [bucket.cut_numel for bucket in alike]
+            memory = torch.zeros(sum(numels), dtype=DTYPES[dtype], device=self._device)
+            cuts.update({bucket.index: cut
+                         for bucket, cut in zip(alike, memory.split_with_sizes(numels), strict=True)})
+        return dict(sorted(cuts.items()))
+
+    def _sum_dtype(self, bucket: Bucket) -> str:
+        """The layout's name for what sums of a bucket in cuts are in, until they are at their owners."""
+        return "float32"
+
+    def _cut_in_place(self, bucket: Bucket, dtype: str) -> Tensor | None:
+        """Memory of ``dtype`` that is there for this rank's cut of ``bucket`` already."""
+        return None
 
     @property
     def cuts(self) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ class Round:
 
     ep_size: int
     dtype: str
-    """The layout's name for the dtype of the parameters."""
+    """The layout's name for the dtype of what travels."""
     own: int | None
     """The bucket of which this rank's shard takes part; None where it has no more."""
     by_holder: tuple[int, ...]
@@ -62,17 +62,19 @@ class Round:
         return self.runs if self.stay is None else (*self.runs, self.stay)
 
 
-def rounds_of(buckets: Iterable[Bucket], rank: int) -> list[Round]:
+def rounds_of(buckets: Iterable[Bucket], rank: int,
+              dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype) -> list[Round]:
     """The rounds for those of ``buckets`` that travel in cuts, which take part in the order given.
 
     Args:
         rank: of the layout.
+        dtype_of: the layout's name for what travels of a bucket; that of parameters.
     """
     rounds: list[Round] = []
     kinds: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
     for bucket in buckets:
         if bucket.way == "cuts":
-            kinds[bucket.ep_size, bucket.dtype].append(bucket)
+            kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)
     for (ep_size, dtype), alike in kinds.items():
         drafts: list[_Draft] = []
         turn: dict[int, int] = defaultdict(int)
@@ -135,10 +137,12 @@ class Exchange:
         buckets: of the layout, in the order in which they take part.
         rank: of the layout.
         wires: by ep_size.
+        dtype_of: as in :func:`rounds_of`.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], rank: int, wires: Mapping[int, Wire]) -> None:
-        self.rounds = rounds_of(buckets, rank)
+    def __init__(self, buckets: Iterable[Bucket], rank: int, wires: Mapping[int, Wire],
+                 dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype) -> None:
+        self.rounds = rounds_of(buckets, rank, dtype_of)
         self._wires = wires
 
     def to_owners(self, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor], *, add: bool = False) -> None:
@@ -146,7 +150,8 @@ class Exchange:
 
         Args:
             cuts: by bucket, this rank's cut, 1-D; may share memory with the same place in a shard.
-            shard: of a bucket, this rank's, 1-D, of the same dtype: overwritten, or added to with ``add``.
+            shard: of a bucket, this rank's, 1-D: overwritten, or added to with ``add``; of the dtype of ``cuts``, or
+                of one that holds it exactly.
         """
         under_way: deque[comm.Pending] = deque()
         for each in self.rounds:
@@ -158,12 +163,12 @@ class Exchange:
 
     def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor],
                         add: bool) -> comm.Pending:
-        like = next(iter(cuts.values()))
+        like = cuts[min(each.buckets)]
         packed = pack([like[:0], *(run.of(cuts) for run in each.runs)])
         own = like.new_empty(0) if each.own is None else shard(each.own)
         before, stays, behind = own.split_with_sizes(each.parts)
-        in_place = not add and not (before.numel() and behind.numel())
-        out = (before if before.numel() else behind) if in_place else own.new_empty(before.numel() + behind.numel())
+        in_place = not add and own.dtype == like.dtype and not (before.numel() and behind.numel())
+        out = (before if before.numel() else behind) if in_place else like.new_empty(before.numel() + behind.numel())
         work = comm.all_to_all(out, packed, group=self._wires[each.ep_size].group, received=each.by_holder,
                                sent_to=each.by_owner)
 

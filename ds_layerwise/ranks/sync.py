@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Bucket, Layout
-from ds_layerwise.plan.ways import MAX_UNDER_WAY
+from ds_layerwise.plan.ways import MAX_UNDER_WAY, Reduction, sum_dtype
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
-from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, cut_of
+from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer, cut_of, dtype_name
 from ds_layerwise.ranks.wires import Wires
 
 
@@ -144,6 +144,10 @@ class GradSync(BucketOrder):
         if not self._finished:
             # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves averages alone.
             self._to_owners(self.reduced.bucket)
+            with self._side:
+                for index, cut in self._cuts.items():
+                    if cut.dtype != torch.float32 and self._divide_by != 1:
+                        self.reduced.bucket(index).div_(self._divide_by)
         self._finished = True
 
     def finish(self, *, aside: bool = False) -> None:
@@ -163,15 +167,18 @@ class GradSync(BucketOrder):
                 if slot.name not in self._has_grad:
                     self._grads.param(slot.name).zero_()
             out = self._cuts[bucket.index] if bucket.way == "cuts" else self.reduced.bucket(bucket.index)
+            # What is not float32 yet is divided when it is.
+            divide_by = self._divide_by if out.dtype == torch.float32 else 1
             self._start(self._wires[bucket.ep_size].reduce(
-                self._grads.bucket(bucket), bucket, out, divide_by=self._divide_by,
-                wire_dtype=self._wire_dtype(bucket)))
+                self._grads.bucket(bucket), bucket, out, divide_by=divide_by, wire_dtype=self._wire_dtype(bucket)))
 
-    def _make_cuts(self) -> dict[int, Tensor]:
-        if any(self._grads.dtype(dtype) != torch.float32 for dtype in self.layout.dtypes):
-            return super()._make_cuts()
-        return {bucket.index: cut_of(self._grads.bucket(bucket), bucket, self.rank) for bucket in self.layout.buckets
-                if bucket.way == "cuts"}
+    def _sum_dtype(self, bucket: Bucket) -> str:
+        reduction: Reduction = "native" if self._wires[bucket.ep_size].native else "ordered"
+        return sum_dtype(dtype_name(self._wire_dtype(bucket)), reduction, stage=1)
+
+    def _cut_in_place(self, bucket: Bucket, dtype: str) -> Tensor | None:
+        same = self._grads.dtype(bucket.dtype) == DTYPES[dtype]
+        return cut_of(self._grads.bucket(bucket), bucket, self.rank) if same else None
 
 
 class EagerGradSync(BucketOrder):

@@ -95,7 +95,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
             1, nodes.ranks_per_node(range(len(where)), where) // per_node))
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment, links=links, reduction=reduction,
-                             in_rows=settings.stage == 1)
+                             stage=settings.stage)
     routes_elsewhere = {} if elsewhere is None else pipeline.routes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings, links)

@@ -56,7 +56,7 @@ def rings_ns(specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: L
 
 def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> WireTime:
     """What the collectives of ``layout`` take, one after another."""
-    return wire_time([Load.of_bucket(bucket, wire) for bucket in layout.buckets],
+    return wire_time([Load.of_bucket(bucket, wire, reduction) for bucket in layout.buckets],
                      [bucket.way for bucket in layout.buckets], links, reduction)
 
 

@@ -12,6 +12,7 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.cost import LayoutReport, RankMemory, max_over_mean, traffic_bytes, wire_elements
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.ways import sum_dtype
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
@@ -145,6 +146,21 @@ def test_what_two_buckets_under_way_receive_and_where_sums_of_cuts_stay():
         whole = {"bfloat16": 2, "float32": 4}[stored_as] * 160 if stage == 1 else 0
         apart = 0 if (stored_as, stage) == ("float32", 1) else 4 * 160
         assert grads == [whole + cuts, whole + apart + cuts]
+
+
+def test_sums_that_the_backend_made_stay_as_it_made_them():
+    bucket = Bucket(0, "bfloat16", True, 0, (0, 40), (Slot("a", 0, 40),), way="cuts")
+    planned, wires = Layout("balanced", 2, 1, (bucket,)), ["bfloat16"]
+    # In place, or apart; those of further micro-batches are added in float32.
+    for stored_as, stage, cuts, received in (("bfloat16", 1, 0, 0), ("float32", 1, 2 * 20, 0),
+                                             ("float32", 2, 4 * 20, (4 + 2) * 20)):
+        settings = {"stage": stage, "reduction": "native", "wires": wires}
+        grads = memory_bytes(planned, grads_stored_as={"bfloat16": stored_as}, **settings)[0].grads
+        assert grads == cuts + (0 if stage == 2 else {"bfloat16": 2, "float32": 4}[stored_as] * 40)
+        found = traffic_bytes(planned, stored_as={"bfloat16": stored_as}, **settings)
+        assert found[0].received == received
+    assert [sum_dtype("bfloat16", *each) for each in (("native", 1), ("native", 2), ("ordered", 1))] == [
+        "bfloat16", "float32", "float32"]
 
 
 def test_memory_by_rank_in_bytes():

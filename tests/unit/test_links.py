@@ -133,7 +133,7 @@ def test_one_exchange_takes_what_the_busiest_owner_of_all_cuts_takes():
     # Of 700 elements of rank 1, and of 300 of rank 0, 200 and 100 are in their own cuts, all 200 of rank 3 are.
     assert moved.sums == group.all_to_all(500 * 4, (500 + 200) / 4 * 4)
     assert moved.params == group.all_to_all(500 * 2, (500 + 200) / 4 * 2)
-    assert exchange([load(0, 700, 0, 100)], group, sum_bytes=2).sums == group.all_to_all(1000, 250)
+    assert exchange([replace(load(0, 700, 0, 100), sum_bytes=2)], group).sums == group.all_to_all(1000, 250)
     assert exchange([], group) == (0, 0)
 
 

@@ -598,5 +598,5 @@ def test_experts_need_a_multiple_of_their_ep_size():
 
 def test_rows_can_be_left_out():
     specs = [ParamSpec(f"w{i}", (64, 64), "bfloat16", True, 1000) for i in range(128)]
-    layouts = [plan_layout(specs, 8, bucket_numel=64 * 64, in_rows=in_rows) for in_rows in (True, False)]
+    layouts = [plan_layout(specs, 8, bucket_numel=64 * 64, stage=stage) for stage in (1, 2)]
     assert [max(len(bucket.slots) for bucket in layout.buckets) for layout in layouts] == [8, 1]

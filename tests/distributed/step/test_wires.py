@@ -224,6 +224,16 @@ class TestTraining(DistributedTest):
                                                 ({"reduction": "native"}, {"overlap_param_gather": True})):
             self.check(monkeypatch, *wanted, way=way, per_node=per_node, stage=stage, layerwise=layerwise, **sections)
 
+    @pytest.mark.world_size(3)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_native_sums_go_on_as_they_are_and_are_divided_in_float32(self, stage, monkeypatch):
+        bf16 = {"bf16": {"enabled": True}}
+        _, *wanted = self.train(monkeypatch, stage=stage, **bf16)
+        engine = self.check(monkeypatch, *wanted, way="all in cuts", stage=stage, layerwise={"reduction": "native"},
+                            **bf16)
+        assert {each.dtype for each in internals.grad_sync(engine)._exchange.rounds} == {
+            "bfloat16" if stage == 1 else "float32"}
+
     @pytest.mark.world_size(4)
     def test_one_engine_after_the_other_makes_no_more_groups(self, monkeypatch):
         """torch lets go of none, each with threads and connections of its own, before the process group's end."""
