@@ -13,7 +13,6 @@ Note: what travels, and who counts it
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -222,9 +221,11 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
     """
     size = layout.world_size
-    most_sent, most_received = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    under_way: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=MAX_UNDER_WAY)
+    # Buckets take turns with memory that grows to what the largest needs: of what is sent, received, and added.
+    sent = [0] * MAX_UNDER_WAY
+    received, added = (np.zeros((MAX_UNDER_WAY, size), np.int64) for _ in range(2))
     for bucket, wire in zip(layout.buckets, wires, strict=True):
+        turn = bucket.index % MAX_UNDER_WAY
         holders, wire_bytes = bucket.holders, itemsize(wire)
         own: NDArray[np.int64] = np.zeros(holders, np.int64)
         filled, lengths = _filled_shards(bucket)
@@ -232,17 +233,17 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
         if bucket.way == "cuts":
             own[:] = bucket.cut_numel
-        received = own * SUM_BYTES if stage == 2 else own * 0
+        if stage == 2:
+            added[turn] = np.maximum(added[turn], np.repeat(own * SUM_BYTES, bucket.ep_size))
+        arrives = own * 0
         if holders > 1 and reduction == "ordered":
-            received += own * wire_bytes * holders
+            arrives = own * wire_bytes * holders
         elif holders > 1 and (bucket.way == "ragged" or wire != (
                 sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32")):
-            received += own * wire_bytes
-        under_way.append((bucket.numel * wire_bytes if copied else 0, np.repeat(received, bucket.ep_size)))
-        sent_now, received_now = sum(s for s, _ in under_way), sum(r for _, r in under_way)
-        more = sent_now + received_now > most_sent + most_received
-        most_sent, most_received = np.where(more, sent_now, most_sent), np.where(more, received_now, most_received)
-    return tuple(RankTraffic(s, r) for s, r in zip(most_sent.tolist(), most_received.tolist(), strict=True))
+            arrives = own * wire_bytes
+        received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
+        sent[turn] = max(sent[turn], bucket.numel * wire_bytes if copied else 0)
+    return tuple(RankTraffic(sum(sent), each) for each in (received + added).sum(0).tolist())
 
 
 def _held(layout: Layout, *, whole: bool | None = None) -> Iterator[tuple[int, str, int]]:

@@ -15,6 +15,7 @@ from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES, ShardBuffer
 from ds_layerwise.ranks.exchange import Exchange
+from ds_layerwise.ranks.in_flight import Turn
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import SideStream
 from ds_layerwise.ranks.wires import Wires
@@ -69,6 +70,7 @@ class BucketOrder:
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
         self._side = SideStream()
+        self._turns = [Turn(self._device) for _ in range(in_flight)]
         self._ready = self._launched = 0
         self.reset()
 
@@ -128,6 +130,10 @@ class BucketOrder:
         self._wait()
         self._end_pass()
         self._side.join()
+        if self._side.exists:
+            # A device's allocator keeps it, for whoever needs it until the next pass.
+            for turn in self._turns:
+                turn.release()
 
     def finish(self, *, aside: bool = False) -> None:
         """Make sure that ``reduced`` holds the averages of this step. Every rank must call this at the same point.
@@ -210,6 +216,10 @@ class BucketOrder:
     @property
     def _device(self) -> torch.device:
         return next(iter(self._params.values())).device
+
+    def _turn(self) -> Turn:
+        """Memory for the next bucket, which the one whose turn it was has left: no more are under way than turns."""
+        return self._turns[self._launched % len(self._turns)]
 
     def _start(self, pending: comm.Pending) -> None:
         """Take over the next bucket, which has begun to travel; ``with self._side``."""

@@ -170,7 +170,8 @@ class GradSync(BucketOrder):
             # What is not float32 yet is divided when it is.
             divide_by = self._divide_by if out.dtype == torch.float32 else 1
             self._start(self._wires[bucket.ep_size].reduce(
-                self._grads.bucket(bucket), bucket, out, divide_by=divide_by, wire_dtype=self._wire_dtype(bucket)))
+                self._grads.bucket(bucket), bucket, out, divide_by=divide_by, wire_dtype=self._wire_dtype(bucket),
+                turn=self._turn()))
 
     def _sum_dtype(self, bucket: Bucket) -> str:
         reduction: Reduction = "native" if self._wires[bucket.ep_size].native else "ordered"
@@ -325,7 +326,8 @@ class EagerGradSync(BucketOrder):
         else:
             total, is_first = self.reduced.bucket(bucket.index), self._empty[bucket.index]
         with self._side:
-            travelling = torch.zeros(bucket.numel, dtype=wire_dtype, device=total.device)
+            turn = self._turn()
+            travelling = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
             for slot in bucket.slots:
                 param = self._params[slot.name]
                 if param.grad is not None:
@@ -333,7 +335,8 @@ class EagerGradSync(BucketOrder):
                     travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
                     self._side.keep(param.grad)
                     param.grad = None
-            out = total if is_first else torch.empty_like(total)
+            out = total if is_first else turn.empty("added", total.numel(), total.dtype)
             self._empty[bucket.index] = False
-            pending = self._wires[bucket.ep_size].reduce(travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype)
+            pending = self._wires[bucket.ep_size].reduce(travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype,
+                                                         turn=turn)
             self._start(pending if is_first else pending.then(lambda: total.add_(out)))

@@ -26,6 +26,7 @@ from torch import Tensor
 from ds_layerwise.plan.layout import Bucket
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.comm import Group, Pending
+from ds_layerwise.ranks.in_flight import Turn
 
 #: From so many rows on, one kernel adds them up also on a CPU: up to there a kernel a row is faster, and the same bits.
 _ONE_KERNEL_FROM = 17
@@ -70,7 +71,7 @@ class Wire:
                 comm.all_gather(torch.empty_like(some), some[:1], group=group).wait()
 
     def reduce(self, memory: Tensor, bucket: Bucket, out: Tensor, *, divide_by: float,
-               wire_dtype: torch.dtype) -> Pending:
+               wire_dtype: torch.dtype, turn: Turn | None = None) -> Pending:
         """Average ``memory`` over the ranks: each gets its own shard, or its own cut where the bucket travels in cuts.
 
         Args:
@@ -78,49 +79,51 @@ class Wire:
             out: float32, as long as this rank's shard or cut; may be that part of ``memory``.
             divide_by: the sum over ranks is divided by this, in float32.
             wire_dtype: what the elements travel in.
+            turn: memory for what travels, which nobody else has until the result has been waited for; None for new.
         """
+        turn = Turn(memory.device) if turn is None else turn
         if self.size == 1:
             return Pending(finish=lambda: average(memory.view(1, -1), out, divide_by))
         if bucket.way == "ragged":
-            return self._reduce_ragged(memory, bucket.shard_numels, out, divide_by, wire_dtype)
+            return self._reduce_ragged(turn, memory, bucket.shard_numels, out, divide_by, wire_dtype)
         if self.native:
-            sent = _cast(memory, wire_dtype)
-            received = out if out.dtype == wire_dtype else out.new_empty(out.numel(), dtype=wire_dtype)
+            sent = turn.cast("sent", memory, wire_dtype)
+            received = out if out.dtype == wire_dtype else turn.empty("received", out.numel(), wire_dtype)
             work = comm.reduce_scatter(received, sent, group=self.group)
             return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
         if self.inside is not None:
-            return self._reduce_in_two_levels(memory, out, divide_by, wire_dtype)
-        sent = _cast(memory, wire_dtype)
-        received = torch.empty_like(sent)
+            return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
+        sent = turn.cast("sent", memory, wire_dtype)
+        received = turn.empty("received", sent.numel(), wire_dtype)
         work = comm.all_to_all(received, sent, group=self.group)
         return Pending([work], lambda: average(received.view(self.size, -1), out, divide_by), keep=sent)
 
-    def _reduce_ragged(self, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
+    def _reduce_ragged(self, turn: Turn, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
                        wire_dtype: torch.dtype) -> Pending:
-        sent, own = _cast(memory, wire_dtype), shard_numels[self.rank]
+        sent, own = turn.cast("sent", memory, wire_dtype), shard_numels[self.rank]
         if self.native and not self.on_host:
-            received = sent.new_empty(own)
+            received = turn.empty("received", own, wire_dtype)
             work = comm.reduce_scatter_ragged(received, sent.split_with_sizes(shard_numels), group=self.group)
             return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
-        received = sent.new_empty(self.size * own)
+        received = turn.empty("received", self.size * own, wire_dtype)
         work = comm.all_to_all(received, sent, group=self.group, received=[own] * self.size, sent_to=shard_numels)
         return Pending([work], lambda: average(received.view(self.size, own), out, divide_by), keep=sent)
 
-    def _reduce_in_two_levels(self, memory: Tensor, out: Tensor, divide_by: float,
+    def _reduce_in_two_levels(self, turn: Turn, memory: Tensor, out: Tensor, divide_by: float,
                               wire_dtype: torch.dtype) -> Pending:
         per_node, cut = comm.size_of(self.inside), out.numel()
         num_nodes = self.size // per_node
         # To each rank of the node what it and those in its place on the other nodes hold in the end.
-        sent = memory.new_empty(per_node, num_nodes, cut, dtype=wire_dtype)
-        sent.copy_(memory.view(num_nodes, per_node, cut).transpose(0, 1))
-        received = torch.empty_like(sent)
-        work = comm.all_to_all(received.view(-1), sent.view(-1), group=self.inside)
+        sent = turn.empty("sent", memory.numel(), wire_dtype)
+        sent.view(per_node, num_nodes, cut).copy_(memory.view(num_nodes, per_node, cut).transpose(0, 1))
+        received = turn.empty("received", memory.numel(), wire_dtype)
+        work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:
-            sums = out.new_empty(num_nodes * cut)
+            sums = turn.empty("sums", num_nodes * cut, out.dtype)
             average(received.view(per_node, -1), sums, 1)
-            rounded = _cast(sums, wire_dtype)
-            arrived = torch.empty_like(rounded)
+            rounded = turn.cast("rounded", sums, wire_dtype)
+            arrived = turn.empty("arrived", num_nodes * cut, wire_dtype)
             return Pending([comm.all_to_all(arrived, rounded, group=self.across)],
                            lambda: average(arrived.view(num_nodes, cut), out, divide_by), keep=rounded)
 
@@ -191,10 +194,6 @@ def gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, T
         return comm.all_gather(out, own, group=group), own
     copies = own.repeat(size)
     return comm.all_to_all(out, copies, group=group), copies
-
-
-def _cast(memory: Tensor, dtype: torch.dtype) -> Tensor:
-    return memory if memory.dtype == dtype else memory.to(dtype)
 
 
 def average(rows: Tensor, out: Tensor, divide_by: float) -> None:

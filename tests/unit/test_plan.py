@@ -467,7 +467,7 @@ def test_the_states_of_a_recipe_are_those_of_its_rule(name, shape):
     assert recipe.state_bytes(shape) == sum(value.nbytes for value in states.values() if value.device.type == "meta")
 
 
-def test_what_is_under_way_is_the_worst_of_neighbouring_buckets():
+def test_what_is_under_way_is_the_worst_of_the_buckets_that_take_turns():
     layout = Layout("balanced", 2, 1, (
         Bucket(0, "bfloat16", True, 0, (8, 2), (Slot("a", 0, 8), Slot("b", 8, 2))),
         Bucket(1, "bfloat16", True, 10, (0, 6), (Slot("c", 10, 6),)),
@@ -475,14 +475,15 @@ def test_what_is_under_way_is_the_worst_of_neighbouring_buckets():
     ))
     own = {"bfloat16": "bfloat16", "float32": "float32"}
     sent = [bucket.dtype for bucket in layout.buckets]
-    # Two ranks send what a shard is made of: buckets 0 and 1, or 1 and 2.
+    # Two ranks send what a shard is made of; buckets 0 and 2 take turns.
     assert traffic_bytes(layout, stage=1, stored_as=own, wires=sent) == (
         RankTraffic(0, max(2 * 2 * 8, 2 * 4 * 5)), RankTraffic(0, max(2 * 2 * (2 + 6), 2 * 2 * 6 + 2 * 4 * 5)))
     # Other dtypes travel as copies.
     wires = ["float32"] * 3
-    assert traffic_bytes(layout, stage=1, stored_as=own, wires=wires)[1] == RankTraffic(4 * 16, 2 * 4 * 8)
+    assert traffic_bytes(layout, stage=1, stored_as=own, wires=wires)[1] == RankTraffic(4 * 16, 2 * 4 * (5 + 6))
     # Stage 2 sends copies in any case, and adds up what a second micro-batch sends.
-    assert traffic_bytes(layout, stage=2, stored_as=own, wires=sent)[0] == RankTraffic(2 * 6 + 4 * 10, 3 * 4 * 5)
+    assert traffic_bytes(layout, stage=2, stored_as=own, wires=sent)[0] == RankTraffic(
+        2 * 6 + 4 * 10, 4 * 8 + 2 * 4 * 5)
     alone = Layout("balanced", 1, 1, (Bucket(0, "float32", False, 0, (10,), (Slot("d", 0, 10),)),))
     assert traffic_bytes(alone, stage=1, stored_as=own, wires=wires[:1]) == (RankTraffic(0, 0),)
     assert traffic_bytes(alone, stage=2, stored_as=own, wires=wires[:1]) == (RankTraffic(40, 40),)

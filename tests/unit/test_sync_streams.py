@@ -19,7 +19,7 @@ from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("sync", "side_stream", "param_sync", "wires", "exchange")
+pytestmark = rooms("sync", "side_stream", "param_sync", "wires", "exchange", "in_flight")
 
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2), "g": (8, 8), "h": (6, 2)}
 
