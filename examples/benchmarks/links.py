@@ -25,7 +25,6 @@ from ds_layerwise.plan.ways import (
     Load,
     Reduction,
     WireTime,
-    exchange,
     gather_levels,
     gather_ns,
     itemsize,
@@ -60,12 +59,6 @@ def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> 
                      [bucket.way for bucket in layout.buckets], links, reduction)
 
 
-def sums_sent_as(layout: Layout, wire: str, links: Links, sum_bytes: int) -> int:
-    """The exchange of sums, of ``sum_bytes`` each."""
-    return exchange((Load.of_bucket(bucket, wire) for bucket in layout.buckets if bucket.way == "cuts"),
-                    group_of(layout.world_size, links, 1), sum_bytes).sums
-
-
 def overlapped(layout: Layout, levels: Callable[[Bucket], tuple[int, int]]) -> int:
     """All buckets where the first level of one runs beside the second level of the one before."""
     first = second = 0
@@ -92,13 +85,13 @@ class Row:
         """As the table shows it."""
         return [self.model, f"{self.ranks:,}", f"{self.bucket_numel / 1e6:.0f} M",
                 *(f"{each:,.1f}" for each in self.rings_ms), self.ways[0],
-                *(f"{self.reduce[key]:.3f}" for key in ("native", "native, wire")), f"{self.gather['native']:.3f}",
-                self.ways[1], *(f"{self.reduce[key]:.2f}" for key in ("ordered", "beside", "beside, wire")),
+                f"{self.reduce['native']:.3f}", f"{self.gather['native']:.3f}", self.ways[1],
+                *(f"{self.reduce[key]:.2f}" for key in ("ordered", "beside")),
                 *(f"{self.gather[key]:.2f}" for key in ("ordered", "beside"))]
 
 
-HEADER = ("model", "ranks", "bucket", "ring reduce, ms", "ring gather, ms", "native ways", "reduce", "reduce*",
-          "gather", "ordered ways", "reduce", "reduce†", "reduce†*", "gather", "gather†")
+HEADER = ("model", "ranks", "bucket", "ring reduce, ms", "ring gather, ms", "native ways", "reduce", "gather",
+          "ordered ways", "reduce", "reduce†", "gather", "gather†")
 
 
 def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links) -> Iterator[Row]:
@@ -119,14 +112,11 @@ def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, li
                        for reduction in BARS)
     by_native, by_ordered = predicted(native, wire, links, "native"), predicted(ordered, wire, links, "ordered")
 
-    def beside(sum_bytes: int) -> int:
-        def levels(bucket: Bucket) -> Levels:
-            if bucket.way == "ragged":
-                took = reduce_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group, "ordered")
-                return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
-            return ordered_levels(bucket.numel, wire_bytes, group, sum_bytes)
-
-        return overlapped(ordered, levels) + sums_sent_as(ordered, wire, links, sum_bytes)
+    def there(bucket: Bucket) -> Levels:
+        if bucket.way == "ragged":
+            took = reduce_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group, "ordered")
+            return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
+        return ordered_levels(bucket.numel, wire_bytes, group)
 
     def back(bucket: Bucket) -> tuple[int, int]:
         if bucket.way == "ragged":
@@ -140,10 +130,8 @@ def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, li
     return Row(
         name, ranks, bucket_numel, (ring_reduce / 1e6, ring_gather / 1e6), (ways[0], ways[1]),
         {key: nanoseconds / ring_reduce for key, nanoseconds in {
-            "native": by_native.reduce + by_native.sums,
-            "native, wire": by_native.reduce + sums_sent_as(native, wire, links, wire_bytes),
-            "ordered": by_ordered.reduce + by_ordered.sums, "beside": beside(4), "beside, wire": beside(wire_bytes),
-        }.items()},
+            "native": by_native.reduce + by_native.sums, "ordered": by_ordered.reduce + by_ordered.sums,
+            "beside": overlapped(ordered, there) + by_ordered.sums}.items()},
         {key: nanoseconds / ring_gather for key, nanoseconds in {
             "native": by_native.gather + by_native.params, "ordered": by_ordered.gather + by_ordered.params,
             "beside": overlapped(ordered, back) + by_ordered.params}.items()})
@@ -172,22 +160,22 @@ def main() -> None:
           "bfloat16 parameters; alignment 64; ways: buckets of matrices, even / ragged / cuts.")
     print("""
 ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and gather: over these.
-reduce*: sums go on in the dtype of the wire instead of float32. †: the two levels of a reduction, or gather, on two
-streams, so that one bucket is inside its node while the one before is between nodes; without it one after another.
+†: the two levels of a reduction, or gather, on two streams, so that one bucket is inside its node while the one before
+is between nodes; without it one after another, as they are now.
 """)
     summary = []
     for name, links in LINKS.items():
         for wire in ("bfloat16", "float32"):
             rows = list(measure(args.models, args.ranks, wire, links))
             summary += [f"| {name} | {wire} | {key} | {kind} | {worst(rows, key, kind)} |" for kind, keys in (
-                ("reduce", ("native", "native, wire", "ordered", "beside", "beside, wire")),
+                ("reduce", ("native", "ordered", "beside")),
                 ("gather", ("native", "ordered", "beside"))) for key in keys]
             if wire == "bfloat16":
                 print(f"{name}: {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node}, {links.rails} x "
                       f"{links.between_gb_s:g} GB/s between them; gradients travel in {wire}\n")
                 print("| " + " | ".join(HEADER) + " |\n|---|" + "---:|" * (len(HEADER) - 1))
                 print("\n".join("| " + " | ".join(each.cells()) + " |" for each in rows) + "\n")
-    print("Over the bars (native 1.1, ordered 1.5); 'wire' is *, 'beside' is †:\n\n| links | wire | sums | what | "
+    print("Over the bars (native 1.1, ordered 1.5); 'beside' is †:\n\n| links | wire | sums | what | "
           "result |\n|---|---|---|---|---|\n" + "\n".join(summary))
 
 

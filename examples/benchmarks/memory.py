@@ -2,11 +2,12 @@
 
     python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
 
-Two numbers say what a rank holds. *tensors* adds up the memory of every tensor of the process that is alive between two
-steps and was not before the model was built, each memory once: exact, whoever made them. *process* is anonymous memory
-(``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model was built; it includes what the
-allocator keeps. The peak of gradients comes from the same count of tensors, at every moment of a backward pass when a
-bucket starts, over what lives between two steps.
+*predicted* is what lives between two steps: parameters, gradients, masters and states, and what two buckets under way
+travel in, which stays on a CPU. Two numbers say what a rank holds. *tensors* adds up the memory of every tensor of the
+process that is alive between two steps and was not before the model was built, each memory once: exact, whoever made
+them. *process* is anonymous memory (``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model
+was built; it includes what the allocator keeps. The peak of gradients comes from the same count of tensors, at every
+moment of a backward pass when a bucket starts, over what lives between two steps.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def measure(job: Job, watched: Any) -> None:
     held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]
     itemsize = 2 if job.bf16 else 4
     Path(job.folder, f"{job.name}-{optimizer.rank}").write_text(json.dumps({
-        "job": job.name, "rank": optimizer.rank, "predicted": held.total, "grads": held.grads, "tensors": tensors,
-        "process": process * 1e6, "under_way": traffic.total, "peak": peak.most,
+        "job": job.name, "rank": optimizer.rank, "predicted": held.total + traffic.total, "grads": held.grads,
+        "tensors": tensors, "process": process * 1e6, "under_way": traffic.total, "peak": peak.most,
         "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
         "numel": plan.report.numel, "buckets": plan.report.num_buckets}))
 
