@@ -173,9 +173,7 @@ class Exchange:
                                sent_to=each.by_owner)
 
         def into_place() -> None:
-            new = [(place, arrived) for place, arrived in zip(
-                (before, behind), out.split_with_sizes((before.numel(), behind.numel())), strict=True)
-                if place.numel()] if not in_place else []
+            new = [] if in_place else [(before, out[:before.numel()]), (behind, out[before.numel():])]
             if each.stay is not None:
                 new.append((stays, each.stay.of(cuts)))
             for place, value in new:

@@ -3,6 +3,7 @@
 Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers; what is not there is an
 error on all of them. One thing is each rank's own: at stage 1, between the micro-batches of a step and inside
 ``no_sync``, a gradient is what this rank has added up so far, as in DeepSpeed, where it is on ``param.grad`` then.
+And at stage 2, where sums are in cuts until the step, a gradient takes all ranks of the world, also that of an expert.
 """
 
 from __future__ import annotations
