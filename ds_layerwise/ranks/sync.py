@@ -144,10 +144,10 @@ class GradSync(BucketOrder):
         if not self._finished:
             # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves averages alone.
             self._to_owners(self.reduced.bucket)
-            with self._side:
-                for index, cut in self._cuts.items():
-                    if cut.dtype != torch.float32 and self._divide_by != 1:
-                        self.reduced.bucket(index).div_(self._divide_by)
+            undivided = [self.reduced.bucket(index) for index, cut in self._cuts.items() if cut.dtype != torch.float32]
+            if undivided and self._divide_by != 1:
+                with self._side:
+                    torch._foreach_div_(undivided, self._divide_by)
         self._finished = True
 
     def finish(self, *, aside: bool = False) -> None:

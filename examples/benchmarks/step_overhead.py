@@ -2,9 +2,9 @@
 
     python examples/benchmarks/step_overhead.py
 
-Real layouts and the real synchronisation of one rank, on buffers whose elements all lie in the same place; collectives,
-sums and copies, which a device does by itself, are stubs. What is left is the launching: every bucket reduced and
-gathered once, and one exchange each way where buckets travel in cuts. Medians.
+Real layouts and the real synchronisation of one rank, on tensors without memory; collectives, which a device does by
+itself, are stubs, and so is what packs and divides. What is left is the launching: every bucket reduced and gathered
+once, and one exchange each way where buckets travel in cuts. Medians.
 """
 
 from __future__ import annotations
@@ -23,24 +23,17 @@ from torch import nn
 from ds_layerwise.plan.layout import Layout
 from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.ranks import comm, exchange, wires
+from ds_layerwise.ranks import comm, exchange
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import GradSync
 from ds_layerwise.ranks.wires import Wire
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
+META = torch.device("meta")
 #: Model, ranks, elements of a bucket, and the bound in milliseconds.
 CASES = (("llama-3-8b", 64, 50_000_000, None), ("llama-3-70b", 1024, 50_000_000, 5),
          ("llama-3-70b", 1024, 500_000_000, 5), ("llama-3-405b", 16384, 500_000_000, 20))
-
-class Buffer(FlatBuffer):
-    """As long as a layout says, in the memory of one element."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout, element = layout, torch.zeros(1, dtype=torch.bfloat16)
-        self._dtypes = dict.fromkeys(layout.dtypes, torch.bfloat16)
-        self._buckets = [element.as_strided((bucket.numel,), (0,)) for bucket in layout.buckets]
 
 
 class Stubs:
@@ -51,9 +44,10 @@ class Stubs:
         self.work = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
         for name in ("all_to_all", "reduce_scatter", "reduce_scatter_ragged", "all_gather", "all_gather_ragged"):
             setattr(comm, name, self.collective)
-        wires.average = lambda rows, out, divide_by: None
+        # Without memory torch writes them out in Python, for milliseconds.
         exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
         exchange.unpack = lambda packed, places: None
+        torch._foreach_div_ = lambda tensors, by: None
 
     def collective(self, *_: object, **__: object) -> Any:
         """Count one."""
@@ -77,10 +71,10 @@ def syncs(layout: Layout, rank: int) -> tuple[GradSync, ParamSync]:
     for name, value in sizes.items():
         setattr(comm, name, lambda group, value=value: value)
     by_ep_size = {1: Wire(None, native=True, on_host=False)}
-    params = {slot.name: nn.Parameter(torch.empty(1, dtype=torch.bfloat16))
+    params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=torch.bfloat16, device=META))
               for bucket in layout.buckets for slot in bucket.slots}
-    values, grads = Buffer(layout), Buffer(layout)
-    reduced = ShardBuffer(layout, rank, [torch.zeros(1).as_strided((stop - start,), (0,))
+    values, grads = FlatBuffer(layout, META), FlatBuffer(layout, META)
+    reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META)
                                          for start, stop in (bucket.shard(rank) for bucket in layout.buckets)])
     grad_sync = GradSync(layout, rank, params, grads, reduced, wires=by_ep_size, divide_by=float(layout.world_size),
                          wire_dtype=lambda bucket: torch.bfloat16)
@@ -101,7 +95,7 @@ def main() -> None:
         everything = {slot.name for bucket in layout.buckets for slot in bucket.slots}
 
         def reduce(grad_sync: GradSync = grad_sync, everything: set[str] = everything) -> None:
-            grad_sync._has_grad = everything
+            grad_sync._has_grad, grad_sync._finished = everything, False
             grad_sync._ready = len(grad_sync.layout.buckets)
             grad_sync._advance(wait=True)
             grad_sync._wait()
