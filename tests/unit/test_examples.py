@@ -233,6 +233,17 @@ def test_the_benchmark_of_checkpoints_runs_and_what_it_loads_comes_back():
                                              "load universal"]
 
 
+@pytest.mark.parametrize("command, rows", [
+    ("step_overhead.py --times 1", 5), ("dispatches.py", 4), ("links.py --models gpt2-124m --ranks 8", 20),
+    ("optimizer_part.py --small --ranks 2 --rounds 1", 10)], ids=lambda value: str(value).split(".")[0])
+def test_other_benchmarks_run(command, rows):
+    script, *args = command.split()
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "benchmarks" / script), *args], capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert sum(line.startswith("| ") for line in done.stdout.splitlines()) >= rows
+
+
 def test_the_benchmark_of_memory_runs_and_predictions_hold():
     script = ROOT / "examples" / "benchmarks" / "memory.py"
     done = subprocess.run([sys.executable, str(script), "--small"], capture_output=True, text=True, timeout=900)
