@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import deepspeed.comm as dist
 import torch
 import torch.multiprocessing as mp
@@ -137,6 +138,8 @@ OPTIMIZERS = {
 def _rank(rank: int, size: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    # Only inference uses this operator, and its memory has the name of the port, which others may have, too.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=120),
                           init_method=f"file://{folder}/store", rank=rank, world_size=size)
