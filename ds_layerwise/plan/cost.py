@@ -235,11 +235,12 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
             own[:] = bucket.cut_numel
         if stage == 2:
             added[turn] = np.maximum(added[turn], np.repeat(own * SUM_BYTES, bucket.ep_size))
+        # The backend may write straight to where sums stay.
+        stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
         arrives = own * 0
         if holders > 1 and reduction == "ordered":
             arrives = own * wire_bytes * holders
-        elif holders > 1 and (bucket.way == "ragged" or wire != (
-                sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32")):
+        elif holders > 1 and (bucket.way == "ragged" or wire != stays):
             arrives = own * wire_bytes
         received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes if copied else 0)
