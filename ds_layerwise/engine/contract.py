@@ -225,7 +225,7 @@ _READ = (
     *_names(f"{_BASE}.ZeROOptimizer", "read", """
         _backward_active_depth _backward_hook_state _hooks_fired_this_backward _max_expected_hooks_seen"""),
     *_names(f"{_BASE}.ZeROOptimizer", "read", """
-        clear_backward_seen_flag enter_backward exit_backward reenter_backward_if_needed
+        clear_backward_seen_flag enter_backward exit_backward queue_post_backward_callback reenter_backward_if_needed
         should_refresh_expected_hook_count""", ("self",)),
     Name(f"{_BASE}.ZeROOptimizer.update_hook_state_and_maybe_run_epilogue", "read", (
         "self", "current_expected_count")),

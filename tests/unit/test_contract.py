@@ -20,6 +20,7 @@ import pytest
 import torch
 from deepspeed.moe import utils as moe_utils
 from deepspeed.runtime import config as config_module
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
@@ -30,6 +31,7 @@ from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.engine.wraps import WRAPS
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.zero import takeover
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from tests.contract_releases import ROOT, walk
 from tests.support.rooms import rooms
 
@@ -39,6 +41,7 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerw
          if path.name != "contract.py"}
 KNOWN = {name.known_as for name in CONTRACT}
 ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+BASE = "deepspeed.runtime.base_optimizer.ZeROOptimizer"
 
 #: As what the package has objects of DeepSpeed at hand, wherever it has one.
 AT_HAND = {
@@ -115,6 +118,21 @@ def test_what_is_read_is_on_the_list(path):
     # What this package has put there, what everything has, and of a logger everything is Python's.
     ours = re.compile(r".*(\._layerwise_\w+|\.__dict__|\.__name__|\.logger\.\w+|OffloadStateTypeEnum\.\w+)")
     assert {name for name in read if not ours.fullmatch(name)} <= KNOWN
+
+
+def test_what_is_inherited_is_on_the_list():
+    """What the class that takes the place of DeepSpeed's own asks of itself, and has from there."""
+    bases = [base for base in LayerWiseZeroOptimizer.__mro__ if base.__module__.startswith("ds_layerwise.")]
+    asked = {"self": set(), "super()": set()}
+    for tree in (TREES[ROOT / f"{base.__module__.replace('.', '/')}.py"] for base in bases):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) in asked:
+                asked[owner].add(node.attr)
+    own = {name for base in bases for name in vars(base)} | set(vars(object))
+    asked_of_it = asked["self"] - own | asked["super()"] - set(vars(object))
+    found = {name for name in asked_of_it if hasattr(ZeROOptimizer, name) and not name.startswith("__")}
+    assert "queue_post_backward_callback" in found
+    assert {f"{BASE}.{name}" for name in found} <= KNOWN
 
 
 def test_what_is_read_is_seen():
