@@ -15,7 +15,7 @@ Note: how sums are made
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -125,6 +125,21 @@ def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reducti
     if way == "ragged":
         return _ragged_ring(load, load.wire_bytes, group)
     return group.ring(nbytes)
+
+
+def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, reduction: Reduction) -> int:
+    """From the gradients of all ranks to sums at the owners, or in cuts, of buckets that start in this order."""
+    # When the first level of the latest is over, and all levels of those that are under way.
+    first, over = 0, deque([0] * MAX_UNDER_WAY)
+    for load, way in zip(loads, ways, strict=True):
+        group = group_of(load.holders, links, load.ep_size)
+        took = reduce_ns(load, way, load.numel, group, reduction)
+        beside = 0
+        if reduction == "ordered" and way != "ragged" and group.has_levels and not links.on_host:
+            beside = ordered_levels(load.numel, load.wire_bytes, group).between
+        first = max(first, over.popleft()) + took - beside
+        over.append(max(first, over[-1]) + beside if beside else first)
+    return max(over)
 
 
 def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None) -> Levels:
@@ -254,16 +269,16 @@ class WireTime(NamedTuple):
 
 def wire_time(loads: Sequence[Load], ways: Sequence[Way], links: Links, reduction: Reduction) -> WireTime:
     """What ``loads`` take in a step, of which each goes its way; the last of them is reduced last."""
-    reduce = gather = last = 0
+    gather = last = 0
     in_cuts: dict[int, list[Load]] = defaultdict(list)
     for load, way in zip(loads, ways, strict=True):
         group = group_of(load.holders, links, load.ep_size)
         last = reduce_ns(load, way, load.numel, group, reduction)
-        reduce += last
         gather += gather_ns(load, way, load.numel, group)
         if way == "cuts":
             in_cuts[load.ep_size].append(load)
     moved = [exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()]
+    reduce = reduce_all_ns(loads, ways, links, reduction)
     return WireTime(reduce, sum(each.sums for each in moved), sum(each.params for each in moved), gather, last)
 
 

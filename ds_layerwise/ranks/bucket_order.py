@@ -57,6 +57,11 @@ class BucketOrder:
         Buckets start in the order of their index. Where one takes two collectives, in groups of their own, the second
         begins when the first is over and those of all buckets before it have begun. What buckets in cuts hold goes on
         to its owners when all have arrived.
+
+    Note: two collectives of a bucket on a device
+        The first is waited for on the stream of reductions, the second on one that belongs to the bucket's turn: so one
+        bucket is inside its node while the one before is between nodes. The next but one, whose turn it is then, waits
+        for both.
     """
 
     def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *,
@@ -70,6 +75,7 @@ class BucketOrder:
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
         self._side = SideStream()
+        self._ends = [SideStream() for _ in range(in_flight)]
         self._turns = [Turn(self._device) for _ in range(in_flight)]
         self._ready = self._launched = 0
         self.reset()
@@ -167,6 +173,10 @@ class BucketOrder:
         self._begin_last()
         while self._pending:
             self._pending.popleft().wait()
+        with self._side:
+            # So does the stream that has taken the memory of turns, and gets it back.
+            for end in self._ends:
+                end.join()
         self._side.join()
 
     def _begin_last(self) -> None:
@@ -218,14 +228,22 @@ class BucketOrder:
         return next(iter(self._params.values())).device
 
     def _turn(self) -> Turn:
-        """Memory for the next bucket, which the one whose turn it was has left: no more are under way than turns."""
-        return self._turns[self._launched % len(self._turns)]
+        """Memory for the next bucket, which the one whose turn it was has left: no more are under way than turns;
+        ``with self._side``."""
+        turn = self._launched % len(self._turns)
+        self._ends[turn].join()
+        return self._turns[turn]
 
     def _start(self, pending: comm.Pending) -> None:
         """Take over the next bucket, which has begun to travel; ``with self._side``."""
         if self._side.exists:
-            # Its stream waits, and neither the host nor the computation.
-            pending.wait()
+            # Streams wait, and neither the host nor the computation.
+            if pending.is_chained:
+                pending.begin_last()
+                with self._ends[self._launched % len(self._ends)]:
+                    pending.wait()
+            else:
+                pending.wait()
         else:
             self._pending.append(pending)
         self._launched += 1

@@ -10,28 +10,17 @@ from __future__ import annotations
 import argparse
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_layerwise.plan.drafts import cut_stream
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import LINKS, Links, group_of
 from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.ways import (
-    Levels,
-    Load,
-    Reduction,
-    WireTime,
-    gather_levels,
-    gather_ns,
-    itemsize,
-    ordered_levels,
-    reduce_ns,
-    wire_time,
-)
+from ds_layerwise.plan.ways import Load, Reduction, WireTime, itemsize, wire_time
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
@@ -59,16 +48,6 @@ def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> 
                      [bucket.way for bucket in layout.buckets], links, reduction)
 
 
-def overlapped(layout: Layout, levels: Callable[[Bucket], tuple[int, int]]) -> int:
-    """All buckets where the first level of one runs beside the second level of the one before."""
-    first = second = 0
-    for bucket in layout.buckets:
-        one, other = levels(bucket)
-        first += one
-        second = max(first, second) + other
-    return second
-
-
 @dataclass(frozen=True)
 class Row:
     """One model on so many ranks, with everything over rings."""
@@ -78,20 +57,19 @@ class Row:
     bucket_numel: int
     rings_ms: tuple[float, float]
     ways: tuple[str, str]
-    reduce: dict[str, float]
-    gather: dict[str, float]
+    reduce: dict[Reduction, float]
+    gather: dict[Reduction, float]
 
     def cells(self) -> list[str]:
         """As the table shows it."""
         return [self.model, f"{self.ranks:,}", f"{self.bucket_numel / 1e6:.0f} M",
                 *(f"{each:,.1f}" for each in self.rings_ms), self.ways[0],
                 f"{self.reduce['native']:.3f}", f"{self.gather['native']:.3f}", self.ways[1],
-                *(f"{self.reduce[key]:.2f}" for key in ("ordered", "beside")),
-                *(f"{self.gather[key]:.2f}" for key in ("ordered", "beside"))]
+                f"{self.reduce['ordered']:.2f}", f"{self.gather['ordered']:.2f}"]
 
 
 HEADER = ("model", "ranks", "bucket", "ring reduce, ms", "ring gather, ms", "native ways", "reduce", "gather",
-          "ordered ways", "reduce", "reduce†", "gather", "gather†")
+          "ordered ways", "reduce", "gather")
 
 
 def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links) -> Iterator[Row]:
@@ -105,41 +83,21 @@ def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links)
 
 def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: Links) -> Row:
     """One layout for native sums, one for ordered ones, and what both take."""
-    wire, wire_bytes = specs[0].wire, itemsize(specs[0].wire)
-    ring_reduce, ring_gather = rings_ns(specs, ranks, bucket_numel, links)
-    group = group_of(ranks, links, 1)
-    native, ordered = (plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
-                       for reduction in BARS)
-    by_native, by_ordered = predicted(native, wire, links, "native"), predicted(ordered, wire, links, "ordered")
-
-    def there(bucket: Bucket) -> Levels:
-        if bucket.way == "ragged":
-            took = reduce_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group, "ordered")
-            return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
-        return ordered_levels(bucket.numel, wire_bytes, group)
-
-    def back(bucket: Bucket) -> tuple[int, int]:
-        if bucket.way == "ragged":
-            took = gather_ns(Load.of_bucket(bucket, wire), "ragged", bucket.numel, group)
-            return (0, took) if group.nodes == 1 else (took, 0)
-        levels = gather_levels(bucket.numel * itemsize(bucket.dtype), group)
-        return levels.between, levels.inside
-
-    ways = tuple(" / ".join(str(count[way]) for way in ("even", "ragged", "cuts")) for count in (
-        Counter(bucket.way for bucket in layout.buckets if bucket.whole) for layout in (native, ordered)))
-    return Row(
-        name, ranks, bucket_numel, (ring_reduce / 1e6, ring_gather / 1e6), (ways[0], ways[1]),
-        {key: nanoseconds / ring_reduce for key, nanoseconds in {
-            "native": by_native.reduce + by_native.sums, "ordered": by_ordered.reduce + by_ordered.sums,
-            "beside": overlapped(ordered, there) + by_ordered.sums}.items()},
-        {key: nanoseconds / ring_gather for key, nanoseconds in {
-            "native": by_native.gather + by_native.params, "ordered": by_ordered.gather + by_ordered.params,
-            "beside": overlapped(ordered, back) + by_ordered.params}.items()})
+    wire = specs[0].wire
+    rings = rings_ns(specs, ranks, bucket_numel, links)
+    layouts = {reduction: plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
+               for reduction in BARS}
+    times = {reduction: predicted(layout, wire, links, reduction) for reduction, layout in layouts.items()}
+    counts = [Counter(bucket.way for bucket in layout.buckets if bucket.whole) for layout in layouts.values()]
+    native, ordered = (" / ".join(str(count[way]) for way in ("even", "ragged", "cuts")) for count in counts)
+    return Row(name, ranks, bucket_numel, (rings[0] / 1e6, rings[1] / 1e6), (native, ordered),
+               {key: (each.reduce + each.sums) / rings[0] for key, each in times.items()},
+               {key: (each.gather + each.params) / rings[1] for key, each in times.items()})
 
 
-def worst(rows: Sequence[Row], key: str, kind: str) -> str:
+def worst(rows: Sequence[Row], key: Reduction, kind: str) -> str:
     """The largest of a column, and which rows are above its bar."""
-    bar = BARS["native" if key.startswith("native") else "ordered"]
+    bar = BARS[key]
     by_value = sorted(((getattr(each, kind)[key], each) for each in rows), key=lambda pair: -pair[0])
     above = [f"{each.model} x {each.ranks:,} ({each.bucket_numel / 1e6:.0f} M) {value:.2f}"
              for value, each in by_value if value > bar]
@@ -160,22 +118,20 @@ def main() -> None:
           "bfloat16 parameters; alignment 64; ways: buckets of matrices, even / ragged / cuts.")
     print("""
 ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and gather: over these.
-†: the two levels of a reduction, or gather, on two streams, so that one bucket is inside its node while the one before
-is between nodes; without it one after another, as they are now.
+Ordered sums are made inside a node first: one bucket is there while the one before is between nodes.
 """)
     summary = []
     for name, links in LINKS.items():
         for wire in ("bfloat16", "float32"):
             rows = list(measure(args.models, args.ranks, wire, links))
-            summary += [f"| {name} | {wire} | {key} | {kind} | {worst(rows, key, kind)} |" for kind, keys in (
-                ("reduce", ("native", "ordered", "beside")),
-                ("gather", ("native", "ordered", "beside"))) for key in keys]
+            summary += [f"| {name} | {wire} | {key} | {kind} | {worst(rows, key, kind)} |"
+                        for kind in ("reduce", "gather") for key in BARS]
             if wire == "bfloat16":
                 print(f"{name}: {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node}, {links.rails} x "
                       f"{links.between_gb_s:g} GB/s between them; gradients travel in {wire}\n")
                 print("| " + " | ".join(HEADER) + " |\n|---|" + "---:|" * (len(HEADER) - 1))
                 print("\n".join("| " + " | ".join(each.cells()) + " |" for each in rows) + "\n")
-    print("Over the bars (native 1.1, ordered 1.5); 'beside' is †:\n\n| links | wire | sums | what | "
+    print("Over the bars (native 1.1, ordered 1.5):\n\n| links | wire | sums | what | "
           "result |\n|---|---|---|---|---|\n" + "\n".join(summary))
 
 

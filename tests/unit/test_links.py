@@ -30,6 +30,7 @@ from ds_layerwise.plan.ways import (
     gather_ns,
     ordered_levels,
     padded_for_cuts,
+    reduce_all_ns,
     reduce_ns,
     reduction_of_run,
     wire_time,
@@ -109,6 +110,34 @@ def load(*numels, stride=1, wire=2, params=2):
     items = [Item(str(i), i, numel, numel, 0, "bfloat16", stride) for i, numel in enumerate(numels) if numel]
     draft = draft_owned(items, [i for i, numel in enumerate(numels) if numel], len(numels), "bfloat16")
     return replace(Load.of_draft(draft), wire_bytes=wire, param_bytes=params)
+
+
+def test_one_bucket_is_added_up_inside_nodes_while_the_one_before_is_between_them():
+    even, alone = load(*8 * [125_000]), load(*4 * [100_000], stride=2)
+    inside, between = ordered_levels(1_000_000, 2, Group(8, SMALL))
+    assert inside < between
+
+    def took(loads, way="even", links=SMALL, reduction="ordered"):
+        return reduce_all_ns(loads, [way] * len(loads), links, reduction)
+
+    assert [took([even] * count) for count in range(4)] == [0, *(inside + count * between for count in (1, 2, 3))]
+    slow_inside = SMALL.model_copy(update={"inside_gb_s": 10.0})
+    inside, between = ordered_levels(1_000_000, 2, Group(8, slow_inside))
+    assert inside > between
+    assert took([even] * 3, links=slow_inside) == 3 * inside + between
+    # The third has the memory of the first, which one that is large is still between nodes with.
+    large, small = load(*8 * [10_000_000]), load(*8 * [100])
+    (_, long), (first, last) = (ordered_levels(each.numel, 2, Group(8, SMALL)) for each in (large, small))
+    inside = ordered_levels(large.numel, 2, Group(8, SMALL)).inside
+    assert took([large, small]) == inside + long + last
+    assert took([large, small, small]) == inside + long + max(first, last) + last
+    # What knows no levels, and what a host sends, is one after another.
+    on_host, small_nodes = (SMALL.model_copy(update=update) for update in ({"on_host": True}, {"ranks_per_node": 2}))
+    for loads, way, links, reduction in [
+            ([even] * 3, "even", SMALL, "native"), ([even] * 3, "ragged", SMALL, "ordered"),
+            ([alone] * 2, "even", small_nodes, "ordered"), ([even] * 3, "even", on_host, "ordered")]:
+        each = reduce_ns(loads[0], way, loads[0].numel, Group(loads[0].holders, links, loads[0].ep_size), reduction)
+        assert took(loads, way, links, reduction) == len(loads) * each
 
 
 def test_a_bucket_goes_straight_to_its_owners_or_in_cuts():

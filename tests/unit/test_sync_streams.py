@@ -117,6 +117,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                 [torch.bfloat16, torch.float32]))
             param_sync.overlap_with_forward(nn.ParameterDict(params))
             side, layout = sync._side._stream, sync.layout
+            sides = {side, *(end._stream for end in sync._ends)}
             order = random.Random(seed).sample(sorted(params), len(params))
             for step in range(3):
                 computing.waits = 0
@@ -126,7 +127,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                         params[name].grad = torch.ones(SHAPES[name])
                         sync.accumulate(name, launch=True)
                     assert not computing.waits
-                    assert {stream for _, stream in machine.launched} <= {side} and set(sums) <= {side}
+                    assert {stream for _, stream in machine.launched} <= {side} and set(sums) <= sides
                     # The end of the pass, and the step, may be on other streams than the hooks.
                     ending = machine.Stream()
                     ending.wait_stream(computing)
@@ -139,7 +140,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                 stepping.wait_stream(computing)
                 with machine.stream(stepping):
                     sync.finish()
-                    assert {stream for _, stream in machine.launched} == set(sums) == {side}
+                    assert {stream for _, stream in machine.launched} == {side} and set(sums) <= sides
                     param_sync.finish()
                     for bucket in reversed(layout.buckets):
                         sync.reduced.bucket(bucket.index).mul_(2)
@@ -151,6 +152,32 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                 computing.wait_stream(stepping)
                 for name in order[:3]:
                     params[name].sum()
+
+
+def test_one_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(machine, monkeypatch):
+    begun, waits_for = [], []
+    collective = machine.collective
+
+    def begin(reads, writes, group):
+        work = collective(reads, writes, group)
+        begun.append(group.name)
+        if group.name == "inside":
+            across = [stream for stream in work._known if stream.name.endswith("name='across', size=2, rank=0)")]
+            waits_for.append(sum(work._known[stream] for stream in across))
+        return work
+
+    monkeypatch.setattr(machine, "collective", begin)
+    with machine, torch.no_grad():
+        sync, _, params, _ = make_syncs(1, "cuts", "levels")
+        for name in params:
+            params[name].grad = torch.ones(SHAPES[name])
+            sync.accumulate(name, launch=False)
+        sync.reduce()
+    levels = [name for name in begun if name in ("inside", "across")]
+    assert len(waits_for) == sum(bucket.ep_size == 1 for bucket in sync.layout.buckets) > 3
+    assert levels[:2 * len(waits_for)] == ["inside", "across"] * len(waits_for)
+    # Bucket k has the memory of bucket k - 2, so it waits for that one, and for no later one.
+    assert waits_for == [max(0, bucket - 1) for bucket in range(len(waits_for))]
 
 
 def test_a_race_is_seen():
