@@ -238,6 +238,7 @@ class EagerGradSync(BucketOrder):
 
     def _settle(self) -> None:
         """Let the sums so far be at their owners, all of them. Every rank must call this."""
+        self._take_aside()
         if self._in_cuts:
             self._exchange_sums(aside=False)
 
@@ -250,13 +251,17 @@ class EagerGradSync(BucketOrder):
         if aside:
             self._to_owners(self._make_aside, add=True)
             return
+        self._take_aside()
+        self._to_owners(self.reduced.bucket, add=self._have_owners)
+        self._have_owners = True
+
+    def _take_aside(self) -> None:
+        """Let ``reduced`` have what it was spared."""
         for index, values in self._aside.items():
             kept = self.reduced.bucket(index)
             kept.add_(values) if self._have_owners else kept.copy_(values)
         self._have_owners |= bool(self._aside)
         self._aside.clear()
-        self._to_owners(self.reduced.bucket, add=self._have_owners)
-        self._have_owners = True
 
     def _make_aside(self, index: int) -> Tensor:
         if index not in self._aside:
@@ -304,18 +309,23 @@ class EagerGradSync(BucketOrder):
         Raises:
             StepError: there was no backward pass; or a gradient came too late.
         """
+        # Also on a rank that has lost its gradients, or has finished where another could not: others count on it.
         if self._exchange.rounds:
-            # Also on a rank that has lost its gradients, or has finished where another could not: others count on it.
             self._exchange_sums(aside=aside)
-        super().finish(aside=aside)
-        if self._finished or aside:
-            return
-        if not self._passes:
-            raise nothing_reduced()
-        for index in range(len(self.layout.buckets)):
-            if self._divide_by != 1:
+        self._side.join()
+        if self._passes and not (self._finished or aside):
+            for index in range(len(self.layout.buckets)) if self._divide_by != 1 else ():
                 self.reduced.bucket(index).div_(self._divide_by)
-        self._finished = True
+            self._finished = True
+        super().finish(aside=aside)
+        if not (self._finished or aside):
+            raise nothing_reduced()
+
+    def _reopen(self) -> None:
+        """Let averages be sums again: the step that they were for was refused, and there is another backward pass."""
+        for index in range(len(self.layout.buckets)):
+            self.reduced.bucket(index).mul_(self._divide_by)
+        self._finished = False
 
     def _launch(self) -> None:
         bucket = self.layout.buckets[self._launched]
@@ -326,6 +336,8 @@ class EagerGradSync(BucketOrder):
         else:
             total, is_first = self.reduced.bucket(bucket.index), self._empty[bucket.index]
         with self._side:
+            if self._finished:
+                self._reopen()
             turn = self._turn()
             travelling = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
             for slot in bucket.slots:

@@ -14,13 +14,14 @@ from ds_layerwise.ranks.agreement import Agreement
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.same_weights import SameWeights
-from ds_layerwise.ranks.sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync import EagerGradSync, GradSync, nothing_reduced
 from ds_layerwise.zero.decision import Decision, Judge
 from ds_layerwise.zero.guard import Guard
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.settings import Settings
+from ds_layerwise.zero.unfinished import Progress
 
 
 class BeforeUpdate:
@@ -35,10 +36,10 @@ class BeforeUpdate:
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, owned: Owned, *,
                  planned: Planned, config: LayerWiseConfig, settings: Settings, given: Iterable[Tensor],
                  tied: Sequence[tuple[str, comm.Group]], grad_sync: GradSync | EagerGradSync, offloading: Offloading,
-                 interrupted: Interrupted) -> None:
+                 interrupted: Interrupted, progress: Progress) -> None:
         ep_size = {spec.name: spec.ep_size for spec in planned.specs}
         self._owned, self._grad_sync = owned, grad_sync
-        self._offloading, self._interrupted = offloading, interrupted
+        self._offloading, self._interrupted, self._progress = offloading, interrupted, progress
         self._judge = Judge(owned, planned, config, settings)
         self._guard = Guard(model, params, values, given, may_be_unused=settings.may_be_unused)
         self.agreement = Agreement(ep_size, group=settings.group, model_group=settings.model_group,
@@ -53,7 +54,7 @@ class BeforeUpdate:
 
         Raises:
             LayerWiseError: on every rank, if on any gradients have not been reduced, or parameters are not what they
-                were.
+                were; or if no rank has had a backward pass.
         """
         error: Exception | None = None
         idle, sums = frozenset[str](), self._judge.nothing()
@@ -75,6 +76,11 @@ class BeforeUpdate:
             # The others are on their way to the sum, and some device may have no memory left for what is summed.
             error = error or found
         noticed = self.same_weights.noticed(self._owned.written)
-        (*summed, followed, written), frozen = self.agreement.reach(torch.cat([sums, noticed]), error, idle)
+        # A script that takes care of accumulation itself may step at any time. A rank may have no pass of its own.
+        begun = bool(self._progress.passes or self._grad_sync.got or self._grad_sync.by_hand)
+        (*summed, followed, written, have_begun), frozen = self.agreement.reach(
+            torch.cat([sums, noticed, noticed.new_full((1,), float(begun))]), error, idle)
+        if not have_begun:
+            raise nothing_reduced()
         self.same_weights.settle(bool(followed), bool(written))
         return self._judge.decide(summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)

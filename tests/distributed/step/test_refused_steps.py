@@ -1,0 +1,143 @@
+"""A step that is refused, and that a user survives: what there is of its gradients afterwards."""
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+from ds_layerwise.errors import LayerWiseError, StepError
+from tests.support.harness import DistributedTest
+from tests.support.rooms import rooms
+from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.ways import plan_in_cuts
+
+pytestmark = rooms("before_update", "sync")
+
+NAME = "tall.weight"
+
+WAYS = pytest.mark.parametrize("stage, in_cuts", [(1, False), (1, True), (2, False), (2, True)])
+
+
+def two(monkeypatch, in_cuts, **settings):
+    if in_cuts:
+        plan_in_cuts(monkeypatch)
+    return [start(Net(), ds_config(**settings)) for _ in range(2)]
+
+
+def backward(engine, step, micro=0):
+    engine.backward(engine((step, micro, dist.get_rank())))
+
+
+def refuse_for_offload(engine):
+    engine.offload_states(include=[Kind.optim_states])
+    with pytest.raises(StepError, match="offloaded"):
+        engine.step()
+    engine.reload_states()
+
+
+def refuse_for_replaced_memory(engine):
+    """Refused when averages are there already."""
+    param = engine.module.get_parameter(NAME)
+    data = param.data
+    param.data = data.clone()
+    with pytest.raises(StepError, match="was replaced"):
+        engine.step()
+    param.data = data
+
+
+class TestRefusedSteps(DistributedTest):
+    world_size = 2
+
+    @WAYS
+    @pytest.mark.parametrize("refuse", [refuse_for_offload, refuse_for_replaced_memory])
+    def test_gradients_can_be_read_and_written(self, stage, in_cuts, refuse, monkeypatch):
+        refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
+        for engine in engines:
+            train_engine(engine, 1)
+            backward(engine, 1)
+        refuse(refused)
+        param, other = (engine.module.get_parameter(NAME) for engine in engines)
+        assert torch.equal(safe_get_full_grad(param), safe_get_full_grad(other))
+        mine = torch.arange(1.0, param.numel() + 1).view(param.shape)
+        for engine in engines:
+            safe_set_full_grad(engine.module.get_parameter(NAME), mine)
+            assert torch.equal(safe_get_full_grad(engine.module.get_parameter(NAME)), mine)
+            engine.step()
+        assert torch.equal(weights(refused.module), weights(plain.module))
+
+    @WAYS
+    @pytest.mark.parametrize("refuse", [refuse_for_offload, refuse_for_replaced_memory])
+    def test_the_same_step_once_more(self, stage, in_cuts, refuse, monkeypatch):
+        refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
+        for engine in engines:
+            train_engine(engine, 1)
+            backward(engine, 1)
+        refuse(refused)
+        for engine in engines:
+            engine.step()
+            train_engine(engine, 1, first=2)
+        assert torch.equal(weights(refused.module), weights(plain.module))
+
+    @pytest.mark.parametrize("in_cuts", [False, True])
+    def test_a_save_has_the_gradients(self, in_cuts, monkeypatch, tmp_path):
+        """Of a script that takes care of accumulation itself, at stage 2: there are sums until the step."""
+        refused, resumed = two(monkeypatch, in_cuts, stage=2, gas=2, overlap=False, managed_gradient_accumulation=False)
+        for step in range(2):
+            for micro in range(2):
+                backward(refused, step, micro)
+            if not step:
+                refused.step()
+        refuse_for_offload(refused)
+        refused.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        for engine in (refused, resumed):
+            engine.step()
+        assert torch.equal(weights(resumed.module), weights(refused.module))
+
+    @WAYS
+    def test_another_backward_pass(self, stage, in_cuts, monkeypatch):
+        """Gradients add up at stage 2; at stage 1 buckets are gone."""
+        refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
+        found = []
+        for micro in range(2):
+            backward(plain, 0, micro)
+            found.append(safe_get_full_grad(plain.module.get_parameter(NAME)).clone())
+            plain.zero_grad()
+        backward(refused, 0)
+        refuse_for_replaced_memory(refused)
+        param = refused.module.get_parameter(NAME)
+        assert torch.equal(safe_get_full_grad(param), found[0])
+        backward(refused, 0, 1)
+        if stage == 1:
+            with pytest.raises(StepError, match="got a gradient after its bucket"):
+                refused.step()
+            refused.zero_grad()
+            for engine in engines:
+                train_engine(engine, 2)
+            assert torch.equal(weights(refused.module), weights(plain.module))
+        else:
+            # The gradients are whole numbers, and there are two ranks: every sum, and half of it, is exact.
+            assert torch.equal(safe_get_full_grad(param), found[0] + found[1])
+            refused.step()
+
+    @pytest.mark.parametrize("managed", [True, False])
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_step_of_nothing(self, stage, managed):
+        engine = start(Net(), ds_config(stage=stage, overlap=False, managed_gradient_accumulation=managed))
+        train_engine(engine, 1)
+        before = weights(engine.module)
+        with pytest.raises(LayerWiseError, match="no backward pass"):
+            engine.step()
+        assert torch.equal(weights(engine.module), before) and engine.optimizer.step_count == 1
+
+    def test_a_rank_without_a_pass_follows_those_that_have_one(self):
+        engine, plain = (start(Net(), ds_config(overlap=False, managed_gradient_accumulation=False)) for _ in range(2))
+        for each in (engine, plain):
+            loss = each((0, 0, 0))
+            if dist.get_rank() == 0:
+                each.backward(loss)
+            elif each is plain:
+                each.backward(0 * loss)
+            each.step()
+        assert torch.equal(weights(engine.module), weights(plain.module)) and engine.optimizer.step_count == 1
