@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes import adafactor as recipes
 
 #: The least bound: the root of less than a float32 can be divided by is no number.
@@ -90,5 +91,4 @@ class Adafactor:
 
 def _rms(matrices: Tensor) -> Tensor:
     """The root mean square of each matrix, ``(..., 1, 1)``."""
-    norms: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
-    return norms.div_(math.sqrt(matrices.shape[-2] * matrices.shape[-1]))
+    return norms_of(matrices).div_(math.sqrt(matrices.shape[-2] * matrices.shape[-1]))

@@ -14,6 +14,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, zeros
+from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes import kronecker as recipes
 
 T = TypeVar("T", bound="Kronecker")
@@ -133,8 +134,7 @@ class Kronecker:
     def _limit(self, update: Tensor) -> None:
         """Scale each matrix down to ``max_update_rms``, in place."""
         if self.recipe.max_update_rms:
-            rms = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True) / math.sqrt(
-                update.shape[-2] * update.shape[-1])
+            rms = norms_of(update) / math.sqrt(update.shape[-2] * update.shape[-1])
             update.mul_((self.recipe.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
 
 

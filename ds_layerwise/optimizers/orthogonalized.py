@@ -23,6 +23,7 @@ from ds_layerwise.orthogonalize.newton_schulz import (
     compute_dtype,
     newton_schulz,
 )
+from ds_layerwise.orthogonalize.norms import frobenius_norms
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
 from ds_layerwise.plan.routes import Axis, whole_shape
@@ -181,8 +182,7 @@ class Orthogonalized:
 
     def norms(self, matrices: Sequence[Tensor]) -> Tensor:
         """The Frobenius norms of ``k`` matrices, ``(k,)``, of the whole ones where these are parts."""
-        # One a matrix: over a batch, the order of the sum would depend on its size.
-        own = torch.stack(torch._foreach_norm(list(matrices)))
+        own = frobenius_norms(matrices)
         return own if self.cut is None else self.summed(own.square_()).sqrt_()
 
     def norms_of(self, stacked: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.kronecker import Kronecker, eigh
 from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes import shampoo as recipes
 
 
@@ -58,7 +59,7 @@ class Shampoo(Kronecker):
             return update.div_(correction1)
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         of_adam = (second / correction2).sqrt_().add_(hyper.eps).reciprocal_().mul_(momentum).div_(correction1)
-        return update.mul_(_norm(of_adam) / _norm(update).clamp_min(torch.finfo(update.dtype).tiny))
+        return update.mul_(norms_of(of_adam) / norms_of(update).clamp_min(torch.finfo(update.dtype).tiny))
 
     def _root(self, factor: Tensor, exponent: float) -> Tensor:
         values, vectors = eigh(factor)
@@ -66,8 +67,3 @@ class Shampoo(Kronecker):
         powers: Tensor = torch.where(
             largest > 0, values.clamp_min(0).add_(largest, alpha=self.recipe.matrix_eps).pow_(exponent), 1.0)
         return (vectors * powers.unsqueeze(-2)) @ vectors.mT
-
-
-def _norm(matrices: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
-    return norm

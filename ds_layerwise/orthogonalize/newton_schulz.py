@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
+from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.newton_schulz import ALIGNMENT, gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
@@ -132,10 +133,10 @@ def _normalised(x: Tensor) -> Tensor:
         return _normalised_by_peak(x)
     # Here it costs nothing to look at norms, and most need no peak: that takes four times as many passes.
     x = x.float()
-    norms = torch._foreach_norm(list(x.unbind()))
-    out = x / torch.stack(norms).view(-1, 1, 1)
-    for index, norm in enumerate(norms):
-        if not _EXACT_NORMS[0] < float(norm) < _EXACT_NORMS[1]:
+    norms = norms_of(x)
+    out = x / norms
+    for index, norm in enumerate(norms.view(-1).tolist()):
+        if not _EXACT_NORMS[0] < norm < _EXACT_NORMS[1]:
             out[index:index + 1] = _normalised_by_peak(x[index:index + 1])
     return out
 
@@ -151,8 +152,7 @@ def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = x.float()
     peak = x.abs().amax((-2, -1), keepdim=True)
     x = x / peak.clamp_min(_TINY)
-    # One norm a matrix: over a batch, the order of the sum would depend on its size.
-    return x, torch.stack(torch._foreach_norm(list(x.unbind()))).view(-1, 1, 1), peak
+    return x, norms_of(x), peak
 
 
 def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard: bool, dtype: torch.dtype,

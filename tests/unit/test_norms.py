@@ -1,0 +1,59 @@
+"""Norms of matrices so large that adding up in float32 loses some of them."""
+
+import pytest
+import torch
+
+from ds_layerwise.optimizers import adafactor
+from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.orthogonalize.norms import frobenius_norms, norms_of
+from tests.support.rooms import rooms
+
+pytestmark = rooms("norms")
+
+#: Of 4 M entries float32 sums lose 1e-3.
+LARGE = (64, 2**16 + 3)
+
+
+def of_rank_one(*shape, scale=1.0):
+    return torch.full(shape, 0.1 * scale)
+
+
+def in_float64(matrix):
+    return float(torch.linalg.vector_norm(matrix.double()))
+
+
+@pytest.mark.parametrize("make", [of_rank_one, torch.randn], ids=["equal", "normal"])
+def test_norms_of_large_matrices(make):
+    torch.manual_seed(0)
+    matrices = [make(*shape) for shape in [LARGE, (3, 5), (1, 2**16), (2**16 + 1, 1), LARGE]]
+    norms = frobenius_norms(matrices)
+    assert norms.dtype == torch.float32 and norms.shape == (5, )
+    for norm, matrix in zip(norms, matrices, strict=True):
+        assert float(norm) == pytest.approx(in_float64(matrix), rel=1e-5)
+        assert torch.equal(norm, frobenius_norms([matrix])[0])
+
+
+def test_norms_of_what_is_not_contiguous_and_of_batches():
+    torch.manual_seed(0)
+    stacked = torch.randn(2, 3, 2**15, 7).mT
+    norms = norms_of(stacked)
+    assert norms.shape == (2, 3, 1, 1)
+    for norm, matrix in zip(norms.view(-1), stacked.reshape(6, 7, 2**15), strict=True):
+        assert float(norm) == pytest.approx(in_float64(matrix), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25])
+def test_a_large_matrix_of_rank_one_is_pushed_where_one_singular_value_is(scale):
+    """Beyond norm 1 "polar_express" diverges. Huge entries take another way to norm 1."""
+    for table in ("simple", "polar_express"):
+        expected = 1.0
+        for a, b, c in coefficients(table, 5):
+            expected = a * expected + b * expected**3 + c * expected**5
+        found = newton_schulz(of_rank_one(*LARGE, scale=scale), coefficients(table, 5), method="standard",
+                              dtype=torch.float32)
+        # sqrt(rows * cols) u v', of which every entry is the same
+        assert float(found[3, 4]) == pytest.approx(expected / (LARGE[0] * LARGE[1])**0.5, rel=1e-3)
+
+
+def test_the_root_mean_square_of_a_large_matrix():
+    assert float(adafactor._rms(of_rank_one(*LARGE))) == pytest.approx(0.1, rel=1e-5)
