@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.plan.links import Links, group_of
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, Reduction, itemsize, sum_dtype
 from ds_layerwise.recipes import bits
@@ -203,7 +204,8 @@ class RankTraffic:
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
-    """What arrives from all ranks, and at stage 2 the sums that a further micro-batch adds."""
+    """What arrives from all ranks, a node's sums on their way to others and theirs, and at stage 2 the sums that a
+    further micro-batch adds."""
 
     @property
     def total(self) -> int:
@@ -212,13 +214,14 @@ class RankTraffic:
 
 
 def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
-                  reduction: Reduction = "ordered") -> tuple[RankTraffic, ...]:
+                  reduction: Reduction = "ordered", links: Links | None = None) -> tuple[RankTraffic, ...]:
     """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
         reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
+        links: of them it counts which ranks share a node; None for a node each.
     """
     size = layout.world_size
     # Buckets take turns with memory that grows to what the largest needs: of what is sent, received, and added.
@@ -242,8 +245,16 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
             arrives = own * wire_bytes * holders
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
             arrives = own * wire_bytes
+        copies = int(copied)
+        if links is not None and reduction == "ordered" and bucket.way != "ragged":
+            group = group_of(holders, links, bucket.ep_size)
+            if group.has_levels:
+                # Sorted by the places of a node, beside the memory that it all comes from.
+                copies = 1 + (stage == 2)
+                each_way = wire_bytes * (1 if wire == "float32" else 2)
+                arrives = arrives + bucket.numel // group.local * (SUM_BYTES + each_way)
         received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
-        sent[turn] = max(sent[turn], bucket.numel * wire_bytes if copied else 0)
+        sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
     return tuple(RankTraffic(sum(sent), each) for each in (received + added).sum(0).tolist())
 
 

@@ -23,7 +23,7 @@ from ds_layerwise.plan.cost import (
     wire_elements,
 )
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.links import Links
+from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
@@ -90,7 +90,8 @@ class Forecast:
     @classmethod
     def of(cls, layout: Layout, specs: list[ParamSpec], routes: Mapping[str, Route], *, stage: int,
            stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1,
-           reduction: Reduction = "ordered", master_dtype: MasterDtype = "float32") -> Forecast:
+           reduction: Reduction = "ordered", links: Links | None = None,
+           master_dtype: MasterDtype = "float32") -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
@@ -98,6 +99,7 @@ class Forecast:
             tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
             reduction: how sums are made; see :mod:`.plan.ways`.
+            links: see :func:`.plan.cost.traffic_bytes`.
             master_dtype: what masters are kept in.
         """
         wires = wires_of(layout, specs)
@@ -107,7 +109,8 @@ class Forecast:
                          master_dtype="float32" if wide else master_dtype) for wide in (False, True))
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
         return cls(layout, stage, reduction, stored_as, wires, LayoutReport.of(layout, specs), memory,
-                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction),
+                   traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction,
+                                 links=links),
                    workspace_bytes(layout, routes, opened, tp_size=tp_size), in_float32,
                    tuple(max((of[rank] for of in opened), default=0) for rank in range(layout.world_size)))
 
@@ -251,5 +254,5 @@ def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
-                       master_dtype=run.layerwise.master_dtype,
+                       links=links or NVLINK_IB, master_dtype=run.layerwise.master_dtype,
                        tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

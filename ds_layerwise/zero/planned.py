@@ -41,6 +41,7 @@ class Planned:
     layout: Layout
     reduction: Reduction
     """How sums are made."""
+    links: Links
     where: tuple[int, ...]
     """By rank of the world, the number of its node."""
     names: dict[str, tuple[str, ...]]
@@ -105,8 +106,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
                          group=settings.tensor_group)
     norm_groups = _norm_groups(model, trained, names, config, settings, tp_size=tp_size)
     counted_elsewhere = _replicated(trained, routes, settings)
-    return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, where=tuple(where), names=names,
-                   routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
+    return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, links=links, where=tuple(where),
+                   names=names, routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset(),
                    norm_groups=norm_groups)
 

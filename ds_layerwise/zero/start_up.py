@@ -50,7 +50,8 @@ def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None, mas
     stored_as = {dtype: torch.float32 if grads is None else grads.dtype(dtype) for dtype in planned.layout.dtypes}
     return Forecast.of(planned.layout, planned.specs, planned.routes, stage=settings.stage, tp_size=settings.tp_size,
                        stored_as={key: dtype_name(each) for key, each in stored_as.items()},
-                       reduction=planned.reduction, host_ratio=settings.host_ratio, master_dtype=master_dtype)
+                       reduction=planned.reduction, links=planned.links, host_ratio=settings.host_ratio,
+                       master_dtype=master_dtype)
 
 
 def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The cost model, against counts by hand and against a loop that multiplies matrices of known size."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.plan.cost import LayoutReport, RankMemory, max_over_mean, traffic_bytes, wire_elements
+from ds_layerwise.plan.cost import LayoutReport, RankMemory, RankTraffic, max_over_mean, traffic_bytes, wire_elements
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.links import NVLINK_IB
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.ways import sum_dtype
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
@@ -146,6 +148,28 @@ def test_what_two_buckets_under_way_receive_and_where_sums_of_cuts_stay():
         whole = {"bfloat16": 2, "float32": 4}[stored_as] * 160 if stage == 1 else 0
         apart = 0 if (stored_as, stage) == ("float32", 1) else 4 * 160
         assert grads == [whole + cuts, whole + apart + cuts]
+
+
+def test_what_a_node_adds_up_and_sends_on_is_under_way_too():
+    links = NVLINK_IB.model_copy(update={"ranks_per_node": 2})
+    even = Bucket(0, "bfloat16", True, 0, (10,) * 4, tuple(Slot(name, 10 * i, 10) for i, name in enumerate("abcd")))
+
+    def found(bucket=even, wire="bfloat16", stage=1, **settings):
+        layout = Layout("balanced", 4, 1, (bucket,))
+        (rank, *others) = traffic_bytes(layout, stage=stage, stored_as={"bfloat16": "bfloat16"}, wires=[wire],
+                                        **{"links": links, **settings})
+        assert others == [rank] * 3
+        return rank
+
+    # 40 elements are sorted by place, and arrive; 20 are sums, go on in bfloat16, and arrive again.
+    levels = RankTraffic(2 * 40, 2 * 40 + 20 * (4 + 2 + 2))
+    assert found() == found(replace(even, way="cuts")) == levels
+    assert found(wire="float32") == RankTraffic(4 * 40, 4 * 40 + 20 * (4 + 4))
+    # Stage 2 has a copy to sort, and adds what a further micro-batch brings.
+    assert found(stage=2) == RankTraffic(2 * levels.sent, levels.received + 4 * 10)
+    for other in ({"links": None}, {"links": NVLINK_IB}, {"bucket": replace(even, way="ragged")}):
+        assert found(**other) == RankTraffic(0, 2 * 40)
+    assert found(reduction="native") == RankTraffic(0, 2 * 10)
 
 
 def test_sums_that_the_backend_made_stay_as_it_made_them():

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_layerwise.ranks import nodes
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import (
@@ -249,18 +250,28 @@ class TestMemory(DistributedTest):
         layout = self.compare(stage, {"bf16": {"enabled": True}})
         assert {"cuts"} < {bucket.way for bucket in layout.buckets}
 
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    def test_in_two_levels(self, stage, sections, monkeypatch):
+        monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
+        plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
+        self.compare(stage, sections)
+
     def compare(self, stage, sections):
         engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},
                                                 **sections))
         optimizer = engine.optimizer
         forecast, sync = optimizer.forecast(), internals.grad_sync(engine)
-        allocations, launch = Allocations(forecast.traffic[optimizer.rank].total), sync._launch
+        allocations = Allocations(forecast.traffic[optimizer.rank].total)
 
-        def counting():
-            with allocations:
-                launch()
+        def counting(do):
+            def counted(*args, **kwargs):
+                with allocations:
+                    do(*args, **kwargs)
+            return counted
 
-        sync._launch = counting
+        sync._advance, sync._wait = counting(sync._advance), counting(sync._wait)
         train_engine(engine, 2, gas=2)
         assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(engine)}.values()
                    ) == forecast.memory[optimizer.rank].total
