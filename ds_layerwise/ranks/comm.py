@@ -214,6 +214,11 @@ def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> 
     return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 
+def broadcast(value: Tensor, *, out_of: int, group: Group) -> Any:
+    """Begin to fill ``value`` with that of rank ``out_of`` of ``group``."""
+    return dist.broadcast(value, global_rank(group, out_of), group=group, async_op=True)
+
+
 def send(value: Tensor, *, to: int) -> None:
     """Send ``value`` to rank ``to`` of the world, which calls :func:`receive`, and wait."""
     dist.send(value, to)

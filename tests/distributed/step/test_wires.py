@@ -9,7 +9,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
 from ds_layerwise.plan.layout import Bucket, Slot
-from ds_layerwise.ranks import comm, nodes
+from ds_layerwise.ranks import comm, nodes, wires
 from ds_layerwise.ranks.wires import make_wires
 from tests.support import internals
 from tests.support.harness import DistributedTest
@@ -158,8 +158,9 @@ class TestGather(DistributedTest):
     thorough_on = (4,)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("per_node", [1, 2, 4])
-    def test_every_rank_gets_what_each_gives(self, per_node, dtype):
+    @pytest.mark.parametrize("per_node, broadcasts_up_to", [(1, 8), (2, 8), (4, 8), (4, 0)])
+    def test_every_rank_gets_what_each_gives(self, per_node, broadcasts_up_to, dtype, monkeypatch):
+        monkeypatch.setattr(wires, "_BROADCASTS_UP_TO", broadcasts_up_to)
         rank, size = dist.get_rank(), dist.get_world_size()
         wire = wires_of(per_node)
         for seed, bucket in enumerate(buckets_of(size)):
