@@ -1,15 +1,19 @@
 """Matrix products, and those of which is known that the result is symmetric: they are computed by half and mirrored.
 
 Note: strips
-    The lower triangle is computed as ``n`` strips of columns, each from its diagonal down, and mirrored into the upper
-    one: (n + 1) / 2n of the products of the whole, 0.56 with eight strips, with plain matrix products on any device.
-    A strip takes the rows of its right operand that it needs and no other, so both are read once.
+    The lower triangle is computed as ``n`` strips of rows, each up to its diagonal, and mirrored into the upper one:
+    (n + 1) / 2n of the products of the whole, 0.56 with eight strips, with plain matrix products on any device.
 
 Note: how many strips
     Measured on a CPU with AVX-512 and bfloat16 units (1 thread; examples/benchmarks/newton_schulz.py has the table):
-    narrow strips lose more in a product than they leave out. There is nothing to gain below 64 columns and with fewer
-    than four strips in float32, below 170 columns in half precision; more than eight leave out next to nothing more.
-    Not measured on an accelerator, where every strip is a launch, so there are none there.
+    narrow strips lose more in a product than they leave out. There is nothing to gain below 80 rows in float32, below
+    144 in half precision; more than eight leave out next to nothing more. Not measured on an accelerator, where every
+    strip is a launch, so there are none there.
+
+Note: rows that are apart
+    Products write into parts of the result, and mirroring reads along columns. Where rows are a multiple of 1,024 bytes
+    apart, few lines of a cache hold all of a column, and that takes as long as to copy each strip twice. So such
+    results have a gap behind every row: they are not contiguous.
 
 Note: one by one
     On a CPU, from a smaller side of 256 on, matrices of a batch are multiplied one after another. A batched product of
@@ -27,8 +31,8 @@ from ds_layerwise.recipes.newton_schulz import ALIGNMENT
 #: The number of strips at most.
 _MOST = 8
 
-#: By bytes of an element, the number of strips at least, if there are any, and the columns of one at least.
-_LEAST = {4: (4, 64), 2: (2, 170)}
+#: By bytes of an element, the rows of a strip at least.
+_NARROWEST = {4: 80, 2: 144}
 
 #: The smaller side from which on matrices are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256
@@ -36,11 +40,9 @@ _ONE_BY_ONE_FROM = 256
 
 def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
     """Into how many strips a symmetric ``(side, side)`` product is cut; see the note."""
-    if device.type != "cpu":
+    if device.type != "cpu" or dtype.itemsize not in _NARROWEST or not one_by_one(side, device):
         return 1
-    fewest, narrowest = _LEAST.get(dtype.itemsize, (1, side))
-    strips = min(_MOST, side // narrowest)
-    return strips if strips >= fewest else 1
+    return max(1, min(_MOST, side // _NARROWEST[dtype.itemsize]))
 
 
 def one_by_one(side: int, device: torch.device) -> bool:
@@ -69,13 +71,13 @@ def product(left: Tensor, right: Tensor, base: Tensor | None = None, *, beta: fl
 
 
 def gram(x: Tensor) -> Tensor:
-    """``x @ x.mT`` of ``(k, m, n)``."""
+    """``x @ x.mT`` of ``(k, m, n)``, which may have gaps between its rows; see the note on them."""
     return _symmetric(x, x.mT, x, None, 1.0, 1.0)
 
 
 def commuting(base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
     """``beta * base + alpha * left @ right`` of symmetric ``(k, m, m)`` matrices that commute, as polynomials in one
-    matrix do: so the product is symmetric, too."""
+    matrix do: so the product is symmetric, too. It may have gaps between its rows."""
     return _symmetric(left, right, right, base, beta, alpha)
 
 
@@ -83,36 +85,27 @@ def _symmetric(left: Tensor, right: Tensor, right_rows: Tensor, base: Tensor | N
                alpha: float) -> Tensor:
     """``right_rows`` is the transpose of ``right``."""
     side = left.shape[-2]
-    strips = num_strips(side, left.dtype, left.device)
     if not one_by_one(side, left.device):
-        if strips == 1:
-            return _product(left, right, base, beta, alpha)
-        out = left.new_empty(*left.shape[:-1], side)
-        _fill(out, left, right_rows, base, beta, alpha, strips)
-        return out
-    out = left.new_empty(*left.shape[:-1], side)
+        return _product(left, right, base, beta, alpha)
+    strips = num_strips(side, left.dtype, left.device)
+    gap = ALIGNMENT if strips > 1 and side * left.itemsize % 1024 == 0 else 0
+    out = left.new_empty(*left.shape[:-1], side + gap)[..., :side]
     for i, into in enumerate(out):
-        base_i = None if base is None else base[i]
-        if strips == 1:
-            _product(left[i], right[i], base_i, beta, alpha, into)
-        else:
-            _fill(into, left[i], right_rows[i], base_i, beta, alpha, strips)
+        _fill(into, left[i], right_rows[i], None if base is None else base[i], beta, alpha, strips)
     return out
 
 
 def _fill(out: Tensor, left: Tensor, right_rows: Tensor, base: Tensor | None, beta: float, alpha: float,
           strips: int) -> None:
-    """Compute the lower triangle of ``out`` strip by strip, and mirror it; see the note on strips."""
-    side = left.shape[-2]
+    """Compute the lower triangle of ``(side, side)`` strip by strip, and mirror it; see the note on strips."""
+    side = len(out)
     width = -(-side // (strips * ALIGNMENT)) * ALIGNMENT
     for start in range(0, side, width):
         stop = min(start + width, side)
-        strip = _product(left[..., start:, :], right_rows[..., start:stop, :].mT,
-                         None if base is None else base[..., start:, start:stop], beta, alpha)
-        out[..., start:, start:stop] = strip
-        if stop < side:
-            # Transposed in memory of its own first: torch copies that in tiles that fit a cache.
-            out[..., start:stop, stop:] = strip[..., stop - start:, :].mT.contiguous()
+        strip = out[start:stop, :stop]
+        _product(left[start:stop], right_rows[:stop].mT, None if base is None else base[start:stop, :stop], beta, alpha,
+                 strip)
+        out[:start, start:stop] = strip[:, :start].mT
 
 
 def _product(left: Tensor, right: Tensor, base: Tensor | None, beta: float, alpha: float,

@@ -60,7 +60,8 @@ def newton_schulz_of_shards(shards: Tensor, coefficients: Coefficients, *, axis:
         done = newton_schulz(whole, coefficients, method=method, dtype=dtype)
         return done.chunk(peers.size, dim=axis)[peers.rank]
     x = iterate(_normalised(shards, peers), coefficients, transposed=axis == -2,
-                standard=method == "standard" or rows == cols, dtype=dtype, total=peers.sum_)
+                standard=method == "standard" or rows == cols, dtype=dtype,
+                total=lambda gram: peers.sum_(gram.contiguous()))
     return x.to(shards.dtype)
 
 

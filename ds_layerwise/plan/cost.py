@@ -204,8 +204,7 @@ class RankTraffic:
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
-    """What arrives from all ranks, a node's sums on their way to others and theirs, and at stage 2 the sums that a
-    further micro-batch adds."""
+    """What arrives from all ranks, the sums of a node, and at stage 2 those that a further micro-batch adds."""
 
     @property
     def total(self) -> int:
@@ -251,8 +250,7 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
             if group.has_levels:
                 # Sorted by the places of a node, beside the memory that it all comes from.
                 copies = 1 + (stage == 2)
-                each_way = wire_bytes * (1 if wire == "float32" else 2)
-                arrives = arrives + bucket.numel // group.local * (SUM_BYTES + each_way)
+                arrives = arrives + bucket.numel // group.local * SUM_BYTES
         received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
     return tuple(RankTraffic(sum(sent), each) for each in (received + added).sum(0).tolist())

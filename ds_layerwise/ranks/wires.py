@@ -127,8 +127,9 @@ class Wire:
         def between_nodes() -> Pending:
             sums = turn.empty("sums", num_nodes * cut, out.dtype)
             average(received.view(per_node, -1), sums, 1)
-            rounded = turn.cast("rounded", sums, wire_dtype)
-            arrived = turn.empty("arrived", num_nodes * cut, wire_dtype)
+            # What the first level has sent, and received, nobody needs any more.
+            rounded = turn.cast("received", sums, wire_dtype)
+            arrived = turn.empty("sent", num_nodes * cut, wire_dtype)
             return Pending([comm.all_to_all(arrived, rounded, group=self.across)],
                            lambda: average(arrived.view(num_nodes, cut), out, divide_by), keep=rounded)
 

@@ -36,6 +36,7 @@ class ThreadPeers:
 
     def sum_(self, value: Tensor) -> Tensor:
         """The sum of everyone's ``value``."""
+        assert value.is_contiguous(), "as collectives ask for"
         return self._exchange("sum", value).sum(0)
 
 

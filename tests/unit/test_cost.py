@@ -150,7 +150,7 @@ def test_what_two_buckets_under_way_receive_and_where_sums_of_cuts_stay():
         assert grads == [whole + cuts, whole + apart + cuts]
 
 
-def test_what_a_node_adds_up_and_sends_on_is_under_way_too():
+def test_what_a_node_adds_up_is_under_way_too():
     links = NVLINK_IB.model_copy(update={"ranks_per_node": 2})
     even = Bucket(0, "bfloat16", True, 0, (10,) * 4, tuple(Slot(name, 10 * i, 10) for i, name in enumerate("abcd")))
 
@@ -161,10 +161,10 @@ def test_what_a_node_adds_up_and_sends_on_is_under_way_too():
         assert others == [rank] * 3
         return rank
 
-    # 40 elements are sorted by place, and arrive; 20 are sums, go on in bfloat16, and arrive again.
-    levels = RankTraffic(2 * 40, 2 * 40 + 20 * (4 + 2 + 2))
+    # 40 elements are sorted by place, and arrive; 20 are sums, which go on in the memory of those.
+    levels = RankTraffic(2 * 40, 2 * 40 + 4 * 20)
     assert found() == found(replace(even, way="cuts")) == levels
-    assert found(wire="float32") == RankTraffic(4 * 40, 4 * 40 + 20 * (4 + 4))
+    assert found(wire="float32") == RankTraffic(4 * 40, 4 * 40 + 4 * 20)
     # Stage 2 has a copy to sort, and adds what a further micro-batch brings.
     assert found(stage=2) == RankTraffic(2 * levels.sent, levels.received + 4 * 10)
     for other in ({"links": None}, {"links": NVLINK_IB}, {"bucket": replace(even, way="ragged")}):

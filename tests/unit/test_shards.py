@@ -72,6 +72,14 @@ def test_both_exact_modes_give_the_unsharded_result(dtype, method, shape, axis, 
         assert calls == [("gather", (shape[0], 1, 2))] + [("sum", (shape[0], padded, padded))] * sums
 
 
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_matrices_so_large_that_squares_have_gaps_between_rows(method):
+    matrices = noise(1, 512, 1024)
+    wanted = newton_schulz(matrices, SIMPLE5, method=method, dtype=torch.float32)
+    done, _ = orthogonal(matrices, 2, axis=-1, distributed=True, method=method, dtype=torch.float32)
+    assert float((done - wanted).norm() / wanted.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_neither_the_scale_nor_zeros_matter(scale, distributed):
