@@ -179,7 +179,7 @@ _IMPORTED = (
 _READ = (
     *_names("deepspeed", "read", "__version__ initialize"),
     # Those that send something do not say what they take.
-    *_names("deepspeed.comm", "read", "all_gather all_gather_into_tensor all_reduce all_to_all_single recv "
+    *_names("deepspeed.comm", "read", "all_gather all_gather_into_tensor all_reduce all_to_all_single broadcast recv "
              "reduce_scatter reduce_scatter_tensor send"),
     *_names("deepspeed.comm", "read", "get_rank get_world_size", ("group",)),
     Name("deepspeed.comm.ReduceOp", "read"),

@@ -309,10 +309,10 @@ class EagerGradSync(BucketOrder):
         Raises:
             StepError: there was no backward pass; or a gradient came too late.
         """
+        self._side.join()
         # Also on a rank that has lost its gradients, or has finished where another could not: others count on it.
         if self._exchange.rounds:
             self._exchange_sums(aside=aside)
-        self._side.join()
         if self._passes and not (self._finished or aside):
             for index in range(len(self.layout.buckets)) if self._divide_by != 1 else ():
                 self.reduced.bucket(index).div_(self._divide_by)

@@ -60,10 +60,11 @@ class BeforeUpdate:
         idle, sums = frozenset[str](), self._judge.nothing()
         try:
             self._interrupted.check()
-            self._offloading.check_not_offloaded()
         except RuntimeError as found:
             error = found
         try:
+            # All ranks have offloaded alike, so that nobody counts on what is away.
+            self._offloading.check_not_offloaded()
             # What else it may raise ends a collective, in which the others are: they are not on their way to the sum.
             self._grad_sync.finish(aside=error is not None)
         except StepError as found:
@@ -81,6 +82,8 @@ class BeforeUpdate:
         (*summed, followed, written, have_begun), frozen = self.agreement.reach(
             torch.cat([sums, noticed, noticed.new_full((1,), float(begun))]), error, idle)
         if not have_begun:
+            # What the engine has reduced by now is nothing, and no gradient that comes is too late for it.
+            self._grad_sync.reset()
             raise nothing_reduced()
         self.same_weights.settle(bool(followed), bool(written))
         return self._judge.decide(summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)

@@ -116,7 +116,8 @@ class StateAccess:
         if (own := self._local_sum(self.name)) is not None:
             return own.view(self._param.shape).clone()
         divisor = self._gradient_divisor()
-        return self._whole(lambda: self._owned.reduced.piece(self.name)).div_(divisor)
+        # Of ranks that have refused a step some may have averages already.
+        return self._whole(lambda: self._owned.reduced.piece(self.name) / divisor)
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:

@@ -88,6 +88,12 @@ def decision(engine: Any) -> Any:
     return optimizer._before_update.decide(clip_grad=optimizer.clip_grad, loss_scale=optimizer.loss_scale)
 
 
+def interrupt(engine: Any) -> None:
+    """Let this rank take its last update for one that was ended on the way."""
+    with engine.optimizer.interrupted.at(1):
+        raise MemoryError("taken")
+
+
 def is_first_step_due(engine: Any) -> bool:
     """Whether the next update is to be compared with a plain one."""
     return bool(engine.optimizer._first_step.is_armed)

@@ -14,22 +14,26 @@ pytestmark = rooms("norms")
 LARGE = (64, 2**16 + 3)
 
 
-def of_rank_one(*shape, scale=1.0):
-    return torch.full(shape, 0.1 * scale)
+def of_rank_one(*shape, scale=0.1):
+    return torch.full(shape, scale)
+
+
+def of_another(*shape):
+    return of_rank_one(*shape, scale=1.9885)
 
 
 def in_float64(matrix):
     return float(torch.linalg.vector_norm(matrix.double()))
 
 
-@pytest.mark.parametrize("make", [of_rank_one, torch.randn], ids=["equal", "normal"])
-def test_norms_of_large_matrices(make):
+@pytest.mark.parametrize("make, bound", [(of_rank_one, 1e-4), (of_another, 1e-4), (torch.randn, 1e-6)])
+def test_norms_of_large_matrices(make, bound):
     torch.manual_seed(0)
     matrices = [make(*shape) for shape in [LARGE, (3, 5), (1, 2**16), (2**16 + 1, 1), LARGE]]
     norms = frobenius_norms(matrices)
     assert norms.dtype == torch.float32 and norms.shape == (5, )
     for norm, matrix in zip(norms, matrices, strict=True):
-        assert float(norm) == pytest.approx(in_float64(matrix), rel=1e-5)
+        assert float(norm) == pytest.approx(in_float64(matrix), rel=bound)
         assert torch.equal(norm, frobenius_norms([matrix])[0])
 
 
@@ -42,7 +46,7 @@ def test_norms_of_what_is_not_contiguous_and_of_batches():
         assert float(norm) == pytest.approx(in_float64(matrix), rel=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e25])
+@pytest.mark.parametrize("scale", [0.1, 1e24])
 def test_a_large_matrix_of_rank_one_is_pushed_where_one_singular_value_is(scale):
     """Beyond norm 1 "polar_express" diverges. Huge entries take another way to norm 1."""
     for table in ("simple", "polar_express"):

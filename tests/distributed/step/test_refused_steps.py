@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
 from ds_layerwise.errors import LayerWiseError, StepError
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
@@ -29,11 +30,15 @@ def backward(engine, step, micro=0):
     engine.backward(engine((step, micro, dist.get_rank())))
 
 
-def refuse_for_offload(engine):
-    engine.offload_states(include=[Kind.optim_states])
+def refuse_for_offload(engine, include=(Kind.optim_states,)):
+    engine.offload_states(include=include)
     with pytest.raises(StepError, match="offloaded"):
         engine.step()
     engine.reload_states()
+
+
+def refuse_for_everything_away(engine):
+    refuse_for_offload(engine, include=None)
 
 
 def refuse_for_replaced_memory(engine):
@@ -46,11 +51,14 @@ def refuse_for_replaced_memory(engine):
     param.data = data
 
 
+REFUSALS = [refuse_for_offload, refuse_for_everything_away, refuse_for_replaced_memory]
+
+
 class TestRefusedSteps(DistributedTest):
     world_size = 2
 
     @WAYS
-    @pytest.mark.parametrize("refuse", [refuse_for_offload, refuse_for_replaced_memory])
+    @pytest.mark.parametrize("refuse", REFUSALS)
     def test_gradients_can_be_read_and_written(self, stage, in_cuts, refuse, monkeypatch):
         refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
         for engine in engines:
@@ -67,7 +75,7 @@ class TestRefusedSteps(DistributedTest):
         assert torch.equal(weights(refused.module), weights(plain.module))
 
     @WAYS
-    @pytest.mark.parametrize("refuse", [refuse_for_offload, refuse_for_replaced_memory])
+    @pytest.mark.parametrize("refuse", REFUSALS)
     def test_the_same_step_once_more(self, stage, in_cuts, refuse, monkeypatch):
         refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
         for engine in engines:
@@ -130,6 +138,24 @@ class TestRefusedSteps(DistributedTest):
         with pytest.raises(LayerWiseError, match="no backward pass"):
             engine.step()
         assert torch.equal(weights(engine.module), before) and engine.optimizer.step_count == 1
+        # Nothing is left of it.
+        plain = start(Net(), ds_config(stage=stage, overlap=False, managed_gradient_accumulation=managed))
+        train_engine(plain, 3)
+        train_engine(engine, 2, first=1)
+        assert torch.equal(weights(engine.module), weights(plain.module))
+
+    @pytest.mark.parametrize("in_cuts", [False, True])
+    def test_one_rank_refuses_and_all_read_the_same(self, in_cuts, monkeypatch):
+        """At stage 2: that one has sums, and the others have averages."""
+        refused, plain = engines = two(monkeypatch, in_cuts, stage=2)
+        for engine in engines:
+            backward(engine, 0)
+        if dist.get_rank() == 1:
+            internals.interrupt(refused)
+        with pytest.raises(LayerWiseError, match="was ended"):
+            refused.step()
+        for (name, param), other in zip(refused.module.named_parameters(), plain.module.parameters(), strict=True):
+            assert torch.equal(safe_get_full_grad(param), safe_get_full_grad(other)), name
 
     def test_a_rank_without_a_pass_follows_those_that_have_one(self):
         engine, plain = (start(Net(), ds_config(overlap=False, managed_gradient_accumulation=False)) for _ in range(2))
