@@ -12,8 +12,8 @@ Note: where each of gloo's collectives is fast
     gloo's ``reduce_scatter_tensor`` moves as much as its all-reduce, twice as much as an all-to-all. Its all-gather is
     a ring in which two ranks wait for each other: they are 1.5 times as fast with an all-to-all of copies, over links
     of 200 Mbit/s to 1 Gbit/s. From four ranks on the ring is the faster one there. torch gives that all-gather new
-    memory for all that arrives, and copies it from there: on one node, where nothing else takes long, a broadcast from
-    each rank straight to where it belongs takes 0.3 to 0.4 times as long, with 2 to 16 ranks.
+    memory for all that arrives, and copies it from there. On one node such copies are most of the work: a broadcast
+    from each rank, straight to where it belongs, takes 0.3 to 0.4 times as long with 2 to 16 ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.comm import Group, Pending
 from ds_layerwise.ranks.in_flight import Turn
 
-#: A node with up to so many ranks gathers by broadcasts; see the note on gloo. A launch each is too many some time.
+#: Up to so many ranks of one node gather by broadcasts, which are a launch a rank; see the note on gloo.
 _BROADCASTS_UP_TO = 8
 
 #: From so many rows on, one kernel adds them up also on a CPU: up to there a kernel a row is faster, and the same bits.

@@ -54,8 +54,8 @@ def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
 
     The direction and what goes into the iteration, and beside them either the two matrices of that shape that it goes
     between and two of its small squares, or one matrix and the four squares that ``gram`` goes between; all in float32,
-    of which half precision takes half to two thirds. Without what tensor-parallel ranks gather, and without
-    the 16 elements that a row of some squares has more on a CPU.
+    of which half precision takes half to two thirds. Without what tensor-parallel ranks gather, and the 16
+    elements more that a row of some squares has on a CPU.
 
     Args:
         beside: how many more matrices of that shape are held while those that go together do.

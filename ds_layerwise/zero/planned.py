@@ -42,6 +42,7 @@ class Planned:
     reduction: Reduction
     """How sums are made."""
     links: Links
+    """What the ways of buckets were chosen for."""
     where: tuple[int, ...]
     """By rank of the world, the number of its node."""
     names: dict[str, tuple[str, ...]]
