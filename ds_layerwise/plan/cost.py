@@ -241,7 +241,8 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
         arrives = own * 0
         if holders > 1 and reduction == "ordered":
-            arrives = own * wire_bytes * holders
+            # Of two ranks each reads its own where they are.
+            arrives = own * wire_bytes * (holders if holders > 2 else 1)
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
             arrives = own * wire_bytes
         copies = int(copied)

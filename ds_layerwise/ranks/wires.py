@@ -99,6 +99,8 @@ class Wire:
         if self.inside is not None:
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
         sent = turn.cast("sent", memory, wire_dtype)
+        if self.size == 2:
+            return self._reduce_of_two(turn, sent, (out.numel(), out.numel()), out, divide_by)
         received = turn.empty("received", sent.numel(), wire_dtype)
         work = comm.all_to_all(received, sent, group=self.group)
         return Pending([work], lambda: average(received.view(self.size, -1), out, divide_by), keep=sent)
@@ -110,9 +112,20 @@ class Wire:
             received = turn.empty("received", own, wire_dtype)
             work = comm.reduce_scatter_ragged(received, sent.split_with_sizes(shard_numels), group=self.group)
             return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
+        if self.size == 2:
+            return self._reduce_of_two(turn, sent, shard_numels, out, divide_by)
         received = turn.empty("received", self.size * own, wire_dtype)
         work = comm.all_to_all(received, sent, group=self.group, received=[own] * self.size, sent_to=shard_numels)
         return Pending([work], lambda: average(received.view(self.size, own), out, divide_by), keep=sent)
+
+    def _reduce_of_two(self, turn: Turn, sent: Tensor, numels: Sequence[int], out: Tensor, divide_by: float) -> Pending:
+        """Only the summands of the other rank arrive; this one's are read where they are."""
+        parts, other = sent.split_with_sizes(list(numels)), 1 - self.rank
+        received = turn.empty("received", numels[self.rank], sent.dtype)
+        of_other, to_other = ((0, numel) if other else (numel, 0) for numel in (numels[self.rank], numels[other]))
+        work = comm.all_to_all(received, parts[other], group=self.group, received=of_other, sent_to=to_other)
+        rows = (parts[0], received) if self.rank == 0 else (received, parts[1])
+        return Pending([work], lambda: _add_up(rows, out, divide_by), keep=sent)
 
     def _reduce_in_two_levels(self, turn: Turn, memory: Tensor, out: Tensor, divide_by: float,
                               wire_dtype: torch.dtype) -> Pending:
@@ -210,13 +223,18 @@ def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
     """The sum of ``rows`` over ``divide_by``, into ``out``, float32: in the order of rows up to 16 of them."""
     if len(rows) >= _ONE_KERNEL_FROM or (len(rows) > 1 and out.device.type != "cpu"):
         torch.sum(rows, 0, dtype=out.dtype, out=out)
-    else:
-        first, *others = rows.unbind()
-        if others and first.dtype == out.dtype:
-            torch.add(first, others.pop(0), out=out)
-        elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
-            out.copy_(first)
-        for row in others:
-            out.add_(row)
+        rows = out.view(1, -1)
+    _add_up(rows.unbind(), out, divide_by)
+
+
+def _add_up(rows: Sequence[Tensor], out: Tensor, divide_by: float) -> None:
+    """:func:`average`, a kernel a row. One of two rows may be ``out``."""
+    first, *others = rows
+    if others and first.dtype == out.dtype:
+        torch.add(first, others.pop(0), out=out)
+    elif first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
+        out.copy_(first)
+    for row in others:
+        out.add_(row)
     if divide_by != 1:
         out.div_(divide_by)

@@ -68,10 +68,10 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     # Gradients accumulate in bf16 beside float32 copies of the rank's shards; Muon keeps one state, Adam two.
     held = {"params": 2 * 5120, "grads": 2 * 5120 + 4 * 2560, "masters": 4 * 2560, "states": 4 * 2048 + 8 * 512}
     assert plan["memory_bytes"] == [{**held, "host": 0, "staging": 0, "total": sum(held.values())}] * 2
-    # Of two buckets of 2048, shards of 1024 each arrive in bf16: as sums, or from both ranks.
+    # Of two buckets of 2048, shards of 1024 each arrive in bf16: as sums, or from the other rank.
     assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "total": 4096}] * 2
     ordered, = json.loads(run(*files(config(), "2", "--json", "--reduction", "ordered"))[1])
-    assert ordered["under_way_bytes"] == [{"sent": 0, "received": 2 * 2 * 1024 * 2, "total": 8192}] * 2
+    assert ordered["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "total": 4096}] * 2
     # More is held afterwards than while a bucket of parameters is there twice.
     assert plan["start_up_bytes"] == [sum(held.values())] * 2
     assert plan["dtypes"]["bfloat16"] == {
@@ -475,15 +475,15 @@ def test_what_is_under_way_is_the_worst_of_the_buckets_that_take_turns():
     ))
     own = {"bfloat16": "bfloat16", "float32": "float32"}
     sent = [bucket.dtype for bucket in layout.buckets]
-    # Two ranks send what a shard is made of; buckets 0 and 2 take turns.
+    # One rank sends what a shard is made of, to the other; buckets 0 and 2 take turns.
     assert traffic_bytes(layout, stage=1, stored_as=own, wires=sent) == (
-        RankTraffic(0, max(2 * 2 * 8, 2 * 4 * 5)), RankTraffic(0, max(2 * 2 * (2 + 6), 2 * 2 * 6 + 2 * 4 * 5)))
+        RankTraffic(0, max(2 * 8, 4 * 5)), RankTraffic(0, max(2 * 2, 4 * 5) + 2 * 6))
     # Other dtypes travel as copies.
     wires = ["float32"] * 3
-    assert traffic_bytes(layout, stage=1, stored_as=own, wires=wires)[1] == RankTraffic(4 * 16, 2 * 4 * (5 + 6))
+    assert traffic_bytes(layout, stage=1, stored_as=own, wires=wires)[1] == RankTraffic(4 * 16, 4 * (5 + 6))
     # Stage 2 sends copies in any case, and adds up what a second micro-batch sends.
     assert traffic_bytes(layout, stage=2, stored_as=own, wires=sent)[0] == RankTraffic(
-        2 * 6 + 4 * 10, 4 * 8 + 2 * 4 * 5)
+        2 * 6 + 4 * 10, 4 * 8 + 4 * 5)
     alone = Layout("balanced", 1, 1, (Bucket(0, "float32", False, 0, (10,), (Slot("d", 0, 10),)),))
     assert traffic_bytes(alone, stage=1, stored_as=own, wires=wires[:1]) == (RankTraffic(0, 0),)
     assert traffic_bytes(alone, stage=2, stored_as=own, wires=wires[:1]) == (RankTraffic(40, 40),)

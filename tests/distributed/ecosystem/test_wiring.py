@@ -88,14 +88,15 @@ class TestCommsLogger(DistributedTest):
             passes = 2 if stage == 1 else 4
             # In float64: the norm, whether all is finite, and five things that one rank alone may know.
             expected = {"all_reduce": {56: 2}}
-            for bucket in layout.buckets:
-                add(expected, "all_to_all_single", bucket.numel * DTYPE_BYTES[forecast.wires[bucket.index]], passes)
-            # What stays here is in the size of an all-to-all, too.
-            sent = sum(size * count for size, count in expected["all_to_all_single"].items())
             wire, = set(forecast.wires)
-            kept = sum(bucket.cut_numel if bucket.way == "cuts" else bucket.shard_numels[rank]
-                       for bucket in layout.buckets)
-            assert sent == passes * DTYPE_BYTES[wire] * (forecast.report.wire.reduce[rank] + kept)
+            # What stays here is in the size of an all-to-all of more than two ranks, too.
+            kept = [0 if optimizer.world_size == 2 else bucket.cut_numel if bucket.way == "cuts" else
+                    bucket.shard_numels[rank] for bucket in layout.buckets]
+            for bucket, stays in zip(layout.buckets, kept, strict=True):
+                own = bucket.cut_numel if bucket.way == "cuts" else bucket.shard_numels[rank]
+                add(expected, "all_to_all_single", (bucket.numel - own + stays) * DTYPE_BYTES[wire], passes)
+            sent = sum(size * count for size, count in expected["all_to_all_single"].items())
+            assert sent == passes * DTYPE_BYTES[wire] * (forecast.report.wire.reduce[rank] + sum(kept))
             for each in rounds_of(layout.buckets, rank):
                 add(expected, "all_to_all_single", 4 * sum(each.by_owner), 2)
             for each in rounds_of(reversed(layout.buckets), rank):
