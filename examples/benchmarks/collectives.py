@@ -3,7 +3,8 @@
     python examples/benchmarks/collectives.py --ranks 2 4
 
 Counts elements that a rank sends, on average over the ranks, by the usual bounds: an all-reduce of n elements is
-2(R-1)/R n, every other collective (R-1)/R of the whole. Needs no network and no accelerator: R processes over gloo.
+2(R-1)/R n, every other collective (R-1)/R of the whole; of an all-to-all it counts what goes to others. Needs no
+network and no accelerator: R processes over gloo.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import argparse
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,8 @@ class WireCounter:
         self.elements: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def add(self, kind: str, numel: int, itemsize: int, times: int = 1) -> None:
-        """Count one call that moves ``numel`` elements in all; ``times`` is 2 for an all-reduce."""
-        size = dist.get_world_size()
-        sent = round(times * numel * (size - 1) / size)
+    def add(self, kind: str, sent: int, itemsize: int) -> None:
+        """Count one call in which this rank, or the mean one, sends so many elements to others."""
         self.calls[kind] += 1
         self.elements[kind] += sent
         self.bytes[kind] += sent * itemsize
@@ -64,23 +64,37 @@ class WireCounter:
             "all_gather_into_tensor": lambda output, tensor, *_, **__: (output, output.numel()),
             "all_gather": lambda tensors, tensor, *_, **__: (tensor, sum(t.numel() for t in tensors)),
             "reduce_scatter_tensor": lambda output, tensor, *_, **__: (tensor, tensor.numel()),
-            "all_to_all_single": lambda output, tensor, *_, **__: (tensor, tensor.numel()),
         }
-        originals = {name: getattr(dist, name) for name in whole}
-        for name, moved in whole.items():
-            setattr(dist, name, self._wrapped(name, originals[name], moved))
+        size = dist.get_world_size()
+
+        def by_mean_rank(name: str, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+            tensor, numel = whole[name](*args, **kwargs)
+            return tensor, round((2 if name == "all_reduce" else 1) * numel * (size - 1) / size)
+
+        sent = {name: partial(by_mean_rank, name) for name in whole} | {"all_to_all_single": _sent_to_others}
+        originals = {name: getattr(dist, name) for name in sent}
+        for name, of_call in sent.items():
+            setattr(dist, name, self._wrapped(name, originals[name], of_call))
         try:
             yield self
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
 
-    def _wrapped(self, name: str, original: Callable[..., Any], moved: Callable[..., tuple[Any, int]]) -> Any:
+    def _wrapped(self, name: str, original: Callable[..., Any], sent: Callable[..., tuple[Any, int]]) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
-            tensor, numel = moved(*args, **kwargs)
-            self.add(name, numel, tensor.element_size(), times=2 if name == "all_reduce" else 1)
+            tensor, numel = sent(*args, **kwargs)
+            self.add(name, numel, tensor.element_size())
             return original(*args, **kwargs)
         return collective
+
+
+def _sent_to_others(output: Any, tensor: Any, *_: Any, input_split_sizes: Sequence[int] | None = None,
+                    group: Any = None, **__: Any) -> tuple[Any, int]:
+    """What an all-to-all sends, but for what stays on this rank."""
+    size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+    own = tensor.numel() // size if input_split_sizes is None else input_split_sizes[rank]
+    return tensor, tensor.numel() - own
 
 
 class Block(nn.Module):
