@@ -98,34 +98,34 @@ class Wire:
             return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
         if self.inside is not None:
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
-        sent = turn.cast("sent", memory, wire_dtype)
-        if self.size == 2:
-            return self._reduce_of_two(turn, sent, (out.numel(), out.numel()), out, divide_by)
-        received = turn.empty("received", sent.numel(), wire_dtype)
-        work = comm.all_to_all(received, sent, group=self.group)
-        return Pending([work], lambda: average(received.view(self.size, -1), out, divide_by), keep=sent)
+        return self._reduce_at_owners(turn, turn.cast("sent", memory, wire_dtype), None, out, divide_by)
 
     def _reduce_ragged(self, turn: Turn, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
                        wire_dtype: torch.dtype) -> Pending:
-        sent, own = turn.cast("sent", memory, wire_dtype), shard_numels[self.rank]
+        sent = turn.cast("sent", memory, wire_dtype)
         if self.native and not self.on_host:
-            received = turn.empty("received", own, wire_dtype)
+            received = turn.empty("received", out.numel(), wire_dtype)
             work = comm.reduce_scatter_ragged(received, sent.split_with_sizes(shard_numels), group=self.group)
             return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
-        if self.size == 2:
-            return self._reduce_of_two(turn, sent, shard_numels, out, divide_by)
-        received = turn.empty("received", self.size * own, wire_dtype)
-        work = comm.all_to_all(received, sent, group=self.group, received=[own] * self.size, sent_to=shard_numels)
-        return Pending([work], lambda: average(received.view(self.size, own), out, divide_by), keep=sent)
+        return self._reduce_at_owners(turn, sent, shard_numels, out, divide_by)
 
-    def _reduce_of_two(self, turn: Turn, sent: Tensor, numels: Sequence[int], out: Tensor, divide_by: float) -> Pending:
-        """Only the summands of the other rank arrive; this one's are read where they are."""
-        parts, other = sent.split_with_sizes(list(numels)), 1 - self.rank
-        received = turn.empty("received", numels[self.rank], sent.dtype)
-        of_other, to_other = ((0, numel) if other else (numel, 0) for numel in (numels[self.rank], numels[other]))
-        work = comm.all_to_all(received, parts[other], group=self.group, received=of_other, sent_to=to_other)
-        rows = (parts[0], received) if self.rank == 0 else (received, parts[1])
-        return Pending([work], lambda: _add_up(rows, out, divide_by), keep=sent)
+    def _reduce_at_owners(self, turn: Turn, sent: Tensor, numels: Sequence[int] | None, out: Tensor,
+                          divide_by: float) -> Pending:
+        """Send every rank all summands of its own, by rank ``numels`` of them; equal parts if None."""
+        own = out.numel()
+        if self.size == 2:
+            # Only the summands of the other rank travel; this one's are read where they are.
+            other, of_other = 1 - self.rank, sent.numel() - own
+            rows = list(sent.split_with_sizes([own, of_other] if other else [of_other, own]))
+            received = turn.empty("received", own, sent.dtype)
+            work = comm.all_to_all(received, rows[other], group=self.group, received=[0, own] if other else [own, 0],
+                                   sent_to=[0, of_other] if other else [of_other, 0])
+            rows[other] = received
+            return Pending([work], lambda: _add_up(rows, out, divide_by), keep=sent)
+        received = turn.empty("received", self.size * own, sent.dtype)
+        work = comm.all_to_all(received, sent, group=self.group, received=None if numels is None else [own] * self.size,
+                               sent_to=numels)
+        return Pending([work], lambda: average(received.view(self.size, own), out, divide_by), keep=sent)
 
     def _reduce_in_two_levels(self, turn: Turn, memory: Tensor, out: Tensor, divide_by: float,
                               wire_dtype: torch.dtype) -> Pending:

@@ -51,6 +51,16 @@ def refuse_for_replaced_memory(engine):
     param.data = data
 
 
+def one_refused(refuse, monkeypatch, in_cuts, stage):
+    """Two engines after a step, and in the second; the first of them was refused that one."""
+    engines = two(monkeypatch, in_cuts, stage=stage)
+    for engine in engines:
+        train_engine(engine, 1)
+        backward(engine, 1)
+    refuse(engines[0])
+    return engines
+
+
 REFUSALS = [refuse_for_offload, refuse_for_everything_away, refuse_for_replaced_memory]
 
 
@@ -60,11 +70,7 @@ class TestRefusedSteps(DistributedTest):
     @WAYS
     @pytest.mark.parametrize("refuse", REFUSALS)
     def test_gradients_can_be_read_and_written(self, stage, in_cuts, refuse, monkeypatch):
-        refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
-        for engine in engines:
-            train_engine(engine, 1)
-            backward(engine, 1)
-        refuse(refused)
+        refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
         param, other = (engine.module.get_parameter(NAME) for engine in engines)
         assert torch.equal(safe_get_full_grad(param), safe_get_full_grad(other))
         mine = torch.arange(1.0, param.numel() + 1).view(param.shape)
@@ -77,11 +83,7 @@ class TestRefusedSteps(DistributedTest):
     @WAYS
     @pytest.mark.parametrize("refuse", REFUSALS)
     def test_the_same_step_once_more(self, stage, in_cuts, refuse, monkeypatch):
-        refused, plain = engines = two(monkeypatch, in_cuts, stage=stage)
-        for engine in engines:
-            train_engine(engine, 1)
-            backward(engine, 1)
-        refuse(refused)
+        refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
         for engine in engines:
             engine.step()
             train_engine(engine, 1, first=2)
