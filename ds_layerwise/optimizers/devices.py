@@ -17,7 +17,9 @@ FAST = 1.3
 #: Sides of the matrices that are multiplied to find out, so large that the product is what takes the time.
 _SIDE, _SIDE_CPU = 2048, 256
 
-_ROUNDS = 5
+#: So many rounds in a row that none of the best times has become better in, by more than a little, are enough: beside
+#: other work on the machine five rounds may all be disturbed. And so many are enough in any case.
+_SAME_ROUNDS, _ROUNDS, _LITTLE = 10, 200, 0.95
 
 
 def widest_float() -> torch.dtype:
@@ -53,8 +55,8 @@ def _has_bf16(device: torch.device) -> bool:
 def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
     """In which dtypes of half precision ``device`` multiplies at least :data:`FAST` times as fast as in float32.
 
-    Measured in a few milliseconds, once a process and device. On a CPU float16 is no candidate: torch multiplies in
-    bfloat16 there wherever it is the faster one. On what is neither a CPU nor CUDA there is none.
+    Measured in some tens of milliseconds, once a process and device. On a CPU float16 is no candidate: torch multiplies
+    in bfloat16 there wherever it is the faster one. On what is neither a CPU nor CUDA there is none.
     """
     candidates = {"cuda": [torch.float16, torch.bfloat16], "cpu": [torch.bfloat16]}.get(device.type, [])
     if device.type == "cuda" and not _has_bf16(device):
@@ -69,13 +71,20 @@ def speed_over_float32(dtype: torch.dtype, device: torch.device) -> float:
     operands = {kind: torch.ones(side, side, dtype=kind, device=device) for kind in (torch.float32, dtype)}
     best = dict.fromkeys(operands, float("inf"))
     # In turns, so that a disturbance hits both, and the best of each: the first round also loads what computes them.
+    same = 0
     for _ in range(_ROUNDS):
+        same += 1
         for kind, matrix in operands.items():
             _finish(device)
             start = time.perf_counter()
             matrix @ matrix
             _finish(device)
-            best[kind] = min(best[kind], time.perf_counter() - start)
+            took = time.perf_counter() - start
+            if took < _LITTLE * best[kind]:
+                same = 0
+            best[kind] = min(best[kind], took)
+        if same == _SAME_ROUNDS:
+            break
     return best[torch.float32] / best[dtype]
 
 

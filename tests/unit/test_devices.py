@@ -67,6 +67,30 @@ def test_only_what_a_device_has_is_measured(device, capability, candidates, monk
     assert asked == candidates
 
 
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("disturbed, rounds", [(0, 11), (9, 20), (30, 41), (10**6, 200)])
+def test_what_other_work_on_the_machine_slows_down_is_measured_until_it_is_over(kind, disturbed, rounds, monkeypatch):
+    # In turns a product in float32 takes 2, one in bfloat16 1, and one of the two ever less of 100 times as long.
+    now, calls = 0.0, 0
+
+    def clock():
+        nonlocal now, calls
+        calls += 1
+        if calls % 2 == 0:
+            turn, of = divmod(calls // 2 - 1, 2)
+            now += (2.0, 1.0)[of] * (100 * 0.94**turn if of == kind and turn < disturbed else 1)
+        return now
+
+    monkeypatch.setattr(devices.time, "perf_counter", clock)
+    devices.speed_over_float32.cache_clear()
+    try:
+        found = devices.speed_over_float32(torch.bfloat16, CPU)
+    finally:
+        devices.speed_over_float32.cache_clear()
+    assert calls == 4 * rounds
+    assert found == pytest.approx(2.0) or disturbed == 10**6
+
+
 def test_a_process_measures_once():
     assert 0 < devices.speed_over_float32(torch.bfloat16, CPU) == devices.speed_over_float32(torch.bfloat16, CPU)
 
