@@ -25,7 +25,7 @@ from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, p
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.links import Links, group_of
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, Reduction, itemsize, sum_dtype
+from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, InLevels, Reduction, in_levels, itemsize, sum_dtype
 from ds_layerwise.recipes import bits
 from ds_layerwise.recipes.bits import MasterDtype
 
@@ -204,7 +204,8 @@ class RankTraffic:
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
-    """What arrives from all ranks, the sums of a node, and at stage 2 those that a further micro-batch adds."""
+    """What arrives from all ranks, the sums of a node, and at stage 2 those that a further micro-batch adds; or
+    parameters that are gathered in two levels on a device, where those are more."""
 
     @property
     def total(self) -> int:
@@ -214,7 +215,7 @@ class RankTraffic:
 
 def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
                   reduction: Reduction = "ordered", links: Links | None = None) -> tuple[RankTraffic, ...]:
-    """What each rank holds at most while gradients are reduced, beside :func:`memory_bytes`.
+    """What each rank holds at most while gradients are reduced, or parameters gathered, beside :func:`memory_bytes`.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
@@ -223,9 +224,12 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         links: of them it counts which ranks share a node; None for a node each.
     """
     size = layout.world_size
-    # Buckets take turns with memory that grows to what the largest needs: of what is sent, received, and added.
-    sent = [0] * MAX_UNDER_WAY
+    # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the sums of a node, of
+    # what is received, and added.
+    sent, sums = [0] * MAX_UNDER_WAY, [0] * MAX_UNDER_WAY
     received, added = (np.zeros((MAX_UNDER_WAY, size), np.int64) for _ in range(2))
+    gathered = 0
+    rings = InLevels() if links is None else in_levels(layout.buckets, wires, links, reduction)
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         turn = bucket.index % MAX_UNDER_WAY
         holders, wire_bytes = bucket.holders, itemsize(wire)
@@ -246,15 +250,19 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
             arrives = own * wire_bytes
         copies = int(copied)
-        if links is not None and reduction == "ordered" and bucket.way != "ragged":
-            group = group_of(holders, links, bucket.ep_size)
-            if group.has_levels:
-                # Sorted by the places of a node, beside the memory that it all comes from.
-                copies = 1 + (stage == 2)
-                arrives = arrives + bucket.numel // group.local * SUM_BYTES
+        group = None if links is None else group_of(holders, links, bucket.ep_size)
+        if group and (bucket.index in rings.reduce if reduction == "native" else bucket.way != "ragged"
+                      and group.has_levels):
+            # Sorted by the places of a node, beside the memory that it all comes from.
+            copies = 1 + (stage == 2)
+            of_node = bucket.numel // group.local * (wire_bytes if reduction == "native" else SUM_BYTES)
+            sums[turn] = max(sums[turn], of_node)
+        if group and bucket.index in rings.gather:
+            gathered = max(gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype))
         received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
-    return tuple(RankTraffic(sum(sent), each) for each in (received + added).sum(0).tolist())
+    reduced = [RankTraffic(sum(sent), sum(sums) + each) for each in (received + added).sum(0).tolist()]
+    return tuple(each if each.total >= gathered else RankTraffic(0, gathered) for each in reduced)
 
 
 def _held(layout: Layout, *, whole: bool | None = None) -> Iterator[tuple[int, str, int]]:

@@ -17,8 +17,9 @@ from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer, cut_of
 from ds_layerwise.ranks.exchange import Exchange
+from ds_layerwise.ranks.in_flight import Turn
 from ds_layerwise.ranks.profiling import profiled
-from ds_layerwise.ranks.side_stream import LaunchStream
+from ds_layerwise.ranks.side_stream import LaunchStream, SideStream
 from ds_layerwise.ranks.under_way import can_mark, mark, references, unmark
 from ds_layerwise.ranks.wires import Wires
 
@@ -43,6 +44,11 @@ class ParamSync:
         :class:`~ds_layerwise.ranks.exchange.Exchange`, and then each rank gives its cut to all. A round begins when its
         last bucket is launched, and the buckets that it completes when the next round has begun, so that all ranks
         begin everything in the same order.
+
+    Note: gathers in two levels on a device
+        Where a wire has any, all of its gathers go one after the other on a stream of their own: neither the host nor
+        the update of the next bucket waits between the two collectives, those of different groups are in one order on
+        all ranks, and one bucket at a time has memory for what is sorted.
     """
 
     def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
@@ -58,6 +64,8 @@ class ParamSync:
         self._params = [[params[slot.name] for slot in bucket.slots] for bucket in layout.buckets]
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
+        self._side = SideStream()
+        self._turn = Turn(values.tensors[0].device)
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: list[int] | None = None
@@ -84,7 +92,14 @@ class ParamSync:
                 self._gather(bucket, memory)
 
     def _gather(self, bucket: Bucket, memory: Tensor) -> None:
-        pending = self._pending[bucket.index] = self._wires[bucket.ep_size].gather(memory, bucket)
+        wire = self._wires[bucket.ep_size]
+        if self._side.exists and wire.rings.gather:
+            self._side.follow()
+            with self._side:
+                wire.gather(memory, bucket, self._turn).wait()
+            self._pending[bucket.index] = comm.Pending([self._side.moment()])
+            return
+        pending = self._pending[bucket.index] = wire.gather(memory, bucket)
         if pending.is_chained:
             self._chained.append(pending)
 
@@ -151,6 +166,7 @@ class ParamSync:
     def finish(self) -> None:
         """Wait for everything under way."""
         self.wait(sorted(self._pending, reverse=True))
+        self._turn.release()
         if self._memory:
             # An update that was left half-way launched some of the buckets of a round.
             self._start_rounds()
@@ -169,6 +185,7 @@ class ParamSync:
         """Let everything arrive when it is used first; only where it :meth:`may_be_late`."""
         # What is used when, and what else begins before, may differ between ranks.
         self._begin_last()
+        self._turn.release()
         for index in self._pending:
             mark(self._params[index], functools.partial(self.wait, (index, )))
 

@@ -31,6 +31,10 @@ class SideStream:
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
 
+    def moment(self) -> Moment:
+        """The end of everything that was queued here so far; of a device with streams."""
+        return Moment(self._stream)
+
     def keep(self, tensor: Tensor) -> None:
         """Let nobody have the memory of ``tensor``, made on another stream, before what is queued here is over."""
         if self._stream is not None:
@@ -46,6 +50,17 @@ class SideStream:
         """Queue where it was before."""
         if self._stream is not None:
             self._inside.pop().__exit__(*error)
+
+
+class Moment:
+    """When all is over that ``stream`` has been given so far, for whoever waits as for a collective."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event = stream.record_event()
+
+    def wait(self) -> None:
+        """Let what the current stream is given next run after it. The host goes on."""
+        get_accelerator().current_stream().wait_event(self._event)
 
 
 class LaunchStream:

@@ -8,6 +8,10 @@ Note: two ways to add up
     the order of nodes, between the ranks in the same place on each; they travel in the dtype of the gradients, too. So
     a node sends what a hierarchical reduce-scatter does: of two nodes, half of the bucket.
 
+Note: the backend in two levels
+    Rings through all ranks of many nodes are mostly latency. The buckets of ``rings`` take two: ``native`` sums are
+    reduce-scattered inside each node and then between nodes, parameters gathered between nodes and then inside each.
+
 Note: where each of gloo's collectives is fast
     gloo's ``reduce_scatter_tensor`` moves as much as its all-reduce, twice as much as an all-to-all. Its all-gather is
     a ring in which two ranks wait for each other: they are 1.5 times as fast with an all-to-all of copies, over links
@@ -26,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.plan.ways import InLevels
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.comm import Group, Pending
 from ds_layerwise.ranks.in_flight import Turn
@@ -46,8 +51,9 @@ class Wire:
         native: how sums are made, see the note.
         on_host: whether what travels lies in host memory, where gloo sends it.
         inside, across: the ranks of this node, and those in this rank's place on every node; both None where a node has
-            one rank, or all.
+            one rank, or all, or nothing goes in two levels.
         one_node: whether all of them are on one node.
+        rings: which buckets the backend reduces, and gathers on a device, in two levels; see the note.
     """
 
     group: Group
@@ -56,6 +62,7 @@ class Wire:
     inside: Group = None
     across: Group = None
     one_node: bool = False
+    rings: InLevels = InLevels()
     rank: int = field(init=False)
     size: int = field(init=False)
 
@@ -91,14 +98,17 @@ class Wire:
             return Pending(finish=lambda: average(memory.view(1, -1), out, divide_by))
         if bucket.way == "ragged":
             return self._reduce_ragged(turn, memory, bucket.shard_numels, out, divide_by, wire_dtype)
-        if self.native:
-            sent = turn.cast("sent", memory, wire_dtype)
-            received = out if out.dtype == wire_dtype else turn.empty("received", out.numel(), wire_dtype)
-            work = comm.reduce_scatter(received, sent, group=self.group)
-            return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
-        if self.inside is not None:
+        if self.inside is not None and (not self.native or bucket.index in self.rings.reduce):
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
+        if self.native:
+            return self._reduce_natively(turn, turn.cast("sent", memory, wire_dtype), out, divide_by, self.group)
         return self._reduce_at_owners(turn, turn.cast("sent", memory, wire_dtype), None, out, divide_by)
+
+    def _reduce_natively(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float, group: Group) -> Pending:
+        """The backend's sum over ``group`` of equal parts, in the dtype of ``sent``."""
+        received = out if out.dtype == sent.dtype else turn.empty("received", out.numel(), sent.dtype)
+        work = comm.reduce_scatter(received, sent, group=group)
+        return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
 
     def _reduce_ragged(self, turn: Turn, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
                        wire_dtype: torch.dtype) -> Pending:
@@ -134,6 +144,11 @@ class Wire:
         # To each rank of the node what it and those in its place on the other nodes hold in the end.
         sent = turn.empty("sent", memory.numel(), wire_dtype)
         sent.view(per_node, num_nodes, cut).copy_(memory.view(num_nodes, per_node, cut).transpose(0, 1))
+        if self.native:
+            of_node = turn.empty("sums", num_nodes * cut, wire_dtype)
+            return Pending([comm.reduce_scatter(of_node, sent, group=self.inside)],
+                           lambda: self._reduce_natively(turn, of_node, out, divide_by, self.across), keep=sent,
+                           is_chained=True)
         received = turn.empty("received", memory.numel(), wire_dtype)
         work = comm.all_to_all(received, sent, group=self.inside)
 
@@ -148,8 +163,12 @@ class Wire:
 
         return Pending([work], between_nodes, keep=sent, is_chained=True)
 
-    def gather(self, memory: Tensor, bucket: Bucket) -> Pending:
-        """Fill every rank's ``memory`` in place with the shards, or the cuts, of all ranks; each gives its own."""
+    def gather(self, memory: Tensor, bucket: Bucket, turn: Turn | None = None) -> Pending:
+        """Fill every rank's ``memory`` in place with the shards, or the cuts, of all ranks; each gives its own.
+
+        Args:
+            turn: as in :meth:`reduce`, for two levels.
+        """
         if self.size == 1:
             return Pending()
         cut = memory.numel() // self.size
@@ -166,28 +185,31 @@ class Wire:
             return Pending([comm.all_to_all(memory, copies, group=self.group, received=bucket.shard_numels,
                                             sent_to=[own.numel()] * self.size)], keep=copies)
         own = memory[self.rank * cut:(self.rank + 1) * cut]
+        if self.inside is not None and (self.on_host or bucket.index in self.rings.gather):
+            return self._gather_in_two_levels(Turn(memory.device) if turn is None else turn, memory, own)
         if self.one_node or not self.on_host:
             return Pending([comm.all_gather(memory, own, group=self.group)])
-        if self.inside is not None:
-            return self._gather_in_two_levels(memory, own)
         work, kept = gather_between_nodes(memory, own, self.group)
         return Pending([work], keep=kept)
 
-    def _gather_in_two_levels(self, memory: Tensor, own: Tensor) -> Pending:
+    def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
         per_node, cut = comm.size_of(self.inside), own.numel()
         num_nodes = self.size // per_node
-        of_my_place = memory.new_empty(num_nodes * cut)
+        of_my_place = turn.empty("of my place", num_nodes * cut, memory.dtype)
 
         def inside_the_node() -> Pending:
-            everything = memory.new_empty(per_node, num_nodes, cut)
+            everything = turn.empty("everything", memory.numel(), memory.dtype)
 
             def in_rank_order() -> None:
-                memory.view(num_nodes, per_node, cut).copy_(everything.transpose(0, 1))
+                memory.view(num_nodes, per_node, cut).copy_(everything.view(per_node, num_nodes, cut).transpose(0, 1))
 
-            return Pending([comm.all_gather(everything.view(-1), of_my_place, group=self.inside)], in_rank_order,
+            return Pending([comm.all_gather(everything, of_my_place, group=self.inside)], in_rank_order,
                            keep=of_my_place)
 
-        work, kept = gather_between_nodes(of_my_place, own, self.across)
+        if not self.on_host:
+            work, kept = comm.all_gather(of_my_place, own, group=self.across), own
+        else:
+            work, kept = gather_between_nodes(of_my_place, own, self.across)
         return Pending([work], inside_the_node, keep=kept, is_chained=True)
 
 
@@ -195,18 +217,20 @@ class Wire:
 Wires = Mapping[int, Wire]
 
 
-def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, device: torch.device) -> dict[int, Wire]:
+def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, device: torch.device,
+               rings: InLevels | None = None) -> dict[int, Wire]:
     """The wires of ``groups``. Every rank of the world must call this at the same point.
 
     Args:
         where: by rank of the world, its node; see :func:`.ranks.nodes.node_of_each_rank`.
+        rings: see :class:`Wire`; none if None.
     """
-    on_host = device.type == "cpu"
-    levels = {} if native else nodes.make_levels(groups, where)
+    on_host, rings = device.type == "cpu", rings or InLevels()
+    levels = nodes.make_levels(groups, where) if not native or rings.reduce or rings.gather else {}
     if on_host:
         nodes.send_both_ways([*groups.values(), *(across for _, across in levels.values())], where)
     return {key: Wire(group, native, on_host, *levels.get(key, (None, None)),
-                      one_node=len({where[rank] for rank in comm.ranks_of(group)}) == 1)
+                      one_node=len({where[rank] for rank in comm.ranks_of(group)}) == 1, rings=rings)
             for key, group in groups.items()}
 
 

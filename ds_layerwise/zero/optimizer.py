@@ -119,7 +119,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         s = self.settings
         groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
         wires = make_wires(own_groups.take(groups, self, self._device), self._planned.where, device=self._device,
-                           native=self._planned.reduction == "native")
+                           native=self._planned.reduction == "native", rings=self._planned.rings)
         with comm.Alike(None), ambient.set_aside(self._device):
             self._make_syncs(wires)
         for _, wire in sorted(wires.items()):

@@ -16,14 +16,14 @@ from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan.by_kind import ByKind
-from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.forecast import specs_of, wires_of
 from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.matching import grouped, require_members
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.ways import Reduction, reduction_of_run
+from ds_layerwise.plan.ways import InLevels, Reduction, in_levels, reduction_of_run
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
 from ds_layerwise.routing.facts import facts_of
@@ -60,6 +60,11 @@ class Planned:
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name in a checkpoint, of the parameters of all ranks."""
         return {saved: spec.shape for spec in self.specs for saved in self.names[spec.name]}
+
+    @property
+    def rings(self) -> InLevels:
+        """The buckets that the backend reduces, and gathers, in two levels."""
+        return in_levels(self.layout.buckets, wires_of(self.layout, self.specs), self.links, self.reduction)
 
 
 def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfig, settings: Settings) -> Planned:

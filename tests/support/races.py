@@ -44,6 +44,15 @@ class Timeline:
         self.waits += 1
         self.learn(other.everything())
 
+    def record_event(self) -> dict[Timeline, int]:
+        """What is over when all that has been given so far is."""
+        return self.everything()
+
+    def wait_event(self, event: dict[Timeline, int]) -> None:
+        """Begin nothing more before ``event``."""
+        self.waits += 1
+        self.learn(event)
+
     def everything(self) -> dict[Timeline, int]:
         """What is over when all that is queued here is."""
         return {**self.knows, self: self.done}

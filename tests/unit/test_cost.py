@@ -157,8 +157,8 @@ def test_what_a_node_adds_up_is_under_way_too():
 
     def found(bucket=even, wire="bfloat16", stage=1, **settings):
         layout = Layout("balanced", 4, 1, (bucket,))
-        (rank, *others) = traffic_bytes(layout, stage=stage, stored_as={"bfloat16": "bfloat16"}, wires=[wire],
-                                        **{"links": links, **settings})
+        (rank, *others) = traffic_bytes(layout, stage=stage, wires=[wire], **{
+            "stored_as": {"bfloat16": "bfloat16"}, "links": links, **settings})
         assert others == [rank] * 3
         return rank
 
@@ -170,7 +170,18 @@ def test_what_a_node_adds_up_is_under_way_too():
     assert found(stage=2) == RankTraffic(2 * levels.sent, levels.received + 4 * 10)
     for other in ({"links": None}, {"links": NVLINK_IB}, {"bucket": replace(even, way="ragged")}):
         assert found(**other) == RankTraffic(0, 2 * 40)
-    assert found(reduction="native") == RankTraffic(0, 2 * 10)
+    # The backend's sums of a node stay in the dtype that travels, and lie beside what it gets in the end.
+    assert found(reduction="native") == RankTraffic(2 * 40, 2 * 20 + 2 * 10)
+    assert found(reduction="native", stage=2) == RankTraffic(2 * 2 * 40, 2 * 20 + 2 * 10 + 4 * 10)
+    # Where latencies are short it sends around one ring, and what is sorted for the gather is all there is beside.
+    slow = links.model_copy(update={"inside_us": 0, "between_us": 0})
+    assert found(reduction="native", links=slow) == RankTraffic(0, 2 * 10)
+    # Of a bucket that is long in float32 and short in bfloat16 parameters alone are sorted, beside those of one place.
+    longer = replace(even, shard_numels=(1 << 17,) * 4, slots=tuple(
+        Slot(name, i << 17, 1 << 17) for i, name in enumerate("abcd")))
+    in_float32 = {"wire": "float32", "stored_as": {"bfloat16": "float32"}, "reduction": "native"}
+    assert found(longer, **in_float32) == RankTraffic(0, 2 * (6 << 17))
+    assert found(longer, **in_float32, links=slow) == RankTraffic(0, 0)
 
 
 def test_sums_that_the_backend_made_stay_as_it_made_them():

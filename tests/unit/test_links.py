@@ -28,11 +28,14 @@ from ds_layerwise.plan.ways import (
     exchange,
     gather_levels,
     gather_ns,
+    in_levels,
     ordered_levels,
     padded_for_cuts,
     reduce_all_ns,
     reduce_ns,
     reduction_of_run,
+    ring_levels,
+    takes_levels,
     wire_time,
 )
 from ds_layerwise.recipes.muon import Muon
@@ -43,6 +46,9 @@ pytestmark = rooms("links", "ways", "rows", "drafts", "prediction", "planner")
 #: Two nodes of four have 100 bytes a nanosecond inside, and two interfaces of 10 each between them.
 SMALL = Links(inside_gb_s=100.0, between_gb_s=10.0, inside_us=1.0, between_us=10.0, ranks_per_node=4, rails=2,
               peer_us=0.5, memory_gb_s=1000.0, tflops=2.0)
+
+#: Links between nodes that are much faster than those inside.
+NEAR = {"between_gb_s": 1000.0}
 
 
 # --- collectives by hand ---------------------------------------------------------------------------------------------
@@ -132,12 +138,52 @@ def test_one_bucket_is_added_up_inside_nodes_while_the_one_before_is_between_the
     assert took([large, small]) == inside + long + last
     assert took([large, small, small]) == inside + long + max(first, last) + last
     # What knows no levels, and what a host sends, is one after another.
-    on_host, small_nodes = (SMALL.model_copy(update=update) for update in ({"on_host": True}, {"ranks_per_node": 2}))
+    on_host, small_nodes, at_once = (SMALL.model_copy(update=update) for update in (
+        {"on_host": True}, {"ranks_per_node": 2}, {**NEAR, "inside_us": 0.0, "between_us": 0.0}))
     for loads, way, links, reduction in [
-            ([even] * 3, "even", SMALL, "native"), ([even] * 3, "ragged", SMALL, "ordered"),
-            ([alone] * 2, "even", small_nodes, "ordered"), ([even] * 3, "even", on_host, "ordered")]:
+            ([even] * 3, "even", at_once, "native"), ([even] * 3, "ragged", SMALL, "ordered"),
+            ([even] * 3, "even", on_host, "native"), ([alone] * 2, "even", small_nodes, "ordered"),
+            ([even] * 3, "even", on_host, "ordered")]:
         each = reduce_ns(loads[0], way, loads[0].numel, Group(loads[0].holders, links, loads[0].ep_size), reduction)
         assert took(loads, way, links, reduction) == len(loads) * each
+
+
+def test_rings_are_in_two_levels_where_one_takes_longer():
+    group, even, in_float32 = Group(8, SMALL), load(*8 * [125_000]), load(*8 * [125_000], wire=4)
+    # three quarters of 2 MB at 100, which is sorted, read and written at 1000, and half of a quarter at 5
+    inside, between = ring_levels(2e6, group)
+    assert (inside, between) == (15_000 + 3_000 + 2_000 + 2_000, 50_000 + 20_000)
+    assert group.ring(2e6) == 87_500 + 6_000 + 20_000 and takes_levels(2e6, group)
+    assert reduce_ns(even, "even", even.numel, group, "native") == gather_ns(even, "even", even.numel, group) == 92_000
+    assert reduce_ns(in_float32, "cuts", even.numel, group, "native") == sum(ring_levels(4e6, group))
+    assert reduce_all_ns([even] * 3, ["even"] * 3, SMALL, "native") == inside + 3 * between
+    at_once = Group(8, SMALL.model_copy(update={**NEAR, "inside_us": 0.0, "between_us": 0.0}))
+    assert sum(ring_levels(2e6, at_once)) > at_once.ring(2e6) and not takes_levels(2e6, at_once)
+    for each in (at_once, Group(4, SMALL), Group(8, SMALL, 4)):
+        assert reduce_ns(even, "even", even.numel, each, "native") == each.ring(2e6) == gather_ns(
+            even, "even", even.numel, each)
+    assert reduce_ns(even, "ragged", even.numel, group, "native") == group.ragged_ring(
+        2e6, longest=250_000, num_shards=8, spread=7)
+
+
+def test_which_buckets_the_backend_sends_in_two_levels():
+    # Of two nodes that are near, what is shorter than 3 MB: one ring has 26 us of latency, two have 23, and take
+    # 7/8 / 100 ns a byte, or 3/4 / 100 + 2 / 1000 + 1/8 / 500.
+    near = SMALL.model_copy(update=NEAR)
+    even = Bucket(0, "bfloat16", True, 0, (175_000,) * 8, tuple(Slot(str(i), 175_000 * i, 9) for i in range(8)))
+    kinds = [("even", "bfloat16", "bfloat16"), ("ragged", "bfloat16", "bfloat16"), ("cuts", "bfloat16", "bfloat16"),
+             ("even", "bfloat16", "float32"), ("cuts", "float32", "bfloat16"), ("even", "float32", "float32")]
+    buckets = [replace(even, index=i, way=way, dtype=dtype) for i, (way, dtype, _) in enumerate(kinds)]
+    wires = [wire for _, _, wire in kinds]
+
+    def found(reduction="native", links=near):
+        return tuple(sorted(each) for each in in_levels(buckets, wires, links, reduction))
+
+    assert found() == ([0, 2, 4], [0, 2, 3])
+    assert found("ordered") == ([], [0, 2, 3])
+    assert found(links=near.model_copy(update={"on_host": True})) == ([0, 2, 4], [])
+    assert found(links=near.model_copy(update={"ranks_per_node": 8})) == ([], [])
+    assert found(links=near.model_copy(update={"between_us": 9.0, "inside_us": 2.0})) == ([0, 2, 3, 4, 5], ) * 2
 
 
 def test_a_bucket_goes_straight_to_its_owners_or_in_cuts():
@@ -418,6 +464,9 @@ def test_native_sums_take_hardly_more_than_rings(ranks, links):
     # 402 buckets of ZeRO-1, each a ring
     ring = sum(Group(ranks, links).ring(2 * 70_553_706_496 / 402) for _ in range(402))
     assert wire.reduce + wire.sums <= 1.1 * ring and wire.gather + wire.params <= 1.1 * ring
+    if ranks == 4096:
+        # Such a ring is latency for the most part: of two levels there is less, and those of two reductions overlap.
+        assert wire.reduce + wire.sums <= 0.5 * ring and wire.gather + wire.params <= 0.75 * ring
 
 
 # --- what a step takes -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.ways import InLevels
 from ds_layerwise.ranks import comm, side_stream, wires
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
@@ -35,11 +36,16 @@ class Group(NamedTuple):
     rank: int
 
 
+LEVELS = {"inside": Group("inside", 2, 1), "across": Group("across", 2, 0)}
+EVERY = frozenset(range(99))
+
 #: How sums are made, and parts gathered, on rank 1 of four.
 WIRES = {
     "ordered": {},
     "native": {"native": True},
-    "levels": {"inside": Group("inside", 2, 1), "across": Group("across", 2, 0)},
+    "levels": LEVELS,
+    "rings in levels": {"native": True, "rings": InLevels(EVERY, EVERY), **LEVELS},
+    "some in levels": {"rings": InLevels(frozenset(), frozenset(range(0, 99, 2))), **LEVELS},
 }
 
 
@@ -152,6 +158,8 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                 computing.wait_stream(stepping)
                 for name in order[:3]:
                     params[name].sum()
+            # Nothing is under way when what it writes to is gone.
+            param_sync.finish()
 
 
 def test_one_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(machine, monkeypatch):

@@ -253,14 +253,15 @@ class TestMemory(DistributedTest):
     @pytest.mark.world_size(4)
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
-    def test_in_two_levels(self, stage, sections, monkeypatch):
+    @pytest.mark.parametrize("reduction", ["ordered", "native"])
+    def test_in_two_levels(self, stage, sections, reduction, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
-        self.compare(stage, sections)
+        self.compare(stage, sections, reduction=reduction)
 
-    def compare(self, stage, sections):
-        engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600, layerwise={"alignment": 1},
-                                                **sections))
+    def compare(self, stage, sections, **layerwise):
+        engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600,
+                                                layerwise={"alignment": 1, **layerwise}, **sections))
         optimizer = engine.optimizer
         forecast, sync = optimizer.forecast(), internals.grad_sync(engine)
         allocations = Allocations(forecast.traffic[optimizer.rank].total)

@@ -1,6 +1,7 @@
 """How buckets travel: every way, both ways to add up, one level and two, against sums made without ranks."""
 
 import functools
+from dataclasses import replace
 from itertools import product
 
 import deepspeed.comm as dist
@@ -9,7 +10,9 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
 from ds_layerwise.plan.layout import Bucket, Slot
+from ds_layerwise.plan.ways import InLevels
 from ds_layerwise.ranks import comm, nodes, wires
+from ds_layerwise.ranks.in_flight import Turn
 from ds_layerwise.ranks.wires import make_wires
 from tests.support import internals
 from tests.support.harness import DistributedTest
@@ -25,6 +28,9 @@ from tests.support.training import (
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("wires", "exchange", "nodes", "comm")
+
+#: Every bucket of these tests, reduced and gathered by the backend in two levels.
+IN_LEVELS = InLevels(frozenset((0,)), frozenset((0,)))
 
 
 def bucket_of(numels, way):
@@ -52,9 +58,9 @@ def in_rank_order(rows):
     return total
 
 
-def wires_of(per_node, native=False):
+def wires_of(per_node, native=False, rings=None, device="cpu"):
     where = [r // per_node for r in range(dist.get_world_size())]
-    return make_wires({1: None}, where, native=native, device=torch.device("cpu"))[1]
+    return make_wires({1: None}, where, native=native, device=torch.device(device), rings=rings)[1]
 
 
 class TestReduce(DistributedTest):
@@ -86,10 +92,11 @@ class TestReduce(DistributedTest):
             assert out.tolist() == [256.0 + sum([1.0, 2.0, 4.0][:size - 1])] * (stop - start)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_native_sums_of_whole_numbers(self, dtype):
+    @pytest.mark.parametrize("levels", [False, True])
+    def test_native_sums_of_whole_numbers(self, levels, dtype):
         rank, size = dist.get_rank(), dist.get_world_size()
-        wire = wires_of(2, native=True)
-        assert wire.native and wire.inside is None
+        wire = wires_of(2, native=True, rings=IN_LEVELS if levels else None)
+        assert wire.native and (wire.inside is None) == (not levels or size != 4)
         for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
             rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(seed)).to(dtype)
             memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
@@ -98,8 +105,25 @@ class TestReduce(DistributedTest):
             assert torch.equal(out, rows.float().sum(0)[start:stop] / 4.0)
 
     @pytest.mark.world_size(4)
-    def test_two_levels_begin_their_second_in_order_and_when_asked(self):
-        wire, rank = wires_of(2), dist.get_rank()
+    def test_those_alone_go_in_two_levels_that_are_to(self, monkeypatch):
+        groups, wire = [], wires_of(2, native=True, rings=InLevels(frozenset((0,)), frozenset((1,))))
+        for name in ("reduce_scatter", "all_gather"):
+            monkeypatch.setattr(comm, name, functools.partial(
+                lambda original, out, some, *, group: groups.append(group) or original(out, some, group=group),
+                getattr(comm, name)))
+        wire, rank = replace(wire, on_host=False), dist.get_rank()
+        for index in range(2):
+            bucket = replace(bucket_of([6] * 4, "even"), index=index)
+            memory = torch.full((24,), float(rank))
+            wire.reduce(memory, bucket, memory[6 * rank:6 * rank + 6], divide_by=1, wire_dtype=torch.float32).wait()
+            wire.gather(memory, bucket).wait()
+            assert memory.tolist() == [6.0] * 24
+        assert groups == [wire.inside, wire.across, wire.group, wire.group, wire.across, wire.inside]
+
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("native", [False, True])
+    def test_two_levels_begin_their_second_in_order_and_when_asked(self, native):
+        wire, rank = wires_of(2, native, IN_LEVELS), dist.get_rank()
         bucket = bucket_of([6] * 4, "even")
         pending = [wire.reduce(torch.full((24,), float(rank + i)), bucket, torch.empty(6), divide_by=1,
                                wire_dtype=torch.float32) for i in range(3)]
@@ -172,6 +196,21 @@ class TestGather(DistributedTest):
             wire.gather(memory, bucket).wait()
             assert torch.equal(memory, wanted)
 
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_rings_in_two_levels_on_a_device_with_memory_in_turns(self, dtype):
+        rank, size, turn = dist.get_rank(), dist.get_world_size(), Turn(torch.device("cpu"))
+        wire = wires_of(2, rings=IN_LEVELS, device="cuda")
+        assert wire.inside is not None and not wire.on_host
+        for seed, bucket in enumerate(bucket for bucket in buckets_of(size) if bucket.way != "ragged"):
+            wanted = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            memory, (start, stop) = torch.full_like(wanted, torch.nan), span(bucket, rank, size)
+            memory[start:stop] = wanted[start:stop]
+            pending = wire.gather(memory, bucket, turn)
+            assert pending.is_chained
+            pending.wait()
+            assert torch.equal(memory, wanted)
+
 
 class TestTraining(DistributedTest):
     world_size = [2, 4]
@@ -225,7 +264,13 @@ class TestTraining(DistributedTest):
         _, *wanted = self.train(monkeypatch, stage=stage, **sections)
         for way, per_node, layerwise in product(("as planned", "some in cuts"), (2, 1),
                                                 ({"reduction": "native"}, {"overlap_param_gather": True})):
-            self.check(monkeypatch, *wanted, way=way, per_node=per_node, stage=stage, layerwise=layerwise, **sections)
+            engine = self.check(monkeypatch, *wanted, way=way, per_node=per_node, stage=stage, layerwise=layerwise,
+                                **sections)
+            # Over links such as these one ring of four is mostly latency.
+            rings = internals.grad_sync(engine)._wires[1].rings
+            assert rings == InLevels(frozenset(
+                bucket.index for bucket in engine.optimizer.layout.buckets
+                if bucket.way != "ragged" and per_node == 2 and "reduction" in layerwise))
 
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("stage", [1, 2])
