@@ -119,6 +119,7 @@ def main() -> None:
     print("""
 ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and gather: over these.
 Ordered sums are made inside a node first: one bucket is there while the one before is between nodes.
+Native sums, and gathers on accelerators, go inside nodes and between them where that takes less than one ring.
 """)
     summary = []
     for name, links in LINKS.items():
