@@ -45,6 +45,9 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
 
     if not uses_us(engine):
         return load(tag)
+    # What is saved beside the training is the newest, and may be what is to be loaded.
+    if engine.optimizer.checkpointing.save is not None:
+        engine._commit_decoupled_checkpoint()
     tag = _agreed_tag(engine, Path(load_dir), tag)
     if tag is None:
         return load(tag)
@@ -58,12 +61,15 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
         disks.finish_save(folder, may_move=engine.local_rank == 0)
     with comm.Alike(None):
         is_universal = _check_files(engine, folder, states=states)
+        if is_universal and custom_load_fn is not None:
+            raise LayerWiseError(f"{folder} is a universal checkpoint, of which no model is loaded, so that "
+                                 "custom_load_fn would not be called; load without it, and change weights after that")
     disks.check_one_save(folder, own_disks=own_disks)
     checkpointing = engine.optimizer.checkpointing
     wanted = Load(checkpointing.prepare_load(
         folder, universal=is_universal, states=states, strict=load_module_strict,
         masters=is_universal or engine.zero_load_from_fp32_weights()) if is_universal or states else None,
-        wants_scheduler=load_lr_scheduler_states and not load_module_only)
+        wants_scheduler=load_lr_scheduler_states and not load_module_only, weights_win=custom_load_fn is not None)
     with checkpointing.loading(wanted), _read_as(engine, universal=is_universal):
         if is_universal or pipeline.is_pipeline(engine.module):
             with comm.Alike(None):
@@ -71,7 +77,10 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
                     _check_layers(engine, folder, strict=load_module_strict)
                 _check_model_file(engine, load_dir, str(tag))
         with _mapped(engine.checkpoint_engine), _literal(engine.module):
-            return load(str(tag))
+            done = load(str(tag))
+        if not (is_universal or states):
+            checkpointing.weights_loaded()
+        return done
 
 
 @contextmanager
@@ -219,10 +228,13 @@ def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stri
     """Find what loading the module and the scheduler would only find when half of it is done.
 
     Raises:
-        LayerWiseError: names or shapes differ, or there is no state for the scheduler.
+        LayerWiseError: names or shapes differ, or there are two values for one parameter, or none for the scheduler.
     """
-    _check_names_and_shapes(checkpoint["module"], engine.module.state_dict(keep_vars=True), strict=strict,
-                            way_out="rename it with layerwise.rename, or ")
+    held = engine.module.state_dict(keep_vars=True)
+    _check_names_and_shapes(checkpoint["module"], held, strict=strict, way_out="rename it with layerwise.rename, or ")
+    load: Load | None = engine.optimizer.checkpointing.load
+    if load is not None and load.found is not None:
+        _check_tied(checkpoint["module"], held)
     _check_scheduler(engine, checkpoint)
 
 
@@ -237,6 +249,17 @@ def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any],
         if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
             raise LayerWiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "
                                  f"{tuple(wanted[name].shape)} in the model")
+
+
+def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse two values for one parameter, of which the last would be the weights, and another's master would train."""
+    names: dict[int, str] = {}
+    for name, value in wanted.items():
+        if isinstance(value, Tensor) and name in found:
+            first = names.setdefault(id(value), name)
+            if first != name and not torch.equal(found[first], found[name]):
+                raise LayerWiseError(f"{first} and {name} are one parameter here, and differ in the checkpoint; load "
+                                     "it into a model that does not tie them")
 
 
 def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:

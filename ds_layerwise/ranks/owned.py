@@ -22,7 +22,7 @@ from ds_layerwise.ranks.remaindered import Remaindered
 from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.ranks.sums import ReducedGradients
 from ds_layerwise.ranks.watch import Watch
-from ds_layerwise.ranks.writes import follow_
+from ds_layerwise.ranks.writes import follow_, followed
 from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.parts import whole_states
 from ds_layerwise.recipes.recipe import StateSpec
@@ -183,7 +183,7 @@ class Owned:
         """
         self.reduced.multiply_(index, factor, factors or {})
         brought = self.host.bring(index)
-        self._follow_values(index, brought)
+        self.follow_values(index, brought)
         masters, opened = self._open(index, brought, leave_out)
         for update in self._updates[index]:
             hyper = update.route.hyper(param_groups[update.route.group])
@@ -258,24 +258,24 @@ class Owned:
             if values.data_ptr() != masters.data_ptr():
                 values.copy_(brought.get((name, MASTER), masters))
 
-    def follow_values(self, index: int) -> None:
+    def values(self, index: int) -> Tensor:
+        """This rank's shard of the parameter buffer."""
+        return self._values.bucket(index)
+
+    def follow_values(self, index: int, brought: Mapping[tuple[str, str], Tensor] | None = None) -> None:
         """Let masters follow what somebody else than :meth:`update` has written into this rank's shard of the parameter
         buffer; see :mod:`.ranks.writes`. States stay as they are."""
-        self._follow_values(index, {})
-
-    def follow_value(self, name: str) -> None:
-        """Let the master of what this rank holds of one parameter follow its value."""
-        if not self._remaindered.has(name):
-            self._follow(self._values.piece(name), self._masters.piece(name))
-
-    def _follow_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
         # Those with remainders follow whenever they are read.
         for name, values, masters in self._homes(index) if index not in self._remaindered else ():
-            self._follow(values, brought.get((name, MASTER), masters))
+            if values.data_ptr() != masters.data_ptr():
+                self.written |= follow_((brought or {}).get((name, MASTER), masters), values).to(
+                    self.written.device)
 
-    def _follow(self, values: Tensor, masters: Tensor) -> None:
-        if values.data_ptr() != masters.data_ptr():
-            self.written |= follow_(masters, values).to(self.written.device)
+    def followed(self, name: str) -> Tensor:
+        """What the next update of a parameter starts from: its master, live, or a copy of it on the host that has
+        followed what was written into its value. The master waits: the old value may come back before the update."""
+        master, value = self.value(name), self._values.piece(name)
+        return followed(master, value) if value.dtype != torch.float32 else master
 
     def values_to_masters(self, index: int) -> None:
         """Masters from this rank's shard of the parameter buffer."""
@@ -311,21 +311,23 @@ class Owned:
         shape = route.matrix_shape or (1,)
         return tuple(sorted(key for key, spec in route.states(1).items() if spec.shape == shape or key == "step"))
 
-    def record(self) -> ShardRecord:
+    def record(self, *, to_save: bool = False) -> ShardRecord:
         """Masters and states by name in a checkpoint, as views into live memory.
 
-        What says nothing by itself, remainders and codes, is float32 on the host, which :meth:`take_back` takes.
+        What says nothing by itself, remainders and codes, is float32 on the host, which :meth:`take_back` takes. With
+        ``to_save`` masters are :meth:`followed`, to be read alone.
         """
         pieces = tuple(
-            PieceRecord(self.saved_as[piece.name], piece.param_start, self._recorded(piece.name, MASTER),
+            PieceRecord(self.saved_as[piece.name], piece.param_start,
+                        self._recorded(piece.name, MASTER, self.followed if to_save else self._masters.piece),
                         {key: self._recorded(piece.name, key) for key in self.states[piece.name]})
             for pieces in self.pieces for piece in pieces)
         return ShardRecord(self.rank, self.layout.world_size, self.layout.to_json(), self.layout.digest(), pieces,
                            {name: tuple(saved) for name, saved in self._names.items() if len(saved) > 1})
 
-    def _recorded(self, name: str, key: str) -> Tensor:
+    def _recorded(self, name: str, key: str, master: Callable[[str], Tensor] | None = None) -> Tensor:
         if self._is_live(name, key):
-            value = self._masters.piece(name) if key == MASTER else self.states[name][key]
+            value = self.states[name][key] if master is None else master(name)
         else:
             value = self.value(name, key).cpu()
         return value.view(-1) if value.shape == self._shaped(self.reduced, name).shape else value

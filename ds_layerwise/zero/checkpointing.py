@@ -128,7 +128,6 @@ class Checkpointing:
     def state_dict(self, *, clip_grad: float) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.state_dict`."""
         self._check_settled()
-        self._follow_values()
         point = self._point or self._point_alone()
         accumulated = unfinished.to_record(point, self.grad_sync, engine=self.engine(), owned=self.owned,
                                            settings=self.settings, logits=self.attention.noted())
@@ -139,17 +138,12 @@ class Checkpointing:
             CLIP_GRAD: clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self.owned.record(), self.header(), self.settings.tp_size, accumulated),
+            **regular.to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size, accumulated),
         }
 
     def _check_settled(self) -> None:
         self.offloading.check_not_offloaded()
         self.interrupted.check()
-
-    def _follow_values(self) -> None:
-        """Weights that were written since the last step are in the model's file, which masters have to go with."""
-        for index in range(len(self.planned.layout.buckets)):
-            self.owned.follow_values(index)
 
     def _point_alone(self) -> unfinished.Point:
         """Where this rank is outside of a save. It may be the only one that asks, so nothing can be asked of others."""
@@ -250,14 +244,13 @@ class Checkpointing:
             check()
             self._check_settled()
         with self.saving(with_gradients=False):
-            self._follow_values()
             yield
 
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
         with self._saving_whole(self._check_one_file):
-            one_file.save(path, self.owned.record().pieces, self.header(), (LOSS_SCALER, self.scaling.scaler),
-                          self.owned.device)
+            one_file.save(path, self.owned.record(to_save=True).pieces, self.header(),
+                          (LOSS_SCALER, self.scaling.scaler), self.owned.device)
 
     def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
@@ -271,8 +264,8 @@ class Checkpointing:
         with self._saving_whole(self._check_sharded):
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
             header = header_tensor(Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler))
-            return sharded.state_dict(self.owned.record().pieces, self.planned.saved_shapes, self.module, groups,
-                                      header, is_first=comm.rank_of(None) == 0)
+            return sharded.state_dict(self.owned.record(to_save=True).pieces, self.planned.saved_shapes, self.module,
+                                      groups, header, is_first=comm.rank_of(None) == 0)
 
     def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
@@ -312,18 +305,23 @@ class Checkpointing:
         """
         if self.load is None:
             raise nothing_prepared()
-        found = self.load.take()
+        found, buckets = self.load.take(), range(len(self.planned.layout.buckets))
+        # Masters that are the weights, in float32, are copied over them.
+        loaded = [self.owned.values(index).clone() for index in buckets] if self.load.weights_win else []
         for into, out_of in found.plan.copies:
             into.copy_(out_of)
         # The engine has loaded weights that were rounded to another dtype, or none of what other stages save, or none.
-        masters_win = found.universal or found.header.dtypes != self.planned.layout.dtypes or bool(
-            self.planned.saved_elsewhere)
+        masters_win = not self.load.weights_win and (
+            found.universal or found.header.dtypes != self.planned.layout.dtypes or bool(self.planned.saved_elsewhere))
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
         self.owned.take_back(found.own, lambda value: value.untyped_storage()._cdata in taken, masters_win=masters_win)
         for name, keys in found.plan.restarts.items():
             self.owned.restart(name, keys)
         for name in found.plan.masters_from_model:
             self.owned.master_from_values(name)
+        for index, values in enumerate(loaded):
+            self.owned.values(index).copy_(values)
+            self.owned.follow_values(index)
         if not found.masters:
             self.masters_from_weights()
         held = self.module.state_dict(keep_vars=True)
@@ -332,17 +330,23 @@ class Checkpointing:
         if found.states:
             self._take_over(found.header, with_scheduler=self.load.wants_scheduler)
             self.interrupted.forget()
-        self.zero_grad()
-        if self.first_step is not None:
-            self.first_step.arm()
-        unfinished.resume(found.accumulated, engine=self.engine(), progress=self.progress,
-                          grad_sync=self.grad_sync, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1),
-                          scale_now=self.scaling.scaler.loss_scale)
+        self._restart_step(found.accumulated, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1))
         for logits in found.accumulated.logits if found.accumulated else ():
             self.attention.restore(logits)
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
+
+    def weights_loaded(self) -> None:
+        """Nothing but the model was loaded: the gradients of the step at hand are those of other weights."""
+        self._restart_step(None)
+
+    def _restart_step(self, accumulated: unfinished.Accumulated | None, *, scale_before: float = 1.0) -> None:
+        self.zero_grad()
+        if self.first_step is not None:
+            self.first_step.arm()
+        unfinished.resume(accumulated, engine=self.engine(), progress=self.progress, grad_sync=self.grad_sync,
+                          scale_before=scale_before, scale_now=self.scaling.scaler.loss_scale)
 
     def _take_over(self, header: Header, *, with_scheduler: bool) -> None:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""

@@ -66,6 +66,8 @@ class Load:
     """None where nothing but the model is wanted, and once it was taken over: it holds files open."""
     wants_scheduler: bool
     """Whether the learning rate scheduler is to go on from the checkpoint."""
+    weights_win: bool = False
+    """Whether the user loads the model, so that masters follow weights that are not what was saved."""
 
     def take(self) -> Found:
         """What there is to take over, once.

@@ -27,13 +27,17 @@ class Offloading:
         owned: masters, averaged gradients and states.
         cuts: where this rank adds up gradients on their way to owners.
         param_sync: what may have parameters under way.
+        model: what holds the parameters; its ``state_dict()`` is refused while they are away.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], values: FlatBuffer, grads: FlatBuffer | None, owned: Owned,
-                 param_sync: ParamSync, cuts: Sequence[Tensor]) -> None:
+                 param_sync: ParamSync, cuts: Sequence[Tensor], *, model: nn.Module) -> None:
         self._params, self._values, self._grads, self._owned, self._cuts = params, values, grads, owned, cuts
         self._param_sync, self._shapes = param_sync, {name: param.shape for name, param in params.items()}
         self.parking = Parking()
+        trained = set(params.values())
+        self._holders = [module for module in model.modules() if trained.intersection(module._parameters.values())]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def offload(self, include: Container[Any] | None = None, *, pin_memory: bool = True) -> None:
         """Move what ``include`` names to the host; see :meth:`.LayerWiseZeroOptimizer.offload_states`.
@@ -50,6 +54,9 @@ class Offloading:
             for param in self._params.values():
                 # Whoever uses it meets an error of its shape.
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            if not self._hooks:
+                self._hooks += [module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+                                for module in self._holders]
         get_accelerator().empty_cache()
 
     def reload(self) -> None:
@@ -63,6 +70,8 @@ class Offloading:
         for name, param in self._params.items():
             if not param.numel():
                 param.data = self._values.param(name).view(self._shapes[name])
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def check_not_offloaded(self) -> None:
         """Refuse to go on without what is away.
@@ -87,3 +96,9 @@ class Offloading:
             memory[each] = [t for t in those if t.untyped_storage()._cdata not in taken]
             taken |= {t.untyped_storage()._cdata for t in memory[each]}
         return memory
+
+
+def _refuse(*_: object) -> None:
+    """What a module of which parameters are away says instead of its state, which would have none of them."""
+    raise StepError("parameters are offloaded, so state_dict() would have none of them, nor what save_16bit_model() "
+                    "writes; call engine.reload_states() first")

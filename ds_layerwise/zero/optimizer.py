@@ -140,7 +140,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
     def _init_parts(self, model: nn.Module) -> None:
         self.progress, self.interrupted = Progress(), Interrupted()
         self.offloading = Offloading(self._params, self._values, self._grads, self._owned, self._param_sync,
-                                     self._grad_sync.cuts)
+                                     self._grad_sync.cuts, model=model)
         self._before_update = BeforeUpdate(
             model, self._params, self._values, self._owned, planned=self._planned, config=self.config,
             settings=self.settings,

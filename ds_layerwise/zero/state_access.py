@@ -68,9 +68,7 @@ class StateAccess:
         """
         self._wait()
         if optim_state_key is None:
-            if self._piece is not None:
-                self._owned.follow_value(self.name)
-            return self._whole(lambda: self._owned.value(self.name))
+            return self._whole(lambda: self._owned.followed(self.name))
         key = self._key(optim_state_key)
         if key == "step":
             step = torch.zeros((), dtype=torch.float32, device=self._param.device)

@@ -11,10 +11,19 @@ from torch import nn
 from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, start_adamw, train_engine, weights
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    start_adamw,
+    train_engine,
+    weights,
+)
 
 pytestmark = rooms("saving", "save", "loading")
 
@@ -205,6 +214,68 @@ class TestLoading(DistributedTest):
         assert bool((weights(other.module) == 2).all())
         assert all(bool((value == 2).all()) for value in masters(other).values())
 
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}, {
+        "bf16": {"enabled": True}, "layerwise": {"master_dtype": "bfloat16+remainder"}}])
+    def test_weights_that_the_users_own_function_changes_are_trained_from(self, sections, tmp_path):
+        """With the states of the checkpoint, and on all ranks alike; what it leaves keeps the masters' precision."""
+        engine = self.saved(tmp_path, **sections)
+        other = start(Net(), ds_config(scheduler=WARMUP, **sections))
+
+        def halve_embedding(src, dst):
+            dst.load_state_dict({name: value / 2 if name == "embed.weight" else value for name, value in src.items()})
+
+        other.load_checkpoint(tmp_path, custom_load_fn=halve_embedding)
+        assert_same_on_all_ranks(other.module)
+        before, kept = engine.module.state_dict(), masters(engine)
+        for name, value in masters(other).items():
+            halved = name == "embed.weight"
+            assert torch.equal(value, before[name].float() / 2 if halved else kept[name]), name
+            assert torch.equal(other.module.get_parameter(name), before[name] / (2 if halved else 1)), name
+        assert_equal_states(states(other), states(engine))
+        train_engine(other, 1, first=3)
+        assert_same_on_all_ranks(other.module)
+
+    def test_a_function_of_the_users_own_is_refused_where_it_would_not_be_called(self, tmp_path):
+        engine = self.saved(tmp_path, layerwise={"save_universal": True})
+        before = weights(engine.module).clone()
+        with pytest.raises(LayerWiseError, match="is a universal checkpoint.*custom_load_fn would not be called"):
+            engine.load_checkpoint(tmp_path, tag="global_step3_universal", custom_load_fn=lambda src, dst: None)
+        assert torch.equal(weights(engine.module), before)
+
+    @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_weights_alone_in_mid_step_forget_the_gradients_of_others(self, stage, options, tmp_path):
+        saved = start(Net(), ds_config(gas=2, stage=stage))
+        train_engine(saved, 2, gas=2)
+        saved.save_checkpoint(tmp_path)
+        engine, fresh = (start(Net(), ds_config(gas=2, stage=stage)) for _ in range(2))
+        train_engine(engine, 1, gas=2)
+        engine.backward(engine((1, 0, dist.get_rank())) * 64)
+        engine.step()
+        for each in (engine, fresh):
+            each.load_checkpoint(tmp_path, **options)
+            for value in internals.states(each).values():
+                for state in value.values():
+                    state.zero_()
+            each.optimizer.progress.updates = 0
+            train_engine(each, 1, gas=2, first=3)
+        assert engine.micro_steps % 2 == fresh.micro_steps % 2 == 0
+        assert torch.equal(weights(engine.module), weights(fresh.module))
+
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    def test_two_values_for_what_is_one_parameter_here(self, sections, tmp_path):
+        self.saved(tmp_path, **sections)
+        other = start(Net(tied=True), ds_config(scheduler=WARMUP, **sections))
+        before = weights(other.module).clone()
+        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, and differ"):
+            other.load_checkpoint(tmp_path)
+        assert torch.equal(weights(other.module), before) and other.global_steps == 0
+        # As torch does, the last of them; there is no master that would be another.
+        other.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert_same_on_all_ranks(other.module)
+        for name, value in masters(other).items():
+            assert torch.equal(value, other.module.get_parameter(name).float()), name
+
     def test_a_model_with_other_parameters(self, tmp_path):
         self.saved(tmp_path)
         other = start(Net(odd=True), ds_config(scheduler=WARMUP))
@@ -270,6 +341,20 @@ class TestDeepSpeedsWriters(DistributedTest):
         other.load_checkpoint(tmp_path, tag="global_step2")
         assert_equal_states(states(other), expected)
         Manifest.read(tmp_path / "global_step3").check(tmp_path / "global_step3")
+
+    def test_what_is_loaded_is_what_was_saved_last(self, tmp_path, monkeypatch):
+        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        engine = start(Net(), ds_config(checkpoint={"writer": {"type": "PYTHON", "decoupled": True,
+                                                               "data_parallel": "replica"}}))
+        for tag in ("a", None, "b"):
+            train_engine(engine, 2)
+            engine.save_checkpoint(tmp_path, tag="a" if tag is None else tag)
+            saved = states(engine)
+            path, _ = engine.load_checkpoint(tmp_path, tag=tag)
+            assert path is not None
+            assert_equal_states(states(engine), saved)
+        engine.destroy()
 
     def test_an_engine_that_another_has_succeeded_ends_its_save(self, tmp_path, monkeypatch):
         for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():

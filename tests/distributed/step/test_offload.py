@@ -106,6 +106,25 @@ class TestOffload(DistributedTest):
             train_engine(each, 1, first=2)
         assert_equal_states(whole_states(engine), whole_states(plain))
 
+    @pytest.mark.parametrize("include", [None, [Kind.lp_params], [Kind.hp_params]])
+    def test_no_model_is_written_that_has_no_weights(self, include, tmp_path):
+        engine = start(Net(), ds_config(bf16={"enabled": True}))
+        wanted = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        ways = [engine.module.state_dict, engine.module.square.state_dict, engine.module_state_dict,
+                lambda: engine.save_16bit_model(str(tmp_path))]
+        for _ in range(2):
+            engine.offload_states(include=include)
+            engine.offload_states(include=include)
+            for way in ways if include != [Kind.hp_params] else ():
+                with pytest.raises(StepError, match="parameters are offloaded.*call engine.reload_states"):
+                    way()
+            assert not list(tmp_path.iterdir())
+            engine.reload_states()
+            found = engine.module.state_dict()
+            assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+            assert not engine.module.square._state_dict_pre_hooks
+        assert engine.save_16bit_model(str(tmp_path))
+
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_a_host_without_memory_on_one_rank_leaves_all_where_it_was(self, precision, monkeypatch):

@@ -26,6 +26,7 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
+    weights,
     whole_gradients,
 )
 
@@ -225,6 +226,36 @@ class TestWeights(DistributedTest):
         for name, value in masters(other).items():
             assert torch.equal(value, written[name].float()), name
             assert torch.equal(other.module.get_parameter(name), written[name]), name
+
+    @pytest.mark.parametrize("ratio, sections", [
+        (0, {}), (0.5, {}), (0, {"master_dtype": "bfloat16+remainder"})])
+    def test_what_is_saved_or_looked_at_while_an_average_is_tried_leaves_masters_alone(self, ratio, sections, tmp_path):
+        engine, plain = (start(Net(), written_config(1, ratio, torch.bfloat16)) for _ in range(2))
+        if sections:
+            engine, plain = (start(Net(), ds_config(bf16={"enabled": True}, layerwise=sections)) for _ in range(2))
+        for step in range(4):
+            if step == 2:
+                kept = {name: p.detach().clone() for name, p in trainable(engine.module).items()}
+                average = {name: p * 0.5 + 0.01 for name, p in kept.items()}
+                write_data(engine.module, average)
+                assert torch.equal(safe_get_full_fp32_param(engine.module.experts), average["experts"].float())
+                engine.save_checkpoint(str(tmp_path), tag="tried")
+                engine.optimizer.save_state_dict_to_file(tmp_path / "tried.pt")
+                torch.distributed.checkpoint.save(engine.optimizer.sharded_state_dict(), checkpoint_id=tmp_path / "dcp")
+                write_data(engine.module, kept)
+            for each in (engine, plain):
+                train_engine(each, 1, first=step)
+        assert not internals.owned(engine).written
+        assert_equal_states(whole_states(engine), whole_states(plain))
+        assert torch.equal(weights(engine.module), weights(plain.module))
+        for load in (lambda: plain.load_checkpoint(str(tmp_path), tag="tried"),
+                     lambda: plain.optimizer.load_state_dict_from_file(tmp_path / "tried.pt"),
+                     lambda: plain.optimizer.load_sharded_state_dict(tmp_path / "dcp")):
+            train_engine(plain, 1)
+            load()
+            for name, value in masters(plain).items():
+                assert torch.equal(value, average[name].float()), name
+                assert torch.equal(plain.module.get_parameter(name), average[name]), name
 
     def test_nothing_else_is_taken_for_a_write(self, tmp_path):
         """Masters keep the precision that the parameters lack."""
