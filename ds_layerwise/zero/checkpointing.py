@@ -279,7 +279,7 @@ class Checkpointing:
 
     def _load_whole(self, found: Found) -> None:
         """Take over whole parameters, of which the engine loads nothing."""
-        with self.loading(Load(found, wants_scheduler=False)):
+        with self.loading(Load(found, wants_scheduler=None)):
             self.finish_load()
         self.weights_from_masters()
 
@@ -328,7 +328,7 @@ class Checkpointing:
         for name, value in found.others.items():
             held[name].copy_(value.view(held[name].shape))
         if found.states:
-            self._take_over(found.header, with_scheduler=self.load.wants_scheduler)
+            self._take_over(found.header, wants_scheduler=self.load.wants_scheduler)
             self.interrupted.forget()
         self._restart_step(found.accumulated, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1))
         for logits in found.accumulated.logits if found.accumulated else ():
@@ -348,18 +348,19 @@ class Checkpointing:
         unfinished.resume(accumulated, engine=self.engine(), progress=self.progress, grad_sync=self.grad_sync,
                           scale_before=scale_before, scale_now=self.scaling.scaler.loss_scale)
 
-    def _take_over(self, header: Header, *, with_scheduler: bool) -> None:
+    def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""
         engine = self.engine()
         self.progress.updates, self.scaling.overflow = header.step, header.overflow
-        goes_on = with_scheduler and type(engine.lr_scheduler).__module__ != lr_schedules.__name__
+        goes_on = bool(wants_scheduler) and type(engine.lr_scheduler).__module__ != lr_schedules.__name__
         group_of = {saved: self.planned.routes[name].group for name, all_of_it in self.planned.names.items()
                     for saved in all_of_it}
         # What a config names has its settings there, and not in groups.
         otherwise = resumed_groups.otherwise_trained(
             self.owned.rule_records(), header.rules, group_of) if self.optimizer.recipes_by_group else {}
         lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
-                                         scheduler=engine.lr_scheduler, goes_on=goes_on, otherwise=otherwise)
+                                         scheduler=engine.lr_scheduler, goes_on=goes_on,
+                                         afresh=wants_scheduler is False, otherwise=otherwise)
         if comm.rank_of(None) == 0:
             recipes = dict.fromkeys(self.planned.routes[spec.name].recipe for spec in self.planned.specs)
             for line in (*lines, *self.products.changes(recipes, header.fast_dtypes)):

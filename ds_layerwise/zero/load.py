@@ -64,8 +64,9 @@ class Load:
 
     found: Found | None
     """None where nothing but the model is wanted, and once it was taken over: it holds files open."""
-    wants_scheduler: bool
-    """Whether the learning rate scheduler is to go on from the checkpoint."""
+    wants_scheduler: bool | None
+    """Whether the learning rate scheduler is to go on from the checkpoint, or to start afresh; None where what is
+    loaded never has its state, and the script sees to it."""
     weights_win: bool = False
     """Whether the user loads the model, so that masters follow weights that are not what was saved."""
 

@@ -3,7 +3,8 @@
 Note: where a schedule takes its rates from
     torch's go on from what a checkpoint has of them. DeepSpeed's, and one that starts afresh, set ``lr`` to what the
     config of this run says, whatever a group goes on with; where that is another one, the ratios of the run before
-    would make rates of it that nobody chose. So there the rates are those of the config.
+    would make rates of it that nobody chose. So there the rates are those of the config. Many of torch's multiply on
+    from what stands in a group, so that of one that starts afresh everything there stays that it has put in.
 
 Note: what is compared
     A schedule moves ``lr``, and a script may move anything, so that what a group says in a checkpoint is not what it
@@ -13,7 +14,7 @@ Note: what is compared
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,9 @@ _RATES = ("lr", *RATIOS)
 
 #: What else schedulers of torch keep in a group of the learning rate, and in lists of their own.
 _IN_GROUPS, _IN_LISTS = ("lr", "initial_lr", "max_lr", "min_lr"), ("base_lrs", "max_lrs", "_last_lr")
+
+#: What those keep in a group that cycle the momentum, and what they move by it.
+_OF_MOMENTUM, _CYCLED = ("base_momentum", "max_momentum"), ("momentum", "betas")
 
 
 def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -53,16 +57,18 @@ def after(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange)
 
 
 def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange, scheduler: Any,
-              goes_on: bool, otherwise: Mapping[int, str]) -> list[str]:
+              goes_on: bool, afresh: bool, otherwise: Mapping[int, str]) -> list[str]:
     """Let the groups of ``optimizer`` go on from ``header``; returns a line for each thing that has changed.
 
     Args:
         scheduler: the engine's; None if it has none.
         goes_on: whether that is one of torch's, and goes on from its state in the checkpoint.
+        afresh: whether it does not, of whatever kind it is: what it has put into the groups of this run stays there.
         otherwise: the groups of an optimizer that was given whose values in the checkpoint are of no use to it.
     """
     changes: dict[tuple[str, object, object, bool], list[int]] = {}
     others: list[str] = []
+    stays = _put_by(scheduler) if afresh else frozenset()
     for index, saved in enumerate(header.param_groups or ()):
         group, built = optimizer.param_groups[index], optimizer.built_with[index]
         if saved.keys() & RATIOS.values() and not built.keys() & RATIOS.values():
@@ -80,14 +86,15 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         before = _given(saved, header.configured[index] if header.configured else None, built,
                         is_scheduled=scheduler is not None)
         for key, value in saved.items():
-            _set(group, key, value)
+            if key not in stays:
+                _set(group, key, value)
         old, new = optimizer.named(before), optimizer.named(built)
         different = [key for key in new if key in old and old[key] != new[key]]
         sets_lr = scheduler is not None and not goes_on and "lr" in different
         taken = [key for key in different if wins == "config" or sets_lr and key in _RATES]
         for key in different:
             changes.setdefault((key, old[key], new[key], key in taken), []).append(index)
-        optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken)}
+        optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken, stays)}
         if "lr" in taken and goes_on:
             _follow_lr(scheduler, index, before["lr"], built["lr"])
     return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
@@ -133,29 +140,43 @@ def _given(saved: Mapping[str, Any], configured: Mapping[str, Any] | None,
 
 
 def _follow_config(group: dict[str, Any], before: Mapping[str, Any], built: Mapping[str, Any],
-                   taken: Sequence[str]) -> dict[str, Any]:
-    """Let ``group`` have of ``built`` what ``taken`` names, and return that."""
+                   taken: Sequence[str], stays: Set[str]) -> dict[str, Any]:
+    """Let ``group`` have of ``built`` what ``taken`` names, but not what ``stays``, and return that."""
     given = {key: built[key] for key in taken if key not in _RATES}
     if set(_RATES).intersection(taken):
         given |= {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
-    for key, value in given.items():
-        _set(group, key, value)
+    for key in given.keys() - stays:
+        _set(group, key, given[key])
     if "lr" in taken:
         given["lr"] = built["lr"]
         for key in _IN_GROUPS:
-            if key in group:
+            if key in group and key not in stays:
                 _set(group, key, _moved(float(group[key]), before["lr"], built["lr"]))
     return given
 
 
+def _put_by(scheduler: Any) -> frozenset[str]:
+    """The keys of a group that are the scheduler's."""
+    if scheduler is None:
+        return frozenset()
+    cycles = any(getattr(each, "cycle_momentum", False) for each in _all_in(scheduler))
+    return frozenset((*_IN_GROUPS, *_OF_MOMENTUM, *(_CYCLED if cycles else ())))
+
+
+def _all_in(scheduler: Any) -> Iterator[Any]:
+    """It, and where it is one of several, those."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _all_in(inner)
+
+
 def _follow_lr(scheduler: Any, index: int, old: float, new: float) -> None:
     """Move what a torch scheduler keeps of the learning rate of a group."""
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _follow_lr(inner, index, old, new)
-    for name in _IN_LISTS:
-        rates = getattr(scheduler, name, None)
-        if isinstance(rates, list) and index < len(rates):
-            rates[index] = _moved(float(rates[index]), old, new)
+    for each in _all_in(scheduler):
+        for name in _IN_LISTS:
+            rates = getattr(each, name, None)
+            if isinstance(rates, list) and index < len(rates):
+                rates[index] = _moved(float(rates[index]), old, new)
 
 
 def _moved(value: float, old: float, new: float) -> float:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
 from pathlib import Path
 
 import deepspeed.comm as dist
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 
 import ds_layerwise
 from ds_layerwise.checkpoint.safe_load import load_safely
@@ -173,6 +184,20 @@ def effective(engine):
     return {**rates, **{key: group[key] for key in ("momentum", "weight_decay", "eps")}, "betas": tuple(group["betas"])}
 
 
+#: Schedules that multiply on from the group, set it from a base, and move betas, too.
+AFRESH = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=10),
+    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.5),
+    "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.0625, total_steps=10),
+    "chained": lambda optimizer: ChainedScheduler([ExponentialLR(optimizer, 0.5), ConstantLR(optimizer, 0.5, 2)]),
+    "sequential cycle": lambda optimizer: SequentialLR(optimizer, [
+        OneCycleLR(optimizer, max_lr=0.0625, total_steps=10), ExponentialLR(optimizer, 0.5)], [8]),
+    "of DeepSpeed": None,
+}
+
+
 class TestWhatWins(DistributedTest):
     world_size = 2
 
@@ -272,6 +297,55 @@ class TestWhatWins(DistributedTest):
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
             assert all(now[key] == wanted[key] for key in ("muon_lr", "adam_lr"))
             assert now["weight_decay"] == (0.1 if wins == "checkpoint" else 0.5)
+
+    @pytest.mark.parametrize("kind", AFRESH)
+    def test_a_schedule_that_starts_afresh_is_one_of_this_run(self, kind, tmp_path):
+        """Step for step what it is in a run that loads nothing: most of torch's multiply on from what a group says."""
+        def scheduled(params=None, **layerwise):
+            lr = {**MUON, **(params or {})}["lr"]
+            if kind == "of DeepSpeed":
+                return start(Net(), ds_config(params=params or {}, layerwise=layerwise, scheduler={
+                    "type": "OneCycle", "params": {"cycle_min_lr": lr / 4, "cycle_max_lr": lr,
+                                                   "cycle_first_step_size": 4, "cycle_min_mom": 0.5}}))
+            return start(Net(), ds_config(params=params or {}, layerwise=layerwise), lr_scheduler=AFRESH[kind])
+
+        def said(engine):
+            return {key: value for key, value in engine.optimizer.param_groups[0].items()
+                    if key in ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "betas")}
+
+        old = scheduled()
+        train_engine(old, 5)
+        old.save_checkpoint(tmp_path)
+        for params, wins in (({}, "checkpoint"), (OTHER, "checkpoint"), (OTHER, "config")):
+            engine, always = scheduled(params, on_hyper_change=wins), scheduled(params)
+            engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+            for step in range(3):
+                expected = said(always)
+                if wins == "checkpoint" and "cycle" not in kind.lower() and kind != "of DeepSpeed":
+                    expected["betas"] = (0.9, 0.95)
+                assert said(engine) == expected, (params, wins, step)
+                assert engine.get_lr() == always.get_lr()
+                for each in (engine, always):
+                    train_engine(each, 1, first=5 + step)
+            for each in (engine, always):
+                each.destroy()
+
+    def test_a_schedule_of_an_object_that_starts_afresh(self, tmp_path):
+        def with_object():
+            module = Net()
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            schedule = CosineAnnealingLR(optimizer, T_max=10)
+            config = ds_config(layerwise={"client_optimizer": {"split": "whole"}})
+            del config["optimizer"]
+            return ds_layerwise.initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+
+        old, engine = with_object(), with_object()
+        train_engine(old, 8)
+        old.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        for step in range(4):
+            assert engine.get_lr() == [pytest.approx(0.005 * (1 + math.cos(math.pi * step / 10)))]
+            train_engine(engine, 1, first=8 + step)
 
     def test_what_has_not_changed_goes_on_as_it_was(self, tmp_path, capsys):
         """A momentum that the script has moved is no change of the config."""
