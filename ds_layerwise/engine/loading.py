@@ -28,6 +28,7 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.safe_load import load_safely
+from ds_layerwise.engine.schedules import check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks import comm, disks
@@ -213,7 +214,10 @@ def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine,
 
 def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoint: dict[str, Any],
                             strict: bool = True, custom_load_fn: Any = None, **options: Any) -> Any:
-    if uses_us(engine) and custom_load_fn is None:
+    if uses_us(engine) and custom_load_fn is not None:
+        with comm.Alike(None):
+            _check_scheduler(engine, checkpoint)
+    elif uses_us(engine):
         with comm.Alike(None):
             held = checkpoint["module"]
             renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
@@ -228,7 +232,8 @@ def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stri
     """Find what loading the module and the scheduler would only find when half of it is done.
 
     Raises:
-        LayerWiseError: names or shapes differ, or there are two values for one parameter, or none for the scheduler.
+        LayerWiseError: names or shapes differ, or there are two values for one parameter, or there is no state that the
+            scheduler could go on from.
     """
     held = engine.module.state_dict(keep_vars=True)
     _check_names_and_shapes(checkpoint["module"], held, strict=strict, way_out="rename it with layerwise.rename, or ")
@@ -288,23 +293,22 @@ def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> 
     # Who calls load_module_state_dict loads no scheduler.
     load: Load | None = engine.optimizer.checkpointing.load
     wants = load is not None and load.wants_scheduler
-    if engine.lr_scheduler is not None and wants and not checkpoint.get("lr_scheduler"):
-        raise LayerWiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
-                             "with load_lr_scheduler_states=False to start the schedule afresh")
+    if engine.lr_scheduler is not None and wants:
+        check_scheduler(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
 
 
 def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
     """Find what is wrong with the model's file of a universal checkpoint, of which the engine loads no weights.
 
     Raises:
-        LayerWiseError: there is none, or it has no state for the scheduler.
+        LayerWiseError: there is none, or it has no state that the scheduler could go on from.
     """
     names = engine._get_all_ckpt_names(load_dir, tag)
     if not names:
         raise LayerWiseError(f"{Path(load_dir, tag)} holds no mp_rank_00_model_states.pt, which says how many steps "
                              "were taken; copy it there from the checkpoint that was converted")
     try:
-        checkpoint = load_safely(Path(names[0]))
+        checkpoint = load_safely(Path(names[0]), with_objects=True)
     except LayerWiseError:
         # A client may have put anything into it; the engine loads it next, and that is the user's decision.
         return

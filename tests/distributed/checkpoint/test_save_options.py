@@ -34,6 +34,29 @@ def folders(path):
     return sorted(p.name for p in path.iterdir() if p.is_dir())
 
 
+class Mine:
+    """What a script puts into a checkpoint, and only its own code can read."""
+
+
+class Still:
+    """A script's scheduler, which has nothing to remember."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        """Part of what an engine calls."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+    def get_last_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
 class TestSaving(DistributedTest):
     world_size = 2
 
@@ -191,6 +214,38 @@ class TestLoading(DistributedTest):
             other.load_checkpoint(tmp_path)
         assert torch.equal(weights(other.module), before) and other.global_steps == 0
         other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        assert_equal_states(states(other), states(engine))
+
+    @pytest.mark.parametrize("kind", ["regular", "universal", "with a client's object", "loaded by a function"])
+    def test_a_scheduler_of_another_kind(self, kind, tmp_path):
+        def steps(optimizer):
+            return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+        tag = "tag_universal" if kind in ("universal", "with a client's object") else "tag"
+        options = {"custom_load_fn": lambda src, dst: dst.load_state_dict(src)} if "function" in kind else {}
+        engine = start(Net(), ds_config(layerwise={"save_universal": True}), lr_scheduler=steps)
+        train_engine(engine, 3)
+        engine.save_checkpoint(tmp_path, tag="tag", client_state={"mine": Mine()} if "object" in kind else {})
+        other = start(Net(), ds_config(scheduler=WARMUP))
+        train_engine(other, 1, first=5)
+        before, held, schedule = weights(other.module).clone(), states(other), other.lr_scheduler.state_dict()
+        with pytest.raises(LayerWiseError, match="another one than this run's WarmupLR: its state has base_lrs, gamma, "
+                                                 "last_epoch, step_size; lacks last_batch_iteration; make .*"
+                                                 "load_lr_scheduler_states=False to start this one afresh"):
+            other.load_checkpoint(tmp_path, tag=tag, **options)
+        assert torch.equal(weights(other.module), before) and other.lr_scheduler.state_dict() == schedule
+        assert_equal_states(states(other), held)
+        assert (other.global_steps, other.optimizer.step_count) == (1, 1)
+        other.load_checkpoint(tmp_path, tag=tag, load_lr_scheduler_states=False, **options)
+        assert torch.equal(weights(other.module), weights(engine.module))
+        assert other.lr_scheduler.state_dict() == schedule
+        train_engine(other, 1, first=3)
+
+    def test_a_scheduler_without_any_state(self, tmp_path):
+        engine, other = (start(Net(), ds_config(), lr_scheduler=Still) for _ in range(2))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        other.load_checkpoint(tmp_path)
         assert_equal_states(states(other), states(engine))
 
     @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])

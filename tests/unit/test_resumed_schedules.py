@@ -1,0 +1,142 @@
+"""Which state of a learning rate scheduler another one goes on from, and what is said where it cannot."""
+
+import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
+from torch.optim import lr_scheduler as of_torch
+
+from ds_layerwise.engine.schedules import check_scheduler
+from ds_layerwise.errors import LayerWiseError
+from tests.support.rooms import rooms
+
+pytestmark = rooms("schedules")
+
+
+class Warm(of_torch.LRScheduler):
+    """A script's, which torch loads."""
+
+    def __init__(self, optimizer, **settings):
+        vars(self).update(settings)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return list(self.base_lrs)
+
+
+class Strict(Warm):
+    """A script's, which loads itself, and what it reads has to be there."""
+
+    def load_state_dict(self, state):
+        self.first, self.last_epoch = state["first"], state["last_epoch"]
+
+
+class Stateless:
+    def state_dict(self):
+        return {}
+
+
+def chain(optimizer, *kinds):
+    return of_torch.ChainedScheduler([KINDS[kind](optimizer) for kind in kinds])
+
+
+def sequence(optimizer, *kinds):
+    return of_torch.SequentialLR(optimizer, [KINDS[kind](optimizer) for kind in kinds],
+                                 list(range(2, 1 + len(kinds))))
+
+
+KINDS = {
+    "lambda": lambda o: of_torch.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "step": lambda o: of_torch.StepLR(o, 2, gamma=0.5),
+    "multi step": lambda o: of_torch.MultiStepLR(o, [2, 4]),
+    "constant": lambda o: of_torch.ConstantLR(o, 0.5, 3),
+    "linear": lambda o: of_torch.LinearLR(o, 0.5),
+    "exponential": lambda o: of_torch.ExponentialLR(o, 0.5),
+    "polynomial": lambda o: of_torch.PolynomialLR(o, 5),
+    "cosine": lambda o: of_torch.CosineAnnealingLR(o, 10),
+    "restarts": lambda o: of_torch.CosineAnnealingWarmRestarts(o, 10),
+    "plateau": lambda o: of_torch.ReduceLROnPlateau(o),
+    "cyclic": lambda o: of_torch.CyclicLR(o, 0.1, 0.2),
+    "one cycle": lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=5),
+    "sequence": lambda o: sequence(o, "exponential", "cosine"),
+    "sequence otherwise": lambda o: sequence(o, "exponential", "step"),
+    "longer sequence": lambda o: sequence(o, "exponential", "cosine", "cosine"),
+    "chain": lambda o: chain(o, "exponential", "cosine"),
+    "chain of a sequence": lambda o: chain(o, "exponential", "sequence"),
+    "of DeepSpeed": lambda o: WarmupLR(o),
+    "of a script": lambda o: Warm(o, first=1, rest=2),
+    "strict": lambda o: Strict(o, first=1, other=3),
+    "without state": lambda o: Stateless(),
+}
+
+
+def made(kind):
+    return KINDS[kind](torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("now", KINDS)
+def test_each_goes_on_from_its_own_kind_alone(now):
+    scheduler = made(now)
+    for before in KINDS:
+        state = made(before).state_dict()
+        if before == now:
+            check_scheduler(scheduler, state)
+        else:
+            with pytest.raises(LayerWiseError, match=r"another one than this run's .* its state .*; make the scheduler "
+                                                     r"as .*, or load with load_lr_scheduler_states=False to start"):
+                check_scheduler(scheduler, state)
+
+
+@pytest.mark.parametrize("before, now, told", [
+    ("step", "of DeepSpeed", "WarmupLR: its state has base_lrs, gamma, last_epoch, step_size; lacks "
+                             "last_batch_iteration; make"),
+    ("exponential", "step", "StepLR: its state lacks step_size; make"),
+    ("step", "exponential", "ExponentialLR: its state has step_size; make"),
+    ("sequence", "sequence otherwise", "SequentialLR: its state has _schedulers[1].T_max, _schedulers[1].eta_min; "
+                                       "lacks _schedulers[1].gamma, _schedulers[1].step_size; make"),
+    ("longer sequence", "sequence", "has 3 _schedulers, not 2; make"),
+    ("chain", "chain of a sequence", "lacks _schedulers[1]._milestones, _schedulers[1]._schedulers"),
+])
+def test_what_is_said(before, now, told):
+    with pytest.raises(LayerWiseError) as error:
+        check_scheduler(made(now), made(before).state_dict())
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("kind, less, more", [
+    ("plateau", ["default_min_lr", "_last_lr"], ["verbose"]),
+    ("one cycle", ["_anneal_func_type", "_is_initial", "use_beta1"], ["verbose", "anneal_func"]),
+    ("cosine", ["_get_lr_called_within_step"], ["_of_a_later_version"]),
+    ("cyclic", ["base_momentums", "max_momentums", "use_beta1"], []),
+    # An attribute that the script's class has by now keeps its value.
+    ("of a script", ["rest"], []),
+])
+def test_what_versions_and_options_name_otherwise_is_no_difference(kind, less, more):
+    state = made(kind).state_dict()
+    state = {key: value for key, value in state.items() if key not in less} | dict.fromkeys(more)
+    scheduler = made(kind)
+    check_scheduler(scheduler, state)
+    scheduler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind, less, more, told", [
+    ("of a script", [], ["older"], "has older"), ("strict", ["other"], [], "lacks other"),
+    ("of a script", ["base_lrs"], [], "lacks base_lrs"), ("one cycle", ["_schedule_phases"], [], "lacks _schedule_ph"),
+])
+def test_what_would_be_lost_or_missed_is_refused(kind, less, more, told):
+    state = made(kind).state_dict()
+    with pytest.raises(LayerWiseError, match=f"its state {told}"):
+        check_scheduler(made(kind), {key: value for key, value in state.items() if key not in less}
+                        | dict.fromkeys(more))
+
+
+def test_a_state_that_is_no_dict():
+    class Counts:
+        def __init__(self, state):
+            self.state_dict = lambda: state
+
+    check_scheduler(Counts((1, 2)), (3, 4))
+    check_scheduler(object(), {"anything": 1})
+    with pytest.raises(LayerWiseError, match="its state is a tuple, not a dict; "):
+        check_scheduler(Counts({"a": 1}), (3, 4))
+    with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler"):
+        check_scheduler(Counts({}), None)
