@@ -55,7 +55,7 @@ def _differences(scheduler: Any, own: Mapping[Any, Any], saved: Mapping[Any, Any
     """What keeps ``scheduler``, whose state is ``own``, from going on from ``saved``."""
     known, there = set(map(str, own)), set(map(str, saved))
     unknown, missing = filter(_counts, there - known), filter(_counts, known - there)
-    if _takes_what_there_is(scheduler) and there >= _OF_ALL:
+    if _takes_what_there_is(scheduler):
         missing = filter(_OF_ALL.__contains__, known - there)
     found = [f"{what} {', '.join(names)}" for what, keys in (("has", unknown), ("lacks", missing))
              if (names := sorted(f"{where}{key}" for key in keys))]

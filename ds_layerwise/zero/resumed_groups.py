@@ -95,6 +95,9 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         for key in different:
             changes.setdefault((key, old[key], new[key], key in taken), []).append(index)
         optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken, stays)}
+        if not float(optimizer.configured[index]["lr"]):
+            # What overrides say of a rate is a ratio to it.
+            optimizer.configured[index]["lr"] = built["lr"]
         if "lr" in taken and goes_on:
             _follow_lr(scheduler, index, before["lr"], built["lr"])
     return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
@@ -180,8 +183,9 @@ def _follow_lr(scheduler: Any, index: int, old: float, new: float) -> None:
 
 
 def _moved(value: float, old: float, new: float) -> float:
-    """``value`` of a schedule from ``old`` at the same place of one from ``new``."""
-    return float(new) if value == old else value * float(new) / float(old)
+    """``value`` of a schedule from ``old`` at the same place of one from ``new``; where the first is 0, of which no
+    other is a multiple, ``new`` itself."""
+    return float(new) if value == old or not old else value * float(new) / float(old)
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:

@@ -184,6 +184,16 @@ def effective(engine):
     return {**rates, **{key: group[key] for key in ("momentum", "weight_decay", "eps")}, "betas": tuple(group["betas"])}
 
 
+def with_object(make, schedule=None, module=None, **layerwise):
+    """An engine that ``make(parameters)`` trains, and what ``schedule`` makes of that."""
+    module = module or Net()
+    optimizer = make(list(module.parameters()))
+    config = ds_config(layerwise={"client_optimizer": {"split": "whole"}, **layerwise})
+    del config["optimizer"]
+    return ds_layerwise.initialize(model=module, optimizer=optimizer, config=config,
+                                   lr_scheduler=schedule(optimizer) if schedule else None)[0]
+
+
 #: Schedules that multiply on from the group, set it from a base, and move betas, too.
 AFRESH = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=10),
@@ -332,21 +342,45 @@ class TestWhatWins(DistributedTest):
                 each.destroy()
 
     def test_a_schedule_of_an_object_that_starts_afresh(self, tmp_path):
-        def with_object():
-            module = Net()
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            schedule = CosineAnnealingLR(optimizer, T_max=10)
-            config = ds_config(layerwise={"client_optimizer": {"split": "whole"}})
-            del config["optimizer"]
-            return ds_layerwise.initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
-
-        old, engine = with_object(), with_object()
+        old, engine = (with_object(lambda params: torch.optim.AdamW(params, lr=0.01),
+                                   lambda optimizer: CosineAnnealingLR(optimizer, T_max=10)) for _ in range(2))
         train_engine(old, 8)
         old.save_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
         for step in range(4):
             assert engine.get_lr() == [pytest.approx(0.005 * (1 + math.cos(math.pi * step / 10)))]
             train_engine(engine, 1, first=8 + step)
+
+    @pytest.mark.parametrize("scheduled", [False, True])
+    def test_a_rate_that_began_at_0(self, scheduled, tmp_path):
+        """There is no ratio to it: what this run says of it is taken."""
+        def started(lr, **layerwise):
+            return with_object(lambda params: torch.optim.SGD(params, lr=lr), scheduled and (
+                lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))), **layerwise)
+
+        old = started(0.0)
+        for step in range(2):
+            old.optimizer.param_groups[0]["lr"] = 0.01
+            train_engine(old, 1, first=step)
+        old.optimizer.param_groups[0]["lr"] = 0.01
+        old.save_checkpoint(tmp_path)
+        engine = started(0.0625, on_hyper_change="config")
+        engine.load_checkpoint(tmp_path)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.0625
+        train_engine(engine, 1, first=2)
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.0625 / 4 if scheduled else 0.0625)
+        # A rate of its own stands to this run's where the checkpoint's is none.
+        deltas = []
+        for overrides in ([], [{"name": "embed.weight", "lr": 0.001}]):
+            engine = started(0.05, overrides=overrides)
+            engine.load_checkpoint(tmp_path)
+            assert engine.optimizer.param_groups[0]["lr"] == 0.01
+            before = engine.module.embed.weight.detach().clone()
+            train_engine(engine, 1, first=2)
+            deltas.append(engine.module.embed.weight.detach() - before)
+        assert deltas[0].abs().max() > 1e-4
+        # 0.001 * 0.01 / 0.05, and 0.01
+        assert torch.allclose(deltas[1], deltas[0] * 0.02, rtol=1e-3, atol=1e-7)
 
     def test_what_has_not_changed_goes_on_as_it_was(self, tmp_path, capsys):
         """A momentum that the script has moved is no change of the config."""
