@@ -51,6 +51,48 @@ def plain(value: Any, where: str) -> Any:
         raise LayerWiseError(f"{where} holds itself, which a checkpoint cannot; take it out of the group") from None
 
 
+def like(held: Any, value: Any) -> Any:
+    """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is, or ``held`` itself if both say the
+    same.
+
+    Only classes that ``held`` brings are called: those of enums, paths and named tuples. What fits none of them stays
+    as it is.
+    """
+    if isinstance(held, Tensor) or isinstance(value, Tensor):
+        return value
+    try:
+        said = plain(held, "what is held")
+        if type(said) is type(value) and said == value:
+            return held
+    except (LayerWiseError, RuntimeError):
+        # No checkpoint could hold it; or there are tensors in both.
+        pass
+    if isinstance(held, Enum):
+        return _member(type(held), value)
+    if isinstance(held, PurePath) and isinstance(value, str):
+        return type(held)(value)
+    if isinstance(held, Mapping) and isinstance(value, dict):
+        own = {plain(key, "a key"): key for key in held}
+        return {own.get(key, key): like(held[own[key]], each) if key in own else each for key, each in value.items()}
+    if isinstance(held, (list, tuple)) and type(value) in (list, tuple):
+        items = [like(*pair) for pair in zip(held, value, strict=False)] + list(value[len(held):])
+        if hasattr(held, "_fields") and len(items) == len(held):
+            return type(held)(*items)
+        return type(value)(items)
+    return value
+
+
+def _member(kind: type[Enum], value: Any) -> Any:
+    """That of ``kind`` which a checkpoint says ``value`` of, or that."""
+    for member in kind:
+        if plain(member.value, "a member") == value:
+            return member
+    try:
+        return kind(value)  # of flags, together
+    except ValueError:
+        return value
+
+
 def _plain(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, _KEPT):
         return value

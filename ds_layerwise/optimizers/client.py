@@ -7,9 +7,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_layerwise.checkpoint.plain import plain
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.client_object import ABOUT_GROUPS, check_object, path_of, recipes_of
@@ -87,9 +87,8 @@ class ClientOptimizer(LayerWiseOptimizer):
         check_floors(routes, groups)
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
-        """What of ``given`` a load compares: all of it, by the names of the class."""
-        return {key: float(value) if isinstance(value, Tensor) and not value.dim() else normalised(value)
-                for key, value in given.items()}
+        """What of ``given`` a load compares: all of it, by the names of the class, as a checkpoint says it."""
+        return {key: normalised(plain(value, key)) for key, value in given.items()}
 
     def states_before(self) -> list[str]:
         """By parameter, what the object has, as text that is equal on ranks with equal states."""

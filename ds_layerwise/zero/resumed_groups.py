@@ -19,12 +19,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_layerwise.checkpoint.plain import plain
+from ds_layerwise.checkpoint.plain import like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config import OnHyperChange
+from ds_layerwise.optimizers.client_object import ABOUT_GROUPS
 from ds_layerwise.optimizers.param_groups import RATIOS, LayerWiseOptimizer
 
 _RATES = ("lr", *RATIOS)
+
+#: What names and routes the parameters of this run's groups.
+_OF_THIS_RUN = frozenset((*ABOUT_GROUPS, "use_muon"))
 
 #: What else schedulers of torch keep in a group of the learning rate, and in lists of their own.
 _IN_GROUPS, _IN_LISTS = ("lr", "initial_lr", "max_lr", "min_lr"), ("base_lrs", "max_lrs", "_last_lr")
@@ -66,9 +70,9 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         afresh: whether it does not, of whatever kind it is: what it has put into the groups of this run stays there.
         otherwise: the groups of an optimizer that was given whose values in the checkpoint are of no use to it.
     """
-    changes: dict[tuple[str, object, object, bool], list[int]] = {}
+    changes: dict[tuple[str, str, str, bool], list[int]] = {}
     others: list[str] = []
-    stays = _put_by(scheduler) if afresh else frozenset()
+    stays = _OF_THIS_RUN | (_put_by(scheduler) if afresh else frozenset())
     for index, saved in enumerate(header.param_groups or ()):
         group, built = optimizer.param_groups[index], optimizer.built_with[index]
         if saved.keys() & RATIOS.values() and not built.keys() & RATIOS.values():
@@ -93,7 +97,7 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         sets_lr = scheduler is not None and not goes_on and "lr" in different
         taken = [key for key in different if wins == "config" or sets_lr and key in _RATES]
         for key in different:
-            changes.setdefault((key, old[key], new[key], key in taken), []).append(index)
+            changes.setdefault((key, str(old[key]), str(new[key]), key in taken), []).append(index)
         optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken, stays)}
         if not float(optimizer.configured[index]["lr"]):
             # What overrides say of a rate is a ratio to it.
@@ -120,7 +124,7 @@ def otherwise_trained(own: Mapping[str, RuleRecord], saved: Mapping[str, RuleRec
     return found
 
 
-def _line(key: str, old: object, new: object, is_taken: bool, groups: Sequence[int], wins: OnHyperChange,
+def _line(key: str, old: str, new: str, is_taken: bool, groups: Sequence[int], wins: OnHyperChange,
           scheduler: Any) -> str:
     if not is_taken:
         outcome = f"{old} goes on, set layerwise.on_hyper_change to 'config' for {new}"
@@ -194,4 +198,4 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         # Schedulers and users hold on to it.
         held.fill_(value)
     else:
-        group[key] = value
+        group[key] = like(held, value)

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import ds_layerwise
+from ds_layerwise.checkpoint.plain import like, plain
 from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.engine import saving
 from ds_layerwise.errors import LayerWiseError
@@ -40,6 +41,11 @@ Pair = collections.namedtuple("Pair", "first second")
 
 class Kind(enum.Enum):
     FAST = "fast"
+    SLOW = "slow"
+
+
+class Flags(enum.Flag):
+    A, B, C = 1, 2, 4
 
 
 class Thing:
@@ -90,6 +96,21 @@ class TestWhatIsWritten(DistributedTest):
         for key, (_, expected) in VALUES.items():
             found = resumed.optimizer.param_groups[0][key]
             assert found == expected and type(found) is type(expected), key
+
+    @pytest.mark.parametrize("before, now, after", [
+        (Path("/b"), Path("/a"), Path("/b")), (Kind.SLOW, Kind.FAST, Kind.SLOW),
+        ([Kind.SLOW], [Kind.FAST], [Kind.SLOW]),
+        (Pair(1, Kind.SLOW), Pair(2, Path("/b")), Pair(1, Path("slow"))), ((1, 2, "c"), Pair(3, 4), (1, 2, "c")),
+        ({Kind.SLOW: 1, "b": "fast"}, {Kind.SLOW: 3, "b": Kind.SLOW}, {Kind.SLOW: 1, "b": Kind.FAST}),
+        (Flags.A | Flags.C, Flags.B, Flags.A | Flags.C), ("other", Kind.FAST, "other"), (1.0, 1, 1.0),
+        (torch.ones(2), [Kind.FAST], torch.ones(2)), ([torch.ones(2)], [torch.zeros(2)], [torch.ones(2)]),
+        (np.float64(0.5), Thing(), 0.5),
+    ])
+    def test_a_value_is_as_what_the_run_has_there(self, before, now, after):
+        found = like(now, plain(before, "it"))
+        assert type(found) is type(after) and repr(found) == repr(after)
+        if not isinstance(now, (Thing, list)):
+            assert like(now, plain(now, "it")) is now
 
     def test_a_learning_rate_in_a_tensor_stays_in_it(self, tmp_path):
         engine, resumed = start(Net(), ds_config()), start(Net(), ds_config())
@@ -170,6 +191,99 @@ class TestWhatIsWritten(DistributedTest):
                     assert f"param_groups[0].{key} is in the checkpoint as an object" in said
             assert_equal_states(states(resumed), states(engine))
             resumed.destroy()
+
+
+class Moded(torch.optim.Optimizer):
+    """Descends as far as what its groups say is this class's own."""
+
+    def __init__(self, params, **values):
+        super().__init__(params, {"lr": 0.01, "mode": Kind.FAST, "pair": Pair(1, Kind.FAST),
+                                  "by": {Kind.FAST: 0.5}, "flags": Flags.A | Flags.C, **values})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            kinds = (group["mode"] is Kind.FAST, hasattr(group["pair"], "first") and group["pair"].second is Kind.FAST,
+                     group["by"].get(Kind.FAST) == 0.5, group["flags"] == Flags.A | Flags.C)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                    p.add_(p.grad, alpha=-group["lr"] * (1 + sum(2**i * kind for i, kind in enumerate(kinds))))
+
+
+class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
+    world_size = 2
+
+    def test_what_is_of_a_class_stays_of_it(self, tmp_path, capsys):
+        """An enum is compared by ``is``; the resumed run goes on as the one that was not interrupted."""
+        engine, resumed = with_object(Moded), with_object(Moded)
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        capsys.readouterr()
+        resumed.load_checkpoint(tmp_path)
+        assert "param_groups[0]" not in capsys.readouterr().out
+        group, = resumed.optimizer.param_groups
+        assert group["mode"] is Kind.FAST and group["pair"] == Pair(1, Kind.FAST) and type(group["pair"]) is Pair
+        for each in (engine, resumed):
+            train_engine(each, 2, first=1)
+        assert torch.equal(weights(resumed.module), weights(engine.module))
+
+    @pytest.mark.parametrize("wins", ["checkpoint", "config"])
+    def test_what_the_run_says_otherwise(self, wins, tmp_path, capsys):
+        """Whatever wins is of the class that this run has for it."""
+        other = {"mode": Kind.SLOW, "pair": Pair(2, Kind.SLOW), "by": {Kind.FAST: 0.25}, "flags": Flags.B}
+        engine = with_object(lambda params: Moded(params, **other))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        capsys.readouterr()
+        resumed = with_object(Moded, on_hyper_change=wins)
+        expected = other if wins == "checkpoint" else {key: resumed.optimizer.param_groups[0][key] for key in other}
+        resumed.load_checkpoint(tmp_path)
+        if dist.get_rank() == 0:
+            assert "param_groups[0].mode was slow in the run that was saved and is fast" in capsys.readouterr().out
+        found = {key: resumed.optimizer.param_groups[0][key] for key in other}
+        assert found == expected and {key: type(each) for key, each in found.items()} == {
+            key: type(each) for key, each in expected.items()}
+
+    def test_what_names_and_routes_parameters_is_this_runs(self, tmp_path):
+        class Wrapped(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = Net()
+
+            def forward(self, place):
+                return self.inner(place)
+
+        def named(module, split):
+            def make(_):
+                return torch.optim.SGD([{"params": list(module.named_parameters()), "split": split}], lr=0.01)
+            return make
+
+        module = Net()
+        engine = with_object(named(module, "whole"), module=module)
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        module = Wrapped()
+        resumed = with_object(named(module, "element"), module=module, rename={"*": "inner.*"})
+        resumed.load_checkpoint(tmp_path)
+        group, = resumed.optimizer.param_groups
+        assert group["param_names"] == [name for name, _ in module.named_parameters()]
+        assert group["split"] == "element"
+        assert torch.equal(weights(module), weights(engine.module))
+
+    def test_use_muon_is_this_runs(self, tmp_path):
+        def started(use_muon):
+            module = Net()
+            rest = [p for p in module.parameters() if p is not module.square.weight]
+            return ds_layerwise.initialize(model=module, config=ds_config(layerwise={
+                "on_optimizer_change": "reset"}), model_parameters=[
+                    {"params": [module.square.weight], "use_muon": use_muon, "lr": 0.01},
+                    {"params": rest, "use_muon": False}])[0]
+
+        engine, resumed = started(False), started(True)
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.optimizer.param_groups[0]["use_muon"] is True
 
 
 #: What a config says otherwise than the one before it, and what a group then goes on with.
