@@ -52,8 +52,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def like(held: Any, value: Any) -> Any:
-    """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is, or ``held`` itself if both say the
-    same.
+    """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or ``held``, if it says the same.
 
     Only classes that ``held`` brings are called: those of enums, paths and named tuples. What fits none of them stays
     as it is.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
-from deepspeed.runtime import lr_schedules
 from deepspeed.utils import logger
 from torch import nn
 
@@ -46,6 +45,7 @@ from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.products import Products
 from ds_layerwise.zero.save import Save
 from ds_layerwise.zero.settings import Settings
+from ds_layerwise.zero.skipped import SkippedSteps
 
 
 @dataclass(kw_only=True, eq=False)
@@ -76,6 +76,7 @@ class Checkpointing:
     """What compares the first update after a load, if anything does."""
     attention: AttentionLogits
     """What has noted logits of the weights that a load replaces."""
+    skipped: SkippedSteps
     fresh_states: dict[str, str] = field(default_factory=dict, init=False)
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
     load: Load | None = field(default=None, init=False)
@@ -228,12 +229,13 @@ class Checkpointing:
     def loading(self, load: Load) -> Iterator[None]:
         """Around all that the engine loads: own what :meth:`finish_load` is to take over, and let go of its files.
 
-        Attention logits that were noted of the weights before are forgotten.
+        Attention logits that were noted of the weights before are forgotten, and so are steps that were skipped.
         """
         self.load = load
         self.attention.forget()
         try:
             yield
+            self.skipped.forget()
         finally:
             self.load = None
 
@@ -352,15 +354,13 @@ class Checkpointing:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""
         engine = self.engine()
         self.progress.updates, self.scaling.overflow = header.step, header.overflow
-        goes_on = bool(wants_scheduler) and type(engine.lr_scheduler).__module__ != lr_schedules.__name__
         group_of = {saved: self.planned.routes[name].group for name, all_of_it in self.planned.names.items()
                     for saved in all_of_it}
         # What a config names has its settings there, and not in groups.
         otherwise = resumed_groups.otherwise_trained(
             self.owned.rule_records(), header.rules, group_of) if self.optimizer.recipes_by_group else {}
         lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
-                                         scheduler=engine.lr_scheduler, goes_on=goes_on,
-                                         afresh=wants_scheduler is False, otherwise=otherwise)
+                                         scheduler=engine.lr_scheduler, goes_on=wants_scheduler, otherwise=otherwise)
         if comm.rank_of(None) == 0:
             recipes = dict.fromkeys(self.planned.routes[spec.name].recipe for spec in self.planned.specs)
             for line in (*lines, *self.products.changes(recipes, header.fast_dtypes)):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from deepspeed.runtime import lr_schedules
 from torch import Tensor
 
 from ds_layerwise.checkpoint.plain import like, plain
@@ -61,18 +62,19 @@ def after(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange)
 
 
 def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange, scheduler: Any,
-              goes_on: bool, afresh: bool, otherwise: Mapping[int, str]) -> list[str]:
+              goes_on: bool | None, otherwise: Mapping[int, str]) -> list[str]:
     """Let the groups of ``optimizer`` go on from ``header``; returns a line for each thing that has changed.
 
     Args:
         scheduler: the engine's; None if it has none.
-        goes_on: whether that is one of torch's, and goes on from its state in the checkpoint.
-        afresh: whether it does not, of whatever kind it is: what it has put into the groups of this run stays there.
+        goes_on: whether that goes on from its state in the checkpoint; if not, what it has put into the groups of this
+            run stays there; None where the script sees to it.
         otherwise: the groups of an optimizer that was given whose values in the checkpoint are of no use to it.
     """
     changes: dict[tuple[str, str, str, bool], list[int]] = {}
     others: list[str] = []
-    stays = _OF_THIS_RUN | (_put_by(scheduler) if afresh else frozenset())
+    stays = _OF_THIS_RUN | (_put_by(scheduler) if goes_on is False else frozenset())
+    is_fed = bool(goes_on) and type(scheduler).__module__ != lr_schedules.__name__
     for index, saved in enumerate(header.param_groups or ()):
         group, built = optimizer.param_groups[index], optimizer.built_with[index]
         if saved.keys() & RATIOS.values() and not built.keys() & RATIOS.values():
@@ -94,7 +96,7 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
                 _set(group, key, value)
         old, new = optimizer.named(before), optimizer.named(built)
         different = [key for key in new if key in old and old[key] != new[key]]
-        sets_lr = scheduler is not None and not goes_on and "lr" in different
+        sets_lr = scheduler is not None and not is_fed and "lr" in different
         taken = [key for key in different if wins == "config" or sets_lr and key in _RATES]
         for key in different:
             changes.setdefault((key, str(old[key]), str(new[key]), key in taken), []).append(index)
@@ -102,7 +104,7 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         if not float(optimizer.configured[index]["lr"]):
             # What overrides say of a rate is a ratio to it.
             optimizer.configured[index]["lr"] = built["lr"]
-        if "lr" in taken and goes_on:
+        if "lr" in taken and is_fed:
             _follow_lr(scheduler, index, before["lr"], built["lr"])
     return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
         f"{what} is in the checkpoint as an object that only code could restore; this run's own goes on"

@@ -55,6 +55,10 @@ class SkippedSteps:
         # Gradients that are finite say nothing against the scale, however long they are.
         scaler.update_scale(decision.overflow)
 
+    def forget(self) -> None:
+        """Count anew what is skipped in a row: other weights are trained now."""
+        self._in_a_row = 0
+
     def _judge_norm(self, norm: float, step: int) -> None:
         """Say it of every first, second, fourth, ... step, and end a run that does nothing else."""
         self._above += 1

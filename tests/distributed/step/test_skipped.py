@@ -61,6 +61,24 @@ class TestSkipped(DistributedTest):
             f"step 3 was skipped 4 times in a row: {self.blame(engine)}; look for what makes it, or allow more "
             "(layerwise.max_skipped_steps)")
 
+    @pytest.mark.parametrize("way", ["load", "weights alone", "one file"])
+    def test_a_load_counts_anew(self, way, tmp_path):
+        """After a rollback as many may be skipped as before; a load that fails changes nothing."""
+        engine = start(Sick(), ds_config(layerwise={"max_skipped_steps": 3}))
+        train(engine, 1, bad=False)
+        engine.save_checkpoint(tmp_path, tag="tag")
+        engine.optimizer.save_state_dict_to_file(tmp_path / "states")
+        train(engine, 2, bad=True)
+        if way == "one file":
+            engine.optimizer.load_state_dict_from_file(tmp_path / "states")
+        else:
+            engine.load_checkpoint(tmp_path, tag="tag", load_module_only=way == "weights alone")
+        train(engine, 2, bad=True)
+        with pytest.raises(ZeroDivisionError):
+            engine.load_checkpoint(tmp_path, tag="tag", custom_load_fn=lambda src, dst: 1 / 0)
+        with pytest.raises(StepError, match=f"step 2 was skipped 3 times in a row: {self.blame(engine)}"):
+            train(engine, 1, bad=True)
+
     def test_it_warns_before_and_for_ever_where_there_is_no_end(self, monkeypatch):
         engine, warned = start(Sick(), ds_config(layerwise={"max_skipped_steps": None})), []
         monkeypatch.setattr(logger, "warning", warned.append)
