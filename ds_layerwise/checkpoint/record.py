@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ds_layerwise.recipes.any_torch import family_at
+
 
 @dataclass(frozen=True, slots=True)
 class PieceRecord:
@@ -39,13 +41,17 @@ def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 class RuleRecord:
     """What a checkpoint knows of the optimizer of a parameter.
 
-    ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW. ``gradient_average``
-    names the state that is an exponential moving average of the gradient, which other families may go on from.
+    ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one class under two of
+    its paths, see :func:`.any_torch.family_at`. ``gradient_average`` names the state that is an exponential moving
+    average of the gradient, which other families may go on from.
     """
 
     family: str
     state_keys: tuple[str, ...]
     gradient_average: str | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "family", family_at(self.family))
 
 
 #: The optimizer of whatever holds Adam's two moments and does not say more.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import types
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 
 from ds_layerwise.checkpoint.plain import plain as saved
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes import any_torch
 from ds_layerwise.recipes.client import SPLIT, ClientSplit, ClientTorch, client_recipe
 from ds_layerwise.recipes.settings import check, plain
 
@@ -68,11 +68,7 @@ class Prototype:
 
 def path_of(client: Optimizer) -> str:
     """What a config calls its class: by the outermost package that has it, as states belong to a class by that name."""
-    kind = type(client)
-    name, parts = kind.__qualname__.rpartition(".")[2], kind.__module__.split(".")
-    packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    found = next((each for each in packages if getattr(sys.modules.get(each), name, None) is kind), kind.__module__)
-    return f"{found}:{name}"
+    return any_torch.path_of(type(client))
 
 
 def check_object(client: object) -> Optimizer:

@@ -7,9 +7,11 @@ on tensors without memory, and is found by its name, like rules, because it take
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
+from pathlib import PurePath
 from types import new_class
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -145,6 +147,29 @@ def any_of(*named: str) -> Any:
 def is_path(name: object) -> bool:
     """Whether ``name`` is the path of a class."""
     return isinstance(name, str) and re.match(PATH, name) is not None
+
+
+def path_of(kind: type) -> str:
+    """What a config calls the class ``kind``: by the outermost package that has it."""
+    name, parts = kind.__qualname__.rpartition(".")[2], kind.__module__.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    found = next((each for each in packages if getattr(sys.modules.get(each), name, None) is kind), kind.__module__)
+    return f"{found}:{name}"
+
+
+def family_at(path: str) -> str:
+    """The one name that the class at ``path`` goes by, however a config spells it: as :func:`path_of`, and of a script
+    by the name with which another one imports it. Nothing is imported; what is no class by now stays as it is."""
+    module, _, name = path.partition(":")
+    kind = getattr(sys.modules.get(module), name, None) if name else None
+    if not isinstance(kind, type):
+        return path
+    module, _, name = path_of(kind).partition(":")
+    if module == "__main__":
+        script = sys.modules[module]
+        spec, file = getattr(script, "__spec__", None), getattr(script, "__file__", None)
+        module = spec.name if spec else PurePath(file).stem if file else module
+    return f"{module}:{name}"
 
 
 @lru_cache(maxsize=None)

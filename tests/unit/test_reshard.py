@@ -1,6 +1,7 @@
 """Pieces of any layout to pieces of any other: every element from exactly where it was, and what else may happen."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -263,3 +264,30 @@ def test_a_square_of_a_square_matrix_is_told_from_those_of_its_heads():
         with pytest.raises(LayerWiseError, match="a was updated by soap with other settings.*set layerwise.on_optimiz"):
             plan_load(ShardRecord(0, 1, "", "", (piece(mine),)), of_file, {"a": rule}, masters=True, states=True,
                       on_missing_state="error", on_optimizer_change="error")
+
+
+@pytest.mark.parametrize("path, family", [
+    ("torch.optim.adamw:AdamW", "torch.optim:AdamW"), ("torch.optim:AdamW", "torch.optim:AdamW"),
+    ("muon", "muon"), ("an unknown optimizer", "an unknown optimizer"), ("nobody.has:This", "nobody.has:This"),
+    ("torch.optim:Nothing", "torch.optim:Nothing"), ("torch.optim:adamw", "torch.optim:adamw"),
+    (f"{__name__}:Alias", f"{__name__}:Own"),
+])
+def test_a_class_is_one_family_under_all_of_its_paths(path, family):
+    assert RuleRecord(path, (), None).family == family
+
+
+@pytest.mark.parametrize("script, name", [
+    ({"__file__": "/somewhere/train.py", "__spec__": None}, "train"), ({"__spec__": None}, "__main__"),
+    ({"__file__": "/a/b.py", "__spec__": SimpleNamespace(name="package.train")}, "package.train"),
+])
+def test_a_class_of_the_script_goes_by_the_name_of_that(script, name, monkeypatch):
+    kind = type("Own", (), {"__module__": "__main__"})
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(Own=kind, **script))
+    assert RuleRecord("__main__:Own", (), None).family == f"{name}:Own"
+
+
+class Own:
+    """Somebody's."""
+
+
+Alias = Own

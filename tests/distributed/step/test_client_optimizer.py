@@ -11,6 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import ds_layerwise
+from ds_layerwise.checkpoint import record
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.plan.report import as_json
 from tests.support import internals
@@ -251,6 +252,37 @@ class TestAgainstOneProcess(DistributedTest):
         kept = start(third, Adafactor(third.parameters(), lr=0.01))
         kept.load_checkpoint(tmp_path)
         assert kept.optimizer.param_groups[0]["lr"] == 0.02
+
+
+    @pytest.mark.parametrize("spelled", ["torch.optim.adamw:AdamW", "torch.optim:AdamW", "object"])
+    def test_one_class_under_all_of_its_paths(self, spelled, tmp_path, monkeypatch):
+        """Also where a version wrote the path as the config had spelled it."""
+        def made(path):
+            if path == "object":
+                module = Net()
+                return start(module, AdamW(module.parameters(), lr=0.003), config(
+                    split="element", layerwise={"save_universal": True}))
+            params = {"matrix_optimizer": path, "scalar_optimizer": path, "lr": 0.003}
+            given = {**ds_config(layerwise={"save_universal": True}),
+                     "optimizer": {"type": "LayerWise", "params": params}}
+            return ds_layerwise.initialize(model=(module := Net()), model_parameters=list(module.parameters()),
+                                           config=given)[0]
+
+        engine = made(spelled)
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="now")
+        with monkeypatch.context() as patch:
+            patch.setattr(record, "family_at", lambda path: path)
+            engine.save_checkpoint(tmp_path, tag="before")
+        expected = whole_states(engine)
+        for path in ("torch.optim:AdamW", "torch.optim.adamw:AdamW", "object"):
+            resumed = made(path)
+            for tag in ("now", "before", "now_universal"):
+                resumed.load_checkpoint(tmp_path, tag=tag)
+                assert_equal_states(whole_states(resumed), expected, (path, tag))
+                assert not resumed.optimizer.fresh_states
+                train_engine(resumed, 1, first=7)
+            resumed.destroy()
 
 
 class Closed(SGD):
