@@ -14,11 +14,13 @@ Note: what is compared
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from deepspeed.runtime import lr_schedules
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, SequentialLR
 
 from ds_layerwise.checkpoint.plain import like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
@@ -100,7 +102,8 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
         taken = [key for key in different if wins == "config" or sets_lr and key in _RATES]
         for key in different:
             changes.setdefault((key, str(old[key]), str(new[key]), key in taken), []).append(index)
-        optimizer.configured[index] = {**before, **_follow_config(group, before, built, taken, stays)}
+        optimizer.configured[index] = {**before, **_follow_config(
+            group, before, built, taken, stays, _floor(scheduler) if is_fed else 0.0)}
         if not float(optimizer.configured[index]["lr"]):
             # What overrides say of a rate is a ratio to it.
             optimizer.configured[index]["lr"] = built["lr"]
@@ -149,8 +152,12 @@ def _given(saved: Mapping[str, Any], configured: Mapping[str, Any] | None,
 
 
 def _follow_config(group: dict[str, Any], before: Mapping[str, Any], built: Mapping[str, Any],
-                   taken: Sequence[str], stays: Set[str]) -> dict[str, Any]:
-    """Let ``group`` have of ``built`` what ``taken`` names, but not what ``stays``, and return that."""
+                   taken: Sequence[str], stays: Set[str], floor: float) -> dict[str, Any]:
+    """Let ``group`` have of ``built`` what ``taken`` names, but not what ``stays``, and return that.
+
+    Args:
+        floor: see :func:`_floor`.
+    """
     given = {key: built[key] for key in taken if key not in _RATES}
     if set(_RATES).intersection(taken):
         given |= {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
@@ -160,7 +167,7 @@ def _follow_config(group: dict[str, Any], before: Mapping[str, Any], built: Mapp
         given["lr"] = built["lr"]
         for key in _IN_GROUPS:
             if key in group and key not in stays:
-                _set(group, key, _moved(float(group[key]), before["lr"], built["lr"]))
+                _set(group, key, _moved(float(group[key]), before["lr"], built["lr"], floor if key == "lr" else 0.0))
     return given
 
 
@@ -185,13 +192,23 @@ def _follow_lr(scheduler: Any, index: int, old: float, new: float) -> None:
         for name in _IN_LISTS:
             rates = getattr(each, name, None)
             if isinstance(rates, list) and index < len(rates):
-                rates[index] = _moved(float(rates[index]), old, new)
+                rates[index] = _moved(float(rates[index]), old, new, _floor(each) if name == "_last_lr" else 0.0)
 
 
-def _moved(value: float, old: float, new: float) -> float:
-    """``value`` of a schedule from ``old`` at the same place of one from ``new``; where the first is 0, of which no
-    other is a multiple, ``new`` itself."""
-    return float(new) if value == old or not old else value * float(new) / float(old)
+def _floor(scheduler: Any) -> float:
+    """What the rates of ``scheduler`` come down to, wherever they begin: ``eta_min``, of the one that is at work in a
+    sequence."""
+    if isinstance(scheduler, SequentialLR):
+        return _floor(scheduler._schedulers[bisect_right(scheduler._milestones, scheduler.last_epoch)])
+    return float(scheduler.eta_min) if isinstance(scheduler, (CosineAnnealingLR, CosineAnnealingWarmRestarts)) else 0.0
+
+
+def _moved(value: float, old: float, new: float, floor: float) -> float:
+    """``value`` of a schedule from ``old`` down to ``floor`` at the same place of one from ``new``; where the first two
+    are equal, 0 for one, so that every place is the same, ``new`` itself."""
+    if old in (value, floor):
+        return float(new)
+    return floor + (value - floor) * (float(new) - floor) / (float(old) - floor)
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:

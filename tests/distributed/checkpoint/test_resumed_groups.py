@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     CyclicLR,
     ExponentialLR,
     LambdaLR,
@@ -362,7 +363,8 @@ class TestWhatWins(DistributedTest):
         if dist.get_rank() == 0:
             assert capsys.readouterr().out.count("param_groups[0].") == (0 if wins == "config" else 7)
 
-    @pytest.mark.parametrize("kind", ["lambda", "step", "sequential", "one cycle", "cyclic"])
+    @pytest.mark.parametrize("kind", ["lambda", "step", "sequential", "one cycle", "cyclic", "cosine",
+                                      "restarts", "sequential cosine"])
     def test_a_schedule_of_torch_goes_on_from_the_new_rate(self, kind, tmp_path):
         """As if the run had had that rate from the start."""
         def schedule(optimizer):
@@ -375,6 +377,14 @@ class TestWhatWins(DistributedTest):
                 return LambdaLR(optimizer, lambda step: 1 / (1 + step))
             if kind == "step":
                 return StepLR(optimizer, 2, gamma=0.5)
+            # What these come down to is no part of the rate.
+            if kind == "cosine":
+                return CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)
+            if kind == "restarts":
+                return CosineAnnealingWarmRestarts(optimizer, 5, eta_min=0.002)
+            if kind == "sequential cosine":
+                return SequentialLR(optimizer, [LambdaLR(optimizer, lambda step: (1 + step) / 2),
+                                                CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)], [1])
             return SequentialLR(optimizer, [LambdaLR(optimizer, lambda step: (1 + step) / 4),
                                             LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3])
 
