@@ -28,7 +28,7 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.safe_load import load_safely
-from ds_layerwise.engine.schedules import check_scheduler
+from ds_layerwise.engine.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks import comm, disks

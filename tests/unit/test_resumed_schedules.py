@@ -5,11 +5,11 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler as of_torch
 
-from ds_layerwise.engine.schedules import check_scheduler
+from ds_layerwise.engine.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
-pytestmark = rooms("schedules")
+pytestmark = rooms("scheduler_state")
 
 
 class Warm(of_torch.LRScheduler):
