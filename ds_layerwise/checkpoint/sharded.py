@@ -232,14 +232,15 @@ class ShardedCheckpoint:
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
 
     def _own_header(self) -> Header:
-        content = torch.empty(self._sizes[HEADER], dtype=torch.uint8)
+        content = torch.empty(self._sizes[HEADER], dtype=torch.uint8, device="cpu")
         self._read({HEADER: content})
         return header_of(load_bytes_safely(content.numpy().tobytes(), Path(self._where)))
 
     def _header_of(self, rules: Mapping[str, RuleRecord]) -> Header:
         """What is known of a checkpoint that this package did not write."""
         counted = sorted(name for name, keys in self._keys.items() if _COUNT in keys and name in self._shapes)
-        step = torch.zeros(self._sizes[f"{STATE}.{counted[0]}.{_COUNT}"] if counted else ())
+        step = torch.zeros(self._sizes[f"{STATE}.{counted[0]}.{_COUNT}"] if counted else (), dtype=torch.float32,
+                           device="cpu")
         if counted:
             self._read({f"{STATE}.{counted[0]}.{_COUNT}": step})
         return Header(step=int(step), shapes=self._shapes, param_groups=None, dtypes=None, rules={
@@ -277,7 +278,7 @@ class ShardedCheckpoint:
 
     def read_others(self) -> dict[str, Tensor]:
         """Frozen parameters and buffers, by name."""
-        read = {name: torch.empty(self._sizes[f"{MODEL}.{old}"], dtype=dtype)
+        read = {name: torch.empty(self._sizes[f"{MODEL}.{old}"], dtype=dtype, device="cpu")
                 for name, (old, dtype) in self._others.items()}
         if read:
             self._read({f"{MODEL}.{self._others[name][0]}": value for name, value in read.items()})
@@ -287,19 +288,19 @@ class ShardedCheckpoint:
         """One piece, the elements ``[start, stop)``, read into memory of the host."""
         shape = self._shapes[name]
         rule = self.header.rules.get(name)
-        held: dict[str, Tensor] = {"": torch.empty(stop - start)}
+        held: dict[str, Tensor] = {"": torch.empty(stop - start, dtype=torch.float32, device="cpu")}
         targets: dict[str, Any] = {f"{MODEL}.{name}": Piece(held[""], start, shape, may_be_read_into=True)}
         for key in rule.state_keys if rule is not None else ():
             path = f"{STATE}.{name}.{key}"
             if path not in self._sizes and key == _COUNT:
-                held[key] = torch.ones(())
+                held[key] = torch.ones((), dtype=torch.float32, device="cpu")
                 continue
             dtype = self._dtype(path)
             if self._sizes.get(path) == shape and shape:
-                held[key] = torch.empty(stop - start, dtype=dtype)
+                held[key] = torch.empty(stop - start, dtype=dtype, device="cpu")
                 targets[path] = Piece(held[key], start, shape, may_be_read_into=True)
             else:
-                targets[path] = held[key] = torch.empty(self._sizes.get(path, ()), dtype=dtype)
+                targets[path] = held[key] = torch.empty(self._sizes.get(path, ()), dtype=dtype, device="cpu")
         self._read(targets)
         master = held.pop("")
         return [PieceRecord(name, start, master, held)]

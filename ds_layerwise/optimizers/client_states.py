@@ -35,11 +35,13 @@ def taken_over(held: Held, before: Mapping[str, Any], group: Mapping[str, Any]) 
     if strange := found.keys() ^ expected.keys():
         raise _unknown(held, strange)
     first = held.piece.param_start
-    taken = {COUNT: torch.tensor(float(step))}
+    taken = {COUNT: torch.tensor(float(step), dtype=torch.float32, device="cpu")}
     for path, leaf in expected.items():
         if not isinstance(leaf, Leaf) or leaf.ahead is not None:
             continue
-        value = torch.as_tensor(found[path]) if leaf.kind is not Tensor else found[path]
+        value = found[path]
+        if leaf.kind is not Tensor:
+            value = torch.as_tensor(value, dtype=getattr(torch, leaf.spec.dtype), device="cpu")
         if isinstance(value, Tensor) and not recipe.whole and value.numel() == held.param.numel() and leaf.spec.shape:
             value = value.reshape(-1)[first:first + held.piece.numel]
         if not isinstance(value, Tensor) or math.prod(leaf.spec.shape) != value.numel() or (

@@ -321,15 +321,15 @@ def _of_shape(recipe: AnyTorch, one: Kept, other: Kept, samples: list[tuple[int,
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
     """Random numbers, the same for the same seed."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Leave the random numbers of the run as they are."""
+    """Leave the random numbers of the run as they are, and its default device out of what a class makes."""
     state, of_numpy = random.getstate(), numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             yield
     finally:
         random.setstate(state)

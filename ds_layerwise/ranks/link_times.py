@@ -100,7 +100,7 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.device, self._start = device, time.monotonic()
         self.on_host = device.type == "cpu"
-        self._token = torch.zeros(1, device=device)
+        self._token = torch.zeros(1, dtype=torch.float32, device=device)
 
     def finish(self) -> None:
         if not self.on_host:
@@ -166,7 +166,7 @@ def _timing(clock: _Clock, kind: Any, where: Where, size: int, group: comm.Group
     part = max(1, nbytes // 4 // size)
     operation = None
     if takes_part:
-        out = torch.zeros(part * size, device=clock.device)
+        out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
         sent = torch.zeros_like(out) if kind == "all_to_all" else out[:part].clone()
         operation = _operation(clock, kind, where, out, sent, group)
     return Timing(kind, where, size, 4 * part * size, clock.steady(operation))
@@ -183,7 +183,8 @@ def _operation(clock: _Clock, kind: str, where: Where, out: Tensor, sent: Tensor
 
 def _memory_gb_s(clock: _Clock) -> float:
     numel = (_ROW_BYTES_ON_HOST if clock.on_host else _ROW_BYTES) // 4
-    rows, out = torch.zeros(_ROWS, numel, device=clock.device), torch.zeros(numel, device=clock.device)
+    rows = torch.zeros(_ROWS, numel, dtype=torch.float32, device=clock.device)
+    out = torch.zeros(numel, dtype=torch.float32, device=clock.device)
     return (rows.nbytes + out.nbytes) / 1e9 / clock.steady(lambda: average(rows, out, 1))
 
 
@@ -191,7 +192,7 @@ def _tflops(clock: _Clock) -> tuple[float, str]:
     """TFLOP/s of Newton-Schulz with the settings that a run has by default, and the dtype of its products."""
     recipe, shape = recipes.Muon(), _MATRIX_ON_HOST if clock.on_host else _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
-    matrix = torch.randn(shape, device=clock.device)
+    matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
     seconds = clock.steady(lambda: newton_schulz(matrix, rule.ns_coefficients, method=recipe.ns_method,
                                                  dtype=rule.products_in))
     return recipe.work(shape) / seconds / 1e12, str(rule.products_in).removeprefix("torch.")

@@ -77,7 +77,7 @@ class Wire:
         would do so in the first backward pass, when memory is fullest.
         """
         for group in (self.group, *(level for level in (self.inside, self.across) if level is not None)):
-            some = torch.zeros(comm.size_of(group), device=device)
+            some = torch.zeros(comm.size_of(group), dtype=torch.float32, device=device)
             if len(some) > 1:
                 comm.all_to_all(torch.empty_like(some), some, group=group).wait()
                 comm.all_gather(torch.empty_like(some), some[:1], group=group).wait()

@@ -116,7 +116,8 @@ def together(name: str, key: str, values: list[Tensor], numel: int) -> Tensor:
     Raises:
         LayerWiseError: it is not ``numel`` elements.
     """
-    whole = values[0] if len(values) == 1 else torch.cat(values) if values else torch.zeros(0, device="cpu")
+    whole = values[0] if len(values) == 1 else torch.cat(values) if values else torch.zeros(
+        0, dtype=torch.float32, device="cpu")
     if whole.numel() != numel:
         raise LayerWiseError(f"{name} has {whole.numel()} elements of {key}, and {numel} in its shape; a file is "
                              "missing or belongs to another save")

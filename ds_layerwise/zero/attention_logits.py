@@ -124,7 +124,7 @@ class AttentionLogits:
         if module in self._places:
             self._note(module, largest)
         elif self.clip is None and not self._attentions:
-            self._raise_to(self._noted[-1:], torch.as_tensor(largest).reshape(-1).amax().reshape(1))
+            self._raise_to(self._noted[-1:], _flat(largest).amax().reshape(1))
         else:
             known = ", ".join(self._modules) or "none"
             raise StepError(f"note_attention_logits got {attention if isinstance(attention, str) else type(attention)}"
@@ -132,7 +132,7 @@ class AttentionLogits:
 
     def _note(self, module: nn.Module, largest: Any) -> None:
         found, place = self._places[module]
-        values = torch.as_tensor(largest).detach().reshape(-1)
+        values = _flat(largest)
         if found.heads is not None and values.numel() != found.heads:
             raise StepError(f"note_attention_logits got {values.numel()} logits for {found.name}, which has "
                             f"{found.heads} heads on this rank; give the largest of each")
@@ -259,14 +259,20 @@ def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -
                                "the two out, hyperball by an override for queries and keys")
 
 
+def _flat(largest: Any) -> Tensor:
+    """``largest`` as a tensor of one axis, on the device where it is; numbers of a script as float32."""
+    told = largest if isinstance(largest, Tensor) else torch.as_tensor(largest, dtype=torch.float32, device="cpu")
+    return told.detach().reshape(-1)
+
+
 def _indices(scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip,
              device: torch.device) -> tuple[Attention, Tensor, Tensor, int, Any]:
     """Of a parameter, by output, the unit that it is of, and the power; its columns; and the axis of outputs."""
     heads = scaled.outputs.heads()
-    widths = torch.tensor([width for *_, width in heads])
+    widths = torch.tensor([width for *_, width in heads], dtype=torch.int64, device="cpu")
     per_unit = (attention.heads or attention.units) // attention.units
     unit = torch.tensor([0 if role == "other" else head if role == "key" else head // per_unit
-                         for role, head, _ in heads])
-    power = torch.tensor([power_of(role, clip.alpha) for role, *_ in heads], dtype=torch.float32)
+                         for role, head, _ in heads], dtype=torch.int64, device="cpu")
+    power = torch.tensor([power_of(role, clip.alpha) for role, *_ in heads], dtype=torch.float32, device="cpu")
     return (attention, unit.repeat_interleave(widths).to(device), power.repeat_interleave(widths).to(device),
             shape[1] if len(shape) == 2 else 1, scaled.axis)

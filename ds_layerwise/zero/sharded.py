@@ -104,9 +104,9 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     """What a group of the class of torch that updates a parameter says; None if no such class does."""
     recipe, shape = route.recipe, route.matrix_shape or (1,)
     if isinstance(recipe, AnyTorch):
-        made = probe.make(recipe, torch.zeros([2] * len(shape)))
+        made = probe.make(recipe, torch.zeros([2] * len(shape), dtype=torch.float32, device="cpu"))
     elif recipe.rule in _CLASSES:
-        made = _CLASSES[recipe.rule]([torch.zeros(1)])
+        made = _CLASSES[recipe.rule]([torch.zeros(1, dtype=torch.float32, device="cpu")])
     else:
         return None
     return {key: value for key, value in made.param_groups[0].items() if key != "params"}

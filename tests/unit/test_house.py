@@ -77,6 +77,10 @@ MAX_AT_THE_TOP = {"files": 8, "folders": 11}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
+#: Functions of torch that take a dtype and a device from what a script has set, unless they are told.
+MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones",
+          "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -148,6 +152,18 @@ def breaches_of_style(tree: ast.Module) -> list[str]:
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 breaches.append(f"line {node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    return breaches
+
+
+def breaches_of_defaults(tree: ast.Module) -> list[str]:
+    """Tensors whose dtype or device a script decides, with torch.set_default_dtype or torch.set_default_device."""
+    breaches = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in MAKERS}:
+            # What counts is int64 wherever it is made.
+            needed = {"device"} if ast.unparse(node.func) == "torch.arange" else {"dtype", "device"}
+            if missing := needed - {keyword.arg for keyword in node.keywords}:
+                breaches.append(f"line {node.lineno}: {ast.unparse(node.func)} without {' and '.join(sorted(missing))}")
     return breaches
 
 
@@ -231,6 +247,11 @@ def test_style(path):
 
 
 @each_file
+def test_no_default_of_a_script_decides_what_a_tensor_is(path):
+    assert not breaches_of_defaults(parse(path))
+
+
+@each_file
 def test_everything_public_has_a_docstring(path):
     assert not without_docstring(parse(path))
 
@@ -283,6 +304,19 @@ def test_floors_catch(module, code, caught):
 ])
 def test_style_catches(code, caught):
     assert bool(breaches_of_style(ast.parse(code))) is caught
+
+
+@pytest.mark.parametrize("code, caught", [
+    ("torch.empty(3)", True),
+    ("torch.empty(3, dtype=torch.float32)", True),
+    ("torch.tensor(1.0, device='cpu')", True),
+    ("torch.zeros((), dtype=torch.float32, device='cpu')", False),
+    ("torch.arange(3)", True),
+    ("torch.arange(3, device='cpu')", False),
+    ("torch.empty_like(x)", False),
+])
+def test_defaults_catch(code, caught):
+    assert bool(breaches_of_defaults(ast.parse(code))) is caught
 
 
 def test_docstrings_are_missed():

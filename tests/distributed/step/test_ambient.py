@@ -5,15 +5,18 @@ from contextlib import contextmanager, nullcontext
 import deepspeed.comm as dist
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import ds_layerwise
 from tests.support import internals
+from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, device
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("ambient")
+pytestmark = rooms("ambient", "sharded", "client_states")
 
 PLACES = ("initialize", "backward", "step", "save", "load")
 
@@ -67,6 +70,11 @@ AROUND = {
     "inference mode": torch.inference_mode,
     "gradients": torch.enable_grad,
 }
+
+#: What a script sets once, for the whole process.
+DEFAULTS = ("a default dtype", "a double default dtype", "a default device")
+
+ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "matrix_optimizer": "torch.optim:AdamW"}}
 
 #: Of these two DeepSpeed's own code, or autograd, makes something else, or nothing.
 NOT_AROUND = {("inference mode", "backward"), ("a default device", "backward")}
@@ -149,3 +157,56 @@ class TestAmbient(DistributedTest):
             inside = model(x)
         with torch.autocast(device().type, dtype=torch.bfloat16):
             assert torch.equal(inside, model(x))
+
+    def test_no_default_changes_what_a_file_says(self, tmp_path):
+        """Of whole parameters, of shards, and of shards that somebody else wrote after more steps than bf16 counts."""
+        engine = start(Several(), ds_config(bucket_numel=20_000, optimizer=ADAMW))
+        for step in range(3):
+            engine.backward(engine((step, dist.get_rank())))
+            engine.step()
+        expected = whole_states(engine)
+        model = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        state = {name: {"step": torch.tensor(1001.0), **{key: expected[name, key].view_as(param) for key in (
+            "exp_avg", "exp_avg_sq")}} for name, param in model.items()}
+        dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=str(tmp_path / "theirs"))
+        of_theirs = {key: torch.tensor(1001.0) if key[1] == "step" else value for key, value in expected.items()}
+        for number, what in enumerate(DEFAULTS):
+            with AROUND[what]():
+                engine.optimizer.save_state_dict_to_file(tmp_path / f"file {number}")
+                dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / f"shards {number}"))
+            for name, states, steps in ((f"file {number}", expected, 3), (f"shards {number}", expected, 3),
+                                        ("theirs", of_theirs, 1001)):
+                other = start(Several(), ds_config(bucket_numel=20_000, optimizer=ADAMW))
+                other.backward(other((50, dist.get_rank())))
+                other.step()
+                load = other.optimizer.load_sharded_state_dict
+                with AROUND[what]():
+                    (other.optimizer.load_state_dict_from_file if name.startswith("file") else load)(tmp_path / name)
+                assert_equal_states(whole_states(other), states, (what, name))
+                assert other.optimizer.step_count == steps, (what, name)
+                for name, param in other.module.named_parameters():
+                    assert torch.equal(param, model[name]), (what, name)
+                other.destroy()
+
+    def test_no_default_changes_the_states_that_an_object_comes_with(self):
+        config = ds_config()
+        del config["optimizer"]
+        for what in DEFAULTS:
+            model = Several()
+            client = torch.optim.NAdam(model.parameters(), lr=0.004)
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            client.step()
+            for state in client.state.values():
+                state["step"].fill_(1001)
+            before = {name: {key: value.clone() for key, value in client.state[param].items()}
+                      for name, param in model.named_parameters()}
+            with AROUND[what]():
+                engine, *_ = ds_layerwise.initialize(model=model, optimizer=client, config=config)
+            found = whole_states(engine)
+            for name, state in before.items():
+                for key, value in state.items():
+                    # Where that is the default the class counts in double.
+                    value = value.to(found[name, key].dtype).reshape(found[name, key].shape)
+                    assert torch.equal(found[name, key], value), (what, name, key)
+            engine.destroy()
