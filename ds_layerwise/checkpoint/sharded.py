@@ -17,8 +17,9 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.safe_load import load_bytes_safely
 from ds_layerwise.errors import LayerWiseError
+
+T = TypeVar("T")
 
 #: What the file calls weights, states, and what is beside them.
 MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds_layerwise.header"
@@ -204,9 +207,13 @@ class ShardedCheckpoint:
         renamed = {old: self.wrapped.get(new, new) for old, new in new_names(shapes, rename or {}).items()}
         rules = {old: rules[new] for old, new in renamed.items() if new in rules}
         self._others = self._found_of(others, {new: old for old, new in renamed.items()}, shapes, strict=strict)
-        self._shapes = {old: shape for old, shape in shapes.items()
-                        if renamed[old] not in others and renamed[old] not in second}
-        self.header = self._own_header() if HEADER in self._sizes else self._header_of(rules)
+        self._shapes = {old: shape for old, shape in shapes.items() if renamed[old] not in second}
+        if HEADER in self._sizes:
+            own = self._own_header()
+            # It says what was trained. What was not is under model alone, and may be trained now.
+            self.header = replace(own, shapes=self._shapes, rules=self._known(own.rules), kept=self._known(own.kept))
+        else:
+            self.header = self._header_of(rules, {old for old in self._shapes if renamed[old] not in others})
 
     def _found_of(self, others: Mapping[str, Tensor], old: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], *,
                   strict: bool) -> dict[str, tuple[str, torch.dtype]]:
@@ -231,14 +238,17 @@ class ShardedCheckpoint:
                     found.setdefault(".".join(parts[:end]), []).append(".".join(parts[end:]))
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
 
+    def _known(self, told: Mapping[str, T]) -> dict[str, T]:
+        return {name: said for name, said in told.items() if name in self._shapes}
+
     def _own_header(self) -> Header:
         content = torch.empty(self._sizes[HEADER], dtype=torch.uint8, device="cpu")
         self._read({HEADER: content})
         return header_of(load_bytes_safely(content.numpy().tobytes(), Path(self._where)))
 
-    def _header_of(self, rules: Mapping[str, RuleRecord]) -> Header:
+    def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
         """What is known of a checkpoint that this package did not write."""
-        counted = sorted(name for name, keys in self._keys.items() if _COUNT in keys and name in self._shapes)
+        counted = sorted(name for name, keys in self._keys.items() if _COUNT in keys and name in trained)
         step = torch.zeros(self._sizes[f"{STATE}.{counted[0]}.{_COUNT}"] if counted else (), dtype=torch.float32,
                            device="cpu")
         if counted:
@@ -247,7 +257,7 @@ class ShardedCheckpoint:
             name: RuleRecord(rules[name].family if name in rules else "unknown",
                              self._with_count(keys, rules.get(name)),
                              rules[name].gradient_average if name in rules else None)
-            for name, keys in self._keys.items() if name in self._shapes})
+            for name, keys in self._keys.items() if name in trained})
 
     @staticmethod
     def _with_count(keys: tuple[str, ...], rule: RuleRecord | None) -> tuple[str, ...]:

@@ -332,6 +332,131 @@ class TestWithFSDP2(DistributedTest):
                                    "in it, and training goes on with the first") in capsys.readouterr().out
 
 
+class Inside(nn.Module):
+    """A model under another name."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.inner = module
+
+    def forward(self, place):
+        return self.inner(place)
+
+
+class TestWhatIsTrained(DistributedTest):
+    """Now, and where it was saved."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+    def test_what_was_frozen_is_trained_and_frozen_again(self, changes, tmp_path):
+        frozen = start(Net(frozen=True), ds_config(**changes))
+        with torch.no_grad():
+            for param in frozen.module.parameters():
+                param.mul_(1 if param.requires_grad else 3)
+        train_engine(frozen, 2)
+        save(frozen, tmp_path / "frozen")
+        expected = whole_states(frozen)
+        unfrozen = {name: param.detach().clone() for name, param in frozen.module.named_parameters()
+                    if not param.requires_grad}
+        assert unfrozen.keys() == {"tall.weight", "norm.bias"}
+        for wrap, rename in ((Net, {}), (lambda: Inside(Net()), {"*": "inner.*"})):
+            whole = start(wrap(), ds_config(layerwise={"rename": rename}, **changes))
+            train_engine(whole, 1, first=40)
+            whole.optimizer.load_sharded_state_dict(tmp_path / "frozen")
+            found = {(name.removeprefix("inner."), key): value for (name, key), value in whole_states(whole).items()}
+            for key, value in expected.items():
+                assert torch.equal(found[key], value), key
+            for name, value in unfrozen.items():
+                assert torch.equal(found[name, "fp32"], value.float().reshape(-1)), name
+                assert not any(found[name, key].any() for of, key in found if of == name and key != "fp32")
+                param, = (param for of, param in whole.module.named_parameters() if of.removeprefix("inner.") == name)
+                assert torch.equal(param, value), name
+            assert {name.removeprefix("inner.") for name in whole.optimizer.fresh_states} == unfrozen.keys()
+        train_engine(whole, 2, first=2)
+        save(whole, tmp_path / "whole")
+        names = {name.removeprefix("inner."): param.detach() for name, param in whole.module.named_parameters()}
+        again = start(Net(frozen=True), ds_config(layerwise={"rename": {"inner.*": "*"}}, **changes))
+        again.optimizer.load_sharded_state_dict(tmp_path / "whole")
+        for name, param in again.module.named_parameters():
+            # Of what is trained here the file has the master, and of all else, too.
+            assert torch.equal(param, names[name]), name
+
+    @pytest.mark.parametrize("kwargs", [{"tied": True}, {"odd": True}])
+    def test_weights_of_two_names_and_without_elements(self, kwargs, tmp_path):
+        engine = start(Net(**kwargs), ds_config())
+        train_engine(engine, 2)
+        save(engine, tmp_path / "saved")
+        expected = whole_states(engine)
+        other = start(Net(**{**kwargs, "tied": False}), ds_config())
+        train_engine(other, 1, first=40)
+        other.optimizer.load_sharded_state_dict(tmp_path / "saved")
+        found = whole_states(other)
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+        untied = {"head.weight"} if "tied" in kwargs else set()
+        for name in untied:
+            assert torch.equal(found[name, "fp32"], expected["embed.weight", "fp32"])
+            assert torch.equal(other.module.head.weight, engine.module.embed.weight)
+        assert set(other.optimizer.fresh_states) == untied
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_the_second_name_of_a_module_that_recomputes(self, tied, tmp_path):
+        """A tied head goes by another name there; the weights are those under the first name."""
+        engine, module = start(Net(tied=tied), ds_config()), Net(tied=True)
+        train_engine(engine, 2)
+        save(engine, tmp_path / "saved")
+        module.head = checkpoint_wrapper(module.head)
+        other = start(module, ds_config())
+        assert "head._checkpoint_wrapped_module.weight" in dict(module.named_parameters(remove_duplicate=False))
+        other.optimizer.load_sharded_state_dict(tmp_path / "saved")
+        expected = whole_states(engine)
+        assert_equal_states(whole_states(other), {key: value for key, value in expected.items() if key[0] in (
+            other.optimizer.routes)})
+
+    def test_how_many_steps_there_were_is_said_by_what_is_trained(self, tmp_path):
+        model = dict(Net().named_parameters())
+        state = {name: {"exp_avg": torch.ones_like(param), "exp_avg_sq": torch.ones_like(param),
+                        "step": torch.tensor(2.0 if name == "conv.bias" else 5.0)} for name, param in model.items()}
+        dcp.save({"model": {name: param.detach() for name, param in model.items()}, "optim": {"state": state}},
+                 checkpoint_id=str(tmp_path / "theirs"))
+        module = Net()
+        module.conv.bias.requires_grad = False
+        engine = start(module, ds_config(optimizer=ADAMW))
+        engine.optimizer.load_sharded_state_dict(tmp_path / "theirs")
+        assert engine.optimizer.step_count == 5
+        assert all(torch.equal(value, torch.tensor(5.0)) for (_, key), value in whole_states(engine).items()
+                   if key == "step")
+
+    def test_strict_is_what_is_not_trained_too(self, tmp_path):
+        class More(Net):
+            def __init__(self):
+                super().__init__()
+                self.extra = nn.Linear(4, 4).requires_grad_(False)
+                self.register_buffer("seen", torch.arange(3))
+
+        engine = start(More(), ds_config())
+        train_engine(engine, 2)
+        save(engine, tmp_path / "more")
+        less = start(Net(), ds_config())
+        before = whole_states(less)
+        with pytest.raises(LayerWiseError, match="has extra.bias, extra.weight, seen, which the model lacks"):
+            less.optimizer.load_sharded_state_dict(tmp_path / "more")
+        assert_equal_states(whole_states(less), before)
+        less.optimizer.load_sharded_state_dict(tmp_path / "more", strict=False)
+        assert_equal_states(whole_states(less), whole_states(engine))
+        called = More()
+        called.other, called.extra = called.extra, None
+        with torch.no_grad():
+            called.other.weight.zero_(), called.other.bias.zero_(), called.seen.zero_()
+        renamed = start(called, ds_config(layerwise={"rename": {"extra.*": "other.*"}}))
+        renamed.optimizer.load_sharded_state_dict(tmp_path / "more")
+        assert_equal_states(whole_states(renamed), whole_states(engine))
+        assert torch.equal(called.other.weight, engine.module.extra.weight)
+        assert torch.equal(called.other.bias, engine.module.extra.bias)
+        assert torch.equal(called.seen, torch.arange(3))
+
+
 class TestExperts(DistributedTest):
     """Each rank has experts of its own under the same names."""
 
