@@ -1,4 +1,5 @@
-"""Frozen parameters and buffers in a universal checkpoint, of which DeepSpeed's engine loads nothing."""
+"""Frozen parameters and buffers out of files of which DeepSpeed's engine loads nothing: a universal checkpoint, and the
+one file of whole parameters, which has what was trained where it was saved."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.folder import ModelFile
 from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.reshard import check_shapes
 from ds_layerwise.errors import LayerWiseError
 
 
@@ -17,26 +19,28 @@ def find_others(saved: Renamed, folder: Path, model: nn.Module, *, trained: Coll
     """Everything in the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
 
     Args:
-        saved: the checkpoint in ``folder``, by new names.
+        saved: the checkpoint in ``folder``, or the file that this is, by new names.
         strict: whether all of it must be there.
 
     Raises:
-        LayerWiseError: it is not, or has another size.
+        LayerWiseError: it is not, or has another shape.
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
     exact = _in_model_file(folder, rename)
     others: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    held = model.state_dict(keep_vars=True)
+    # A parameter may have several names, and a module that recomputes is in those of parameters, and not in these.
+    names: dict[int, list[str]] = {}
+    for name, value in (*held.items(), *model.named_parameters(remove_duplicate=False)):
+        names.setdefault(id(value), []).append(name)
+    for name, value in held.items():
         if id(value) in restored or not isinstance(value, Tensor):
             continue
         if name in exact and exact[name].shape == value.shape:
             others[name] = exact[name]
-        elif name in saved.header.shapes:
-            found = saved.pieces(name, 0, value.numel())[0].master
-            if found.numel() != value.numel():
-                raise LayerWiseError(f"{name} has {found.numel()} elements in the checkpoint, {value.numel()} in the "
-                                     "model")
-            others[name] = found
+        elif (known := next((each for each in names[id(value)] if each in saved.header.shapes), None)) is not None:
+            check_shapes({known: tuple(value.shape)}, saved.header.shapes)
+            others[name] = saved.pieces(known, 0, value.numel())[0].master
         elif strict:
             raise LayerWiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not trained, "
                                  "cannot be restored; with load_module_strict=False it keeps its value")

@@ -157,6 +157,6 @@ def check_copies(copies: Set[str], trained: Collection[str]) -> None:
 
 
 def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:
-    """The names in the ``state_dict`` of the whole model, of which ``model`` may be a stage."""
-    names = set(model.state_dict())
+    """The names in the ``state_dict`` of the whole model, of which ``model`` may be a stage, and of its parameters."""
+    names = {*model.state_dict(), *(name for name, _ in model.named_parameters(remove_duplicate=False))}
     return names.union(*comm.gather_objects(names, group=group)) if is_pipeline(model) else names

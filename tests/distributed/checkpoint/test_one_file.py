@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
@@ -90,6 +92,56 @@ class TestOneFile(DistributedTest):
         for (name, key), value in whole_states(engine).items():
             assert torch.equal(value, (expected if key == "fp32" else before)[name, key]), (name, key)
         assert engine.optimizer.step_count == 1
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("name", ["fp32", "bf16"])
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_what_is_frozen_now_has_its_weights_too(self, saved, name, inside):
+        expected, _ = torch.load(saved / f"3_{name}.expected")
+        module, rename = Net(frozen=True), {}
+        with torch.no_grad():
+            module.tall.weight.zero_(), module.norm.bias.fill_(7)
+        if inside:
+            outer = nn.Module()
+            outer.inner, rename = checkpoint_wrapper(module), {"*": "inner._checkpoint_wrapped_module.*"}
+        engine = start(outer if inside else module, ds_config(layerwise={"rename": rename}, **CONFIGS[name]))
+        before = whole_states(engine)
+        for states in (False, True):
+            with torch.no_grad():
+                module.tall.weight.zero_(), module.norm.bias.fill_(7)
+            engine.optimizer.load_state_dict_from_file(saved / f"3_{name}", states=states)
+            for of, param in module.named_parameters():
+                assert torch.equal(param.detach().view(-1), expected[of, "fp32"].to(param.dtype)), of
+            for (of, key), value in whole_states(engine).items():
+                wanted = expected if states or key == "fp32" else {(of, key): before[of, key]}
+                assert torch.equal(value, wanted[of.rpartition("_module.")[2], key] if wanted is expected
+                                   else wanted[of, key]), (of, key)
+
+    @pytest.mark.world_size(2)
+    def test_what_was_frozen_is_not_in_it(self, tmp_path):
+        engine = start(Net(frozen=True), ds_config())
+        train_engine(engine, 1)
+        engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        module = Net(frozen=True)
+        with torch.no_grad():
+            module.tall.weight.fill_(7)
+        other = start(module, ds_config())
+        other.optimizer.load_state_dict_from_file(tmp_path / "file")
+        assert_equal_states(whole_states(other), whole_states(engine))
+        assert torch.equal(module.tall.weight, torch.full((40, 12), 7.0))
+        with pytest.raises(LayerWiseError, match="norm.bias is not in the checkpoint"):
+            start(Net(), ds_config()).optimizer.load_state_dict_from_file(tmp_path / "file")
+
+    @pytest.mark.world_size(2)
+    def test_what_is_frozen_now_and_has_another_shape_is_an_error(self, saved):
+        module = Net()
+        module.tall.weight = nn.Parameter(torch.ones(12, 40), requires_grad=False)
+        engine = start(module, ds_config())
+        before = whole_states(engine)
+        with pytest.raises(LayerWiseError, match=r"tall.weight is \(40, 12\) in the checkpoint, \(12, 40\) in"):
+            engine.optimizer.load_state_dict_from_file(saved / "3_fp32")
+        assert_equal_states(whole_states(engine), before)
+        assert torch.equal(module.tall.weight, torch.ones(12, 40))
 
     @pytest.mark.world_size(2)
     def test_what_is_wrong_with_it_changes_nothing(self, saved, tmp_path):
