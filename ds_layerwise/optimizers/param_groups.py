@@ -153,6 +153,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                             "parameters too, or save, unfreeze and resume in a new engine")
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Not for users: each rank has the states of some parameters, in memory that the engine updates.
+
+        Raises:
+            StepError: always; the engine's optimizer, for which it stands, loads no such dict either.
+        """
+        raise cannot_load()
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Not for users: the update runs in the engine.
 
@@ -170,6 +178,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self.step()
         finally:
             self._stepping = False
+
+
+def cannot_load() -> StepError:
+    """The error for whoever loads a dict of states into an optimizer of an engine."""
+    return StepError("an engine's optimizer takes no states from load_state_dict(): each rank has those of some "
+                     "parameters; load with engine.load_checkpoint(), or whole states from one file with "
+                     "engine.optimizer.load_state_dict_from_file(), as engine.optimizer.save_state_dict_to_file() "
+                     "writes it")
 
 
 def _require_as_the_run(where: str, key: str, value: object, config: OptimizerConfig) -> None:

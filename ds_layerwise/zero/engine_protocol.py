@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
+from ds_layerwise.optimizers.param_groups import cannot_load
 from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.settings import Timers
@@ -72,6 +73,14 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def cur_scale(self) -> float:
         """The loss scale, under the name that the engine's monitor reads."""
         return self.loss_scale
+
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        """Not for users, nor for the engine, whose ``load_checkpoint`` reads the files of all ranks that it needs.
+
+        Raises:
+            StepError: always.
+        """
+        raise cannot_load()
 
     def get_lr(self) -> float:
         """The learning rate of the first group."""

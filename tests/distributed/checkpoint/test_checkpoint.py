@@ -13,7 +13,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import ds_layerwise
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.manifest import FILE_NAME
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
 from tests.support.harness import DistributedTest, made_once
@@ -29,7 +29,7 @@ from tests.support.training import (
     whole_gradients,
 )
 
-pytestmark = rooms("regular", "record", "checkpointing", "load")
+pytestmark = rooms("regular", "record", "checkpointing", "load", "engine_protocol", "param_groups")
 
 
 def micro_batches(engine, first, last, *, gas):
@@ -355,3 +355,26 @@ class TestRefusedOptimizers(DistributedTest):
             {"params": params[:3]}, {"params": params[3:]}])
         with pytest.raises(LayerWiseError, match="has 1 parameter groups, this run 2"):
             other.load_checkpoint(tmp_path)
+
+    def test_a_dict_of_states_is_refused_wherever_it_is_given(self):
+        """A run that keeps the states of its best step that way gets no others in silence."""
+        module = Net()
+        client = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.5)
+        given = client.state_dict()
+        config = ds_config()
+        del config["optimizer"]
+        of_object, *_ = ds_layerwise.initialize(model=module, optimizer=client, config=config)
+        for engine in (start(Net(), ds_config()), of_object):
+            train_engine(engine, 2)
+            saved = given if engine is of_object else engine.basic_optimizer.state_dict()
+            train_engine(engine, 1, first=2)
+            before, groups = states(engine), list(engine.optimizer.param_groups)
+            for optimizer in (engine.optimizer, engine.optimizer.optimizer, engine.basic_optimizer):
+                with pytest.raises(StepError, match=r"engine\.load_checkpoint\(\)"):
+                    optimizer.load_state_dict(saved)
+                if optimizer is not client:
+                    with pytest.raises(StepError, match="load_state_dict_from_file"):
+                        optimizer.load_state_dict(saved)
+            assert_equal_states(states(engine), before)
+            assert all(one is other for one, other in zip(engine.optimizer.param_groups, groups, strict=True))
+            train_engine(engine, 1, first=3)
