@@ -43,12 +43,14 @@ class RuleRecord:
 
     ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one class under two of
     its paths, see :func:`.any_torch.family_at`. ``gradient_average`` names the state that is an exponential moving
-    average of the gradient, which other families may go on from.
+    average of the gradient, which other families may go on from. ``meaning`` says in words what states mean beyond
+    their names and shapes; empty if that is nothing, or unknown.
     """
 
     family: str
     state_keys: tuple[str, ...]
     gradient_average: str | None
+    meaning: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_at(self.family))

@@ -114,7 +114,7 @@ def describe(header: Header) -> dict[str, Any]:
     return {
         "step": header.step,
         "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
-        "rules": {name: {"family": rule.family, "state_keys": rule.state_keys,
+        "rules": {name: {"family": rule.family, "state_keys": rule.state_keys, "meaning": rule.meaning,
                          "gradient_average": rule.gradient_average} for rule, name in called.items()},
         "rule_of": {name: called[rule] for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
@@ -139,9 +139,9 @@ def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
 def header_of(state_dict: Mapping[str, Any]) -> Header:
     """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it."""
     ours = state_dict[KEY]
-    # Version 0.1 calls a rule as its family, and does not repeat that.
-    rules = {name: RuleRecord(rule.get("family", name), tuple(rule["state_keys"]), rule["gradient_average"])
-             for name, rule in ours["rules"].items()}
+    # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states mean.
+    rules = {name: RuleRecord(rule.get("family", name), tuple(rule["state_keys"]), rule["gradient_average"],
+                              rule.get("meaning", "")) for name, rule in ours["rules"].items()}
     groups, unreadable = _groups(ours["param_groups"])
     scaler = state_dict.get(LOSS_SCALER)
     return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],

@@ -89,16 +89,20 @@ def _kept(piece: PieceRecord, old: RuleRecord | None, new: RuleRecord, sources: 
                                  f"to start it from zeros, or {_WEIGHTS_ALONE}")
         return {}, "no state in the checkpoint"
     if old.family == new.family and set(old.state_keys) == set(new.state_keys):
-        if not (changed := _of_other_shapes(piece, new.state_keys, sources)):
-            return {key: key for key in new.state_keys}, ""
+        changed, what = _of_other_shapes(piece, new.state_keys, sources), "other shapes"
         told = ", ".join(f"{key} {was}, now {now}" for key, (was, now) in changed.items())
+        # What an older version wrote, or another package, does not say what it means.
+        if not changed and old.meaning and new.meaning and old.meaning != new.meaning:
+            told, what = f"{old.meaning}, now {new.meaning}", "another meaning"
+        if not told:
+            return {key: key for key in new.state_keys}, ""
         if on_optimizer_change == "error":
-            raise LayerWiseError(f"{name} was updated by {old.family} with other settings, with which its states have "
-                                 f"other shapes ({told}); set layerwise.on_optimizer_change to 'reset' or "
+            raise LayerWiseError(f"{name} was updated by {old.family} with other settings, with which its states "
+                                 f"have {what} ({told}); set layerwise.on_optimizer_change to 'reset' or "
                                  "'keep_shared', resume with the settings of the checkpoint (what optimizer.params and "
                                  f"layerwise.overrides say of its heads, parts and averages), or {_WEIGHTS_ALONE}")
         shared = _shared(old, new, on_optimizer_change)
-        return shared, f"{old.family} with states of other shapes before ({told}){_went_on(shared)}"
+        return shared, f"{old.family} with states of {what} before ({told}){_went_on(shared)}"
     if on_optimizer_change == "error":
         raise LayerWiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
                              f"run updates it by {new.family} ({', '.join(new.state_keys)}); set "

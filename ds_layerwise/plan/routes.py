@@ -92,6 +92,13 @@ class Route:
             return self.recipe.states(self.matrix_shape or (numel,))
         return self.parts.states(self.recipe, self.matrix_shape)
 
+    @property
+    def meaning(self) -> str:
+        """What its states mean beyond their names and shapes, in words: equal if a run may go on from them; empty if
+        there is nothing to say, or what tensor parallelism leaves here of a parameter does not say it."""
+        own = "" if self.parts is None or self.is_cut else self.parts.meaning(self.recipe)
+        return ", ".join(filter(None, (self.recipe.meaning, own)))
+
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What an update takes of ``group``, its parameter group, as far as nothing of its own replaces that.
 

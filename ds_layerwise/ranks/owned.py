@@ -301,7 +301,7 @@ class Owned:
                 for bucket in self.layout.buckets for slot in bucket.slots for saved in self._names[slot.name]}
         routes = {**(elsewhere or {}), **here}
         # What a class that nobody here wrote keeps may depend on the shape, and what has parts keeps by part.
-        kinds = {name: (route.recipe, route.parts, route.matrix_shape) for name, route in routes.items()}
+        kinds = {name: (route.recipe, route.parts, route.matrix_shape, route.is_cut) for name, route in routes.items()}
         records = {kind: _rule_record(routes[name]) for name, kind in kinds.items()}
         return {name: records[kind] for name, kind in kinds.items()}
 
@@ -391,7 +391,7 @@ class Owned:
 
 
 def _rule_record(route: Route) -> RuleRecord:
-    return RuleRecord(route.recipe.family, tuple(sorted(route.states(1))), route.recipe.gradient_average)
+    return RuleRecord(route.recipe.family, tuple(sorted(route.states(1))), route.recipe.gradient_average, route.meaning)
 
 
 def _float32(shard: Tensor) -> Tensor:

@@ -166,6 +166,15 @@ class Parts:
                     found[f"{key}.{name}"] = spec
         return found
 
+    def meaning(self, recipe: Recipe) -> str:
+        """Where the parts lie, in words, if ``recipe`` keeps anything of one that is not like the parameter: its name
+        and shape may be the same of other rows. Empty if not."""
+        like = whole_states(recipe)
+        # What lies on the host counts steps, or follows such a count.
+        if all(spec.on_host or key in like for key, spec in recipe.states(_PROBE).items()):
+            return ""
+        return f"parts {Split(self.each, 'out' if self.axis == -2 else 'in', self.groups)}"
+
     def copied(self, recipe: Recipe, shape: tuple[int, ...]) -> int:
         """Bytes that an update copies parts into which no strides make a matrix of: of the parameter, of its gradient,
         and of states that are like it."""

@@ -106,6 +106,11 @@ class Recipe(Section):
         return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
 
     @property
+    def meaning(self) -> str:
+        """The settings, in words, that decide what its states mean, though not their names and shapes."""
+        return ""
+
+    @property
     def rounds_by_chance(self) -> bool:
         """Whether what is kept in bfloat16 is rounded by chance, and not to the nearest."""
         return False

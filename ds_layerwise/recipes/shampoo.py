@@ -50,6 +50,11 @@ class Shampoo(Kronecker):
             max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2) + vectors) + self.decaying(shape)
 
     @property
+    def meaning(self) -> str:
+        """A sum of as many steps is so much larger than an average."""
+        return f"statistics {self.statistics!r}"
+
+    @property
     def takes_rate_of_adamw(self) -> bool:
         """With ``grafting`` "adam"."""
         return self.grafting == "adam"

@@ -17,6 +17,7 @@ from ds_layerwise.plan.model_file import find_model, load_model, route_model
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.normuon import NorMuon
 from ds_layerwise.recipes.parts import Part, Parts, whole_states
 from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
 from ds_layerwise.routing.rules import route_parameters
@@ -24,6 +25,15 @@ from tests.support.fused import by_index
 from tests.support.rooms import rooms
 
 pytestmark = rooms("parts", "routes")
+
+
+@pytest.mark.parametrize("is_cut, meaning", [(False, 'parts q 2, k 1 (1 heads) x 5 along "in"'), (True, "")])
+def test_what_states_mean_is_where_the_parts_lie(is_cut, meaning):
+    """Tensor parallelism leaves other numbers of rows of the same parts."""
+    parts = Parts(-1, (("q", Part(size=2)), ("k", Part(size=1, heads=1))), 5)
+    for recipe, wanted in ((NorMuon(), meaning), (Muon(), "")):
+        route = Route(name="w", recipe=recipe, reason="", group=0, matrix_shape=(4, 15), parts=parts, is_cut=is_cut)
+        assert route.meaning == wanted
 
 
 def random_parts(seed):

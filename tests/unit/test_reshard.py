@@ -9,6 +9,7 @@ import torch
 
 from ds_layerwise.checkpoint.names import Renamed, expert_names, new_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.regular import describe, header_of
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout import ParamSpec
@@ -250,6 +251,45 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     assert bool(own.state["momentum_buffer"].any()) is bool(kept) and not own.state["moment2_buffer"].any()
     assert plan.reasons["a"] == "normuon with states of other shapes before (moment2_buffer (1, 4), now (3, 1))" + (
         ", went on from momentum_buffer" if kept else "")
+
+
+@pytest.mark.parametrize("was, now, goes_on", [("parts q 2", "parts q 1 x 2", False), ("a", "a", True), ("", "a", True),
+                                               ("a", "", True), ("", "", True)])
+def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was, now, goes_on):
+    """What does not say what its states mean, as older versions and other packages do not, is taken as it is."""
+    keys = "momentum_buffer", "moment2_buffer"
+    old, new = (RuleRecord("normuon", keys, "momentum_buffer", meaning) for meaning in (was, now))
+    saved, mine = (PieceRecord("a", 0, torch.full((12,), fill), {
+        "momentum_buffer": torch.full((12,), fill), "moment2_buffer": torch.full((3, 1), fill)}) for fill in (2.0, 0.0))
+    header = header_of({"layerwise": describe(Header(step=3, shapes={"a": (3, 4)}, rules={"a": old}, param_groups=None,
+                                                     dtypes=None))})
+    assert header.rules == {"a": old}
+    of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
+    for policy, kept in (("error", ()), ("reset", ()), ("keep_shared", ("momentum_buffer",))):
+        def planned(policy=policy):
+            return plan_load(ShardRecord(0, 1, "", "", (mine,)), of_file, {"a": new}, masters=True, states=True,
+                             on_missing_state="error", on_optimizer_change=policy)
+
+        if policy == "error" and not goes_on:
+            with pytest.raises(LayerWiseError, match=rf"a was updated by normuon with other settings, with which its "
+                               rf"states have another meaning \({was}, now {now}\); set layerwise.on_optimizer_change"):
+                planned()
+            continue
+        plan, taken = planned(), keys if goes_on else kept
+        assert set(plan.restarts.get("a", ())) == {*keys} - {*taken}
+        for key in keys:
+            places = [into for into, _ in plan.copies if into.untyped_storage().data_ptr()
+                      == mine.state[key].untyped_storage().data_ptr()]
+            assert bool(places) is (key in taken), key
+        assert bool(plan.reasons) is not goes_on
+        assert goes_on or plan.reasons["a"].startswith(f"normuon with states of another meaning before ({was}, now")
+
+
+def test_a_checkpoint_that_says_nothing_of_meaning():
+    said = describe(Header(step=3, shapes={"a": (3, 4)}, rules={"a": SOAP}, param_groups=None, dtypes=None))
+    for rule in said["rules"].values():
+        del rule["meaning"]
+    assert header_of({"layerwise": said}).rules == {"a": SOAP}
 
 
 def test_a_square_of_a_square_matrix_is_told_from_those_of_its_heads():

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ds_layerwise.cli import main
@@ -16,7 +17,7 @@ from tests.support.fused import FUSED, OVERRIDES, Fused, parts_in, taken_apart
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
-from tests.support.training import ds_config, start, train_engine
+from tests.support.training import Net, ds_config, start, train_engine
 from tests.support.universal import convert
 
 pytestmark = rooms("parts", "owned", "regular", "universal", "reshard", "one_file")
@@ -168,3 +169,81 @@ class TestStatesAsLargeAsTheParameter(DistributedTest):
             train_engine(other, 1, first=40)
             load()
             assert_equal_states(whole_states(other), expected)
+
+
+class TestPartsThatLieElsewhere(DistributedTest):
+    """Parts as long as before, in the same number of rows: their states have the same shapes, of other rows."""
+
+    world_size = 2
+    THEN = ({"q": 4, "k": 4}, 5)
+    NOW = (({"q": 20, "k": 20}, 1), ({"k": 4, "q": 4}, 5))
+
+    def start(self, optimizer, parts, **layerwise):
+        split, groups = parts
+        params = {"lr": 0.003, "matrix_optimizer": optimizer, "muon_lr": 0.003}
+        return start(Net(), ds_config(optimizer={"type": "LayerWise", "params": params}, layerwise={
+            "overrides": [{"name": "tall.weight", "split": split, "split_groups": groups}], **layerwise}))
+
+    @pytest.mark.parametrize("optimizer", ["normuon", "soap", "shampoo", "adafactor"])
+    def test_states_of_other_rows_do_not_go_on(self, optimizer, tmp_path):
+        engine = self.start(optimizer, self.THEN, save_universal=True)
+        train_engine(engine, 2)
+        expected = whole_states(engine)
+        engine.save_checkpoint(tmp_path, tag="regular")
+        engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / "sharded"))
+
+        def loads(engine):
+            yield lambda: engine.load_checkpoint(tmp_path, tag="regular")
+            yield lambda: engine.load_checkpoint(tmp_path, tag="regular_universal")
+            yield lambda: engine.optimizer.load_state_dict_from_file(tmp_path / "file")
+            yield lambda: engine.optimizer.load_sharded_state_dict(tmp_path / "sharded")
+
+        same = self.start(optimizer, self.THEN)
+        for load in loads(same):
+            train_engine(same, 1, first=40)
+            load()
+            assert_equal_states(whole_states(same), expected)
+        for now in self.NOW:
+            other = self.start(optimizer, now)
+            before = whole_states(other)
+            for load in loads(other):
+                with pytest.raises(LayerWiseError, match=r"tall.weight was updated .* another meaning \(.*parts q 4, k "
+                                                         r"4 x 5, now .*set layerwise.on_optimizer_change"):
+                    load()
+            assert_equal_states(whole_states(other), before)
+        shared = self.start(optimizer, self.NOW[0], on_optimizer_change="keep_shared")
+        before = whole_states(shared)
+        shared.load_checkpoint(tmp_path, tag="regular")
+        assert list(shared.optimizer.fresh_states) == ["tall.weight"]
+        for (name, key), value in whole_states(shared).items():
+            goes_on = name != "tall.weight" or key in ("fp32", "momentum_buffer")
+            assert torch.equal(value, (expected if goes_on else before)[name, key]), (name, key)
+
+    @pytest.mark.parametrize("optimizer", ["muon", "torch.optim:NAdam"])
+    def test_momenta_do(self, optimizer, tmp_path):
+        engine = self.start(optimizer, self.THEN)
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="regular")
+        for now in self.NOW:
+            other = self.start(optimizer, now)
+            other.load_checkpoint(tmp_path, tag="regular")
+            assert_equal_states(whole_states(other), whole_states(engine))
+            assert optimizer == "muon" or ("tall.weight", "step.q") in whole_states(other)
+            assert not other.optimizer.fresh_states
+
+
+class TestSettings(DistributedTest):
+    def test_sums_are_no_averages(self, tmp_path):
+        def of(statistics):
+            return start(Net(), ds_config(optimizer={"type": "LayerWise", "params": {
+                "lr": 0.003, "matrix_optimizer": "shampoo", "muon_lr": 0.003, "statistics": statistics}}))
+
+        engine, other = of("sum"), of("average")
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="regular")
+        with pytest.raises(LayerWiseError, match="another meaning .statistics 'sum', now statistics 'average'"):
+            other.load_checkpoint(tmp_path, tag="regular")
+        again = of("sum")
+        again.load_checkpoint(tmp_path, tag="regular")
+        assert_equal_states(whole_states(again), whole_states(engine))
