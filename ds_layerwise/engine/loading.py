@@ -80,7 +80,7 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
         with _mapped(engine.checkpoint_engine), _literal(engine.module):
             done = load(str(tag))
         if not (is_universal or states):
-            checkpointing.weights_loaded()
+            checkpointing.restart_step()
         return done
 
 

@@ -334,18 +334,15 @@ class Checkpointing:
         if found.states:
             self._take_over(found.header, wants_scheduler=self.load.wants_scheduler)
             self.interrupted.forget()
-        self._restart_step(found.accumulated, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1))
+        self.restart_step(found.accumulated, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1))
         for logits in found.accumulated.logits if found.accumulated else ():
             self.attention.restore(logits)
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
 
-    def weights_loaded(self) -> None:
-        """Nothing but the model was loaded: the gradients of the step at hand are those of other weights."""
-        self._restart_step(None)
-
-    def _restart_step(self, accumulated: unfinished.Accumulated | None, *, scale_before: float = 1.0) -> None:
+    def restart_step(self, accumulated: unfinished.Accumulated | None = None, *, scale_before: float = 1.0) -> None:
+        """Go on with what had ``accumulated``: what there is now are gradients of other weights than were loaded."""
         self.zero_grad()
         if self.first_step is not None:
             self.first_step.arm()
