@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import StepError
@@ -29,19 +29,18 @@ class BeforeUpdate:
 
     Args:
         params: the trained parameters of ``model`` by name, which look into ``values``.
-        given: the parameters that the user gave to the optimizer, frozen ones included.
         tied: parameters that other stages of a pipeline hold, too, and the ranks of those stages.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, owned: Owned, *,
-                 planned: Planned, config: LayerWiseConfig, settings: Settings, given: Iterable[Tensor],
+                 planned: Planned, config: LayerWiseConfig, settings: Settings,
                  tied: Sequence[tuple[str, comm.Group]], grad_sync: GradSync | EagerGradSync, offloading: Offloading,
                  interrupted: Interrupted, progress: Progress) -> None:
         ep_size = {spec.name: spec.ep_size for spec in planned.specs}
         self._owned, self._grad_sync = owned, grad_sync
         self._offloading, self._interrupted, self._progress = offloading, interrupted, progress
         self._judge = Judge(owned, planned, config, settings)
-        self._guard = Guard(model, params, values, given, may_be_unused=settings.may_be_unused)
+        self._guard = Guard(model, params, values, may_be_unused=settings.may_be_unused)
         self.agreement = Agreement(ep_size, group=settings.group, model_group=settings.model_group,
                                    tensor_group=settings.tensor_group, tied=tied)
         self.same_weights = SameWeights(params, ep_size, group=settings.group)

@@ -2,62 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
+from itertools import chain
+from operator import is_
 
-from torch import Tensor, nn
+from torch import nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.buffers import FlatBuffer
+from ds_layerwise.zero.takeover import has_optimizer
 
 
 class Guard:
     """Looks before every step whether the parameters of a model are still those that the optimizer trains.
 
     Args:
-        params: the trained parameters of ``model`` by name.
+        params: the trained parameters of ``model`` by name. What else requires a gradient now is left to the user.
         values: the buffer that they look into.
-        wanted: the parameters that the user gave to the optimizer, frozen ones included.
         may_be_unused: whether a step may be without a gradient of a parameter that requires one.
     """
 
-    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer,
-                 wanted: Iterable[Tensor], *, may_be_unused: bool) -> None:
-        given, self._may_be_unused = set(wanted), may_be_unused
-        self._frozen = {name: param for name, param in model.named_parameters()
-                        if param in given and not param.requires_grad}
-        names = {param: name for name, param in params.items()}
-        # Straight to where a module keeps a parameter: this runs at every step.
-        self._homes = [(module._parameters, key, param, names[param], values.param(names[param]))
-                       for module in model.modules() for key, param in module._parameters.items() if param in names]
+    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
+                 may_be_unused: bool) -> None:
+        self._model, self._may_be_unused = model, may_be_unused
+        self._trained = [(name, param, values.param(name)) for name, param in params.items()]
+        self._content = _Content(model)
+        self._at_start = dict(model.named_parameters(remove_duplicate=False))
+        self._known = {*params.values(), *(param for param in self._at_start.values() if param.requires_grad)}
+        self._frozen = self._outside()
+        self._hidden: frozenset[str] = frozenset()
 
     def check(self, got: Set[str]) -> frozenset[str]:
         """The names of what was trained at the start, is frozen by now, and is not among those that ``got`` a gradient.
 
         Raises:
             StepError: a parameter or its memory was replaced, so that the optimizer would train something else; or has
-                a gradient that no backward pass has left; or one wants to be trained that was frozen at the start; or
-                one got no gradient where all must.
+                a gradient that no backward pass has left; or one wants to be trained that was frozen at the start, or
+                was not there, and that no engine trains; or one got no gradient where all must.
         """
+        if not self._content.is_same():
+            self._look_again()
         for name, param in self._frozen.items():
-            if param.requires_grad:
-                raise StepError(f"{name} was frozen when this engine was made, and has no optimizer, but requires a "
-                                "gradient; freeze it again, or save, and resume in a new engine")
+            if param.requires_grad and not has_optimizer(param):
+                raise self._untrained(name, param)
         idle: list[str] = []
         unused: list[str] = []
-        for held, key, param, name, place in self._homes:
-            # What holds the parameters of a scripted module has no get().
-            here = held[key] if key in held else None
-            if here is not param or param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                raise StepError(f"{name} was replaced since this engine was made, so its updates would not reach the "
-                                "model; write into it in place, as param.data.copy_() and load_state_dict() do")
+        for name, param, place in self._trained:
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                raise _replaced(name)
             if param.grad is not None:
                 raise StepError(f"{name}.grad was set after the gradients were reduced, so it would be lost; use "
                                 "deepspeed.utils.safe_set_full_grad() between backward and step")
-            if name not in got:
-                (unused if param.requires_grad else idle).append(name)
+            if name in got:
+                continue
+            if param.requires_grad and name in self._hidden:
+                raise _replaced(name)
+            (unused if param.requires_grad else idle).append(name)
         if unused and not self._may_be_unused:
             more = f" and {len(unused) - 5} more" * (len(unused) > 5)
             raise StepError(f"{', '.join(unused[:5])}{more} got no gradient in this step, and "
                             "zero_optimization.ignore_unused_parameters is false; let the loss depend on all that is "
                             "trained, freeze the rest, or remove that key to count zeros")
         return frozenset(idle)
+
+    def _outside(self) -> dict[str, nn.Parameter]:
+        """By name, the parameters that are in the model, and neither trained here nor left to the user."""
+        return {name: param for name, param in self._model.named_parameters() if param not in self._known}
+
+    def _look_again(self) -> None:
+        """Take note of a model that was taken apart and put together again, if what is trained is still in it.
+
+        Raises:
+            StepError: in the place of a trained parameter there is another.
+        """
+        content = _Content(self._model)
+        here = dict(self._model.named_parameters(remove_duplicate=False))
+        reached, trained = set(here.values()), {param for _, param, _ in self._trained}
+        for name, new in here.items():
+            old = self._at_start.get(name)
+            if old in trained and old is not new and old.requires_grad and (
+                    old not in reached or new not in self._known and new.requires_grad and not has_optimizer(new)):
+                raise _replaced(name)
+        # What no module of the model holds may still be used by one.
+        self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
+        self._frozen, self._content = self._outside(), content
+
+    def _untrained(self, name: str, param: nn.Parameter) -> StepError:
+        was = "frozen when this engine was made" if self._at_start.get(name) is param else (
+            "added since this engine was made")
+        return StepError(f"{name} was {was}, and has no optimizer, but requires a gradient; freeze it again, or save, "
+                         "and resume in a new engine; if the script trains it by another optimizer, let it require a "
+                         "gradient already when this engine is made")
+
+
+def _replaced(name: str) -> StepError:
+    return StepError(f"{name} was replaced since this engine was made, so its updates would not reach the model; write "
+                     "into it in place, as param.data.copy_() and load_state_dict() do, or save, and resume in a new "
+                     "engine")
+
+
+class _Content:
+    """The modules and parameters in a model, one after the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._all = self._now()
+
+    def _now(self) -> list[object]:
+        # At every step, of every module: what holds the parameters of a scripted one has no more than this.
+        return list(chain.from_iterable(
+            [held for module in self._modules for held in (module._modules.values(), module._parameters.values())]))
+
+    def is_same(self) -> bool:
+        """Whether no module has got or lost any since."""
+        now = self._now()
+        return len(now) == len(self._all) and all(map(is_, now, self._all))

@@ -26,6 +26,12 @@ def is_trained(param: Tensor) -> bool:
     return param in _owners
 
 
+def has_optimizer(param: Tensor) -> bool:
+    """Whether an engine trains ``param``: one of this package, or one that has another optimizer at ZeRO stage 1 or 2,
+    which leaves on it what DeepSpeed's functions for masters look for."""
+    return is_trained(param) or hasattr(param, "_hp_mapping")
+
+
 def take(params: Iterable[Tensor], optimizer: Any) -> None:
     """Let ``optimizer`` have ``params``, which nobody trains."""
     _owners.update((param, optimizer) for param in params)

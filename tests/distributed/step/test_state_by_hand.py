@@ -10,7 +10,9 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
+import ds_layerwise
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
@@ -25,12 +27,13 @@ from tests.support.training import (
     recipe_for,
     relative_error,
     start,
+    start_adamw,
     train_engine,
     weights,
     whole_gradients,
 )
 
-pytestmark = rooms("writes", "same_weights", "state_access", "param_groups")
+pytestmark = rooms("writes", "same_weights", "state_access", "param_groups", "guard", "takeover")
 
 
 def start_oracle(module, **kwargs):
@@ -333,6 +336,57 @@ class TestFreezing(DistributedTest):
                 train_engine(engine, 1, first=1)
             engine.destroy()
 
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_nor_has_what_no_group_has(self, stage):
+        """Scripts leave out of their groups what is frozen. One rank unfreezes; frozen again it goes on."""
+        module, oracle = Net(frozen=True), start_oracle(Net(frozen=True))
+        before = {name: module.get_parameter(name).detach().clone() for name in ("tall.weight", "norm.bias")}
+        engine = start_on([p for p in module.parameters() if p.requires_grad], module, ds_config(stage=stage))
+        for step, name in enumerate(before):
+            module.get_parameter(name).requires_grad_(dist.get_rank() == 1)
+            engine.backward(engine((step, 0, dist.get_rank())))
+            kind, message = (StepError, f"^{name} was frozen when") if dist.get_rank() else (
+                LayerWiseError, f"rank 1 failed: StepError: {name} was frozen when this engine was made")
+            with pytest.raises(kind, match=message):
+                engine.step()
+            module.get_parameter(name).requires_grad_(False)
+            engine.step()
+            oracle_step(oracle, step)
+        assert_trained_as(module, oracle)
+        assert all(torch.equal(module.get_parameter(name), value) for name, value in before.items())
+
+    def test_what_the_user_has_left_out_stays_the_users(self):
+        module, oracle = Net(), start_oracle(Net())
+        before = module.tall.weight.detach().clone()
+        engine = start_on([p for p in module.parameters() if p is not module.tall.weight], module, ds_config())
+        for step in range(4):
+            module.tall.weight.requires_grad_(step != 1)
+            train_engine(engine, 1, first=step)
+            oracle_step(oracle, step)
+        module.tall.weight.requires_grad_(False)
+        assert_trained_as(module, oracle)
+        assert torch.equal(module.tall.weight, before)
+
+    @pytest.mark.parametrize("start_other", [lambda module: start(module, ds_config()), start_adamw],
+                             ids=["ours", "stock"])
+    def test_what_another_engine_trains_is_its_own(self, start_other):
+        """A discriminator inside of a generator, each with an engine, the second one made later."""
+        both = nn.ModuleDict({"one": Net(), "other": Net()})
+        both["other"].requires_grad_(False)
+        engine, oracle = start_on([*both["one"].parameters()], both, ds_config()), start_oracle(Net())
+        both["other"].requires_grad_(True)
+        other = start_other(both["other"])
+        for step in range(2):
+            train_engine(other, 1, first=step)
+            engine.backward(both["one"]((step, 0, dist.get_rank())))
+            engine.step()
+            oracle_step(oracle, step)
+        assert_trained_as(both["one"], oracle)
+
+
+def start_on(params, module, config):
+    return ds_layerwise.initialize(model=module, model_parameters=params, config=config)[0]
+
 
 def recast(engine):
     engine.module.square.to(torch.float64)
@@ -378,6 +432,121 @@ class TestReplaced(DistributedTest):
             train_engine(engine, 1, first=step)
             oracle_step(oracle, step)
         assert_trained_as(engine.module, oracle)
+
+
+def new_head(engine):
+    engine.module.twin = nn.Linear(12, 12, bias=False)
+
+
+def new_layer(engine):
+    engine.module.flat.more = nn.Linear(3, 3)
+
+
+def new_parameter(engine):
+    engine.module.square.scale = nn.Parameter(torch.ones(12))
+
+
+def untie(engine):
+    engine.module.head = nn.Linear(12, 17, bias=False)
+
+
+def factors(engine):
+    parametrizations.weight_norm(engine.module.flat)
+
+
+def take_out(engine):
+    del engine.module.tall
+
+
+def freeze_in_its_place(engine):
+    engine.module.tall = nn.Linear(12, 40).requires_grad_(False)
+
+
+CONTENTS = {new_head: "twin.weight was replaced since", new_layer: "flat.more.weight was added since",
+            new_parameter: "square.scale was added since", untie: "head.weight was replaced since",
+            factors: "flat.parametrizations.weight.original0 was added since",
+            freeze_in_its_place: "tall.weight was replaced since"}
+
+
+class Steady(nn.Module):
+    """Reaches its parameters by the names that they had at the start, wherever they are by now."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.named = [dict(self.net.named_parameters())]
+
+    def forward(self, place):
+        return sum((p * whole_number_gradients(name, p.shape, *place)).sum() for name, p in self.named[0].items())
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class TestContents(DistributedTest):
+    """Modules that come, go and move in a model that is trained."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("change", CONTENTS, ids=lambda change: change.__name__)
+    def test_what_nobody_would_train_is_an_error_until_it_is_undone(self, change):
+        module, oracle = Net(tied=True), start_oracle(Net(tied=True))
+        engine = start(module, ds_config())
+        modules, params = dict(module._modules), dict(module.square._parameters)
+        engine.backward(engine((0, 0, dist.get_rank())))
+        change(engine)
+        for _ in range(2):
+            with pytest.raises(StepError, match=CONTENTS[change]):
+                engine.step()
+        if change is factors:
+            return
+        module._modules.update(modules)
+        module.square._parameters.pop("scale", None)
+        assert module.square._parameters == params
+        module.flat._modules.clear()
+        engine.step()
+        oracle_step(oracle, 0)
+        assert_trained_as(module, oracle)
+
+    def test_what_was_taken_out_is_an_error_from_where_it_gets_no_gradient(self):
+        engine = start(Net(), ds_config())
+        train_engine(engine, 1)
+        take_out(engine)
+        with pytest.raises(StepError, match="tall.weight was replaced since"):
+            train_engine(engine, 1, first=1)
+
+    def test_what_trains_the_same_goes_on(self):
+        module, oracle = Steady(), start_oracle(Net())
+        engine, net = start_on([*module.parameters()], module, ds_config()), module.net
+
+        def freeze_a_new_one():
+            net.adapter = nn.Linear(3, 3).requires_grad_(False)
+
+        def hide():
+            tall = net.tall
+            net.tall = nn.Identity()
+            net.tall.forward = lambda x: tall(x)
+
+        changes = (lambda: setattr(net, "twin", torch.compile(net.twin, backend="eager")),
+                   lambda: parametrize.register_parametrization(net.square, "weight", Doubled()),
+                   lambda: prune.identity(net.flat, "weight"),
+                   lambda: setattr(net, "conv", nn.Sequential(net.conv)), freeze_a_new_one, hide,
+                   lambda: net.head.register_forward_hook(lambda *_: None), net.head.compile)
+        for step, change in enumerate(changes):
+            change()
+            engine.backward(engine((step, 0, dist.get_rank())))
+            engine.step()
+            oracle_step(oracle, step)
+        assert len(list(module.parameters())) == len(oracle.params)  # tall's two are out, the adapter's are in
+        for name, value in oracle.params.items():
+            assert relative_error(module.named[0][name].detach(), value) < 1e-5, name
+        # Also what came later is watched.
+        net.adapter.requires_grad_(True)
+        engine.backward(engine((len(changes), 0, dist.get_rank())))
+        with pytest.raises(StepError, match="net.adapter.weight was added since this engine was made, and has no opt"):
+            engine.step()
 
 
 class Sometimes(Net):
