@@ -55,6 +55,8 @@ class Planned:
     """Parameters that are in the files of another stage."""
     norm_groups: dict[str, str]
     """By parameter, the norm group that it is in, if any."""
+    left_out: tuple[str, ...]
+    """Parameters that require a gradient, and that no group of the user has."""
 
     @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,7 +117,9 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, links=links, where=tuple(where),
                    names=names, routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset(),
-                   norm_groups=norm_groups)
+                   norm_groups=norm_groups,
+                   left_out=tuple(name for name, param in model.named_parameters()
+                                  if param.requires_grad and param.numel() and name not in routes))
 
 
 def _norm_groups(model: nn.Module, trained: Mapping[str, nn.Parameter], names: Mapping[str, Sequence[str]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,4 +67,9 @@ def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: Laye
     found = start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
                            without_effect=settings.without_effect,
                            products={recipe: text for recipe, text in told.items() if text is not None})
-    return "\n".join(filter(None, [found, attention.told()]))
+    return "\n".join(filter(None, [found, _left_out(planned.left_out), attention.told()]))
+
+
+def _left_out(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" * (len(names) > 5)
+    return f"in no parameter group, so not trained here: {', '.join(names[:5])}{more}" if names else ""

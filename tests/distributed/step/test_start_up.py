@@ -5,6 +5,7 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
+import ds_layerwise
 from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.live_memory import LiveMemory
@@ -63,3 +64,17 @@ class TestZeros(DistributedTest):
         assert all("ds_layerwise: tall.weight: all weights are 0" in text for text in about)
         train_engine(engine, 2)
         assert bool(model.tall.weight.any()) is not warns
+
+
+class TestLeftOut(DistributedTest):
+    world_size = 1
+
+    def test_what_no_group_has_is_told(self):
+        five = "experts, transposed, embed.weight, square.weight, square.bias"
+        for count, told in ((1, "experts"), (5, five), (7, f"{five} and 2 more"), (0, None)):
+            model = Net(odd=True, frozen=True)
+            trainable = [p for p in model.parameters() if p.requires_grad and p.numel()]
+            engine, *_ = ds_layerwise.initialize(model=model, model_parameters=trainable[count:], config=ds_config())
+            lines = [line for line in engine.optimizer.describe().splitlines() if "group" in line]
+            assert lines == [f"in no parameter group, so not trained here: {told}"] * bool(told)
+            engine.destroy()
