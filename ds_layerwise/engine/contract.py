@@ -117,6 +117,7 @@ _WRAPPED = (
     Name(f"{_CONFIG}._configure_train_batch_size", "wrapped", ("self",)),
     Name(f"{_ENGINE}._configure_with_arguments", "wrapped", ("self", "args", "mpu")),
     Name(f"{_ENGINE}._do_sanity_check", "wrapped", ("self",)),
+    Name(f"{_ENGINE}._configure_distributed_model", "wrapped", ("self", "model")),
     Name(f"{_ENGINE}._broadcast_model", "wrapped", ("self",)),
     Name(f"{_ENGINE}._configure_optimizer", "wrapped", ("self", "client_optimizer", "model_parameters")),
     Name(f"{_ENGINE}._configure_basic_optimizer", "wrapped", ("self", "model_parameters")),

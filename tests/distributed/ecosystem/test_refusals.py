@@ -18,7 +18,7 @@ from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 
-pytestmark = rooms("ds_config", "wraps", "guard")
+pytestmark = rooms("ds_config", "wraps", "guard", "shared_memory")
 
 ROOT = Path(__file__).parents[3]
 
@@ -104,6 +104,58 @@ class TestBadConfigs(DistributedTest):
             deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config())
 
 
+def tie_by_data(module):
+    module[2].weight.data = module[0].weight.data
+
+
+def tie_to_frozen(module):
+    module[0].requires_grad_(False)
+    tie_by_data(module)
+
+
+def view_of_part(module):
+    module[1].weight.data = module[0].weight.data[1:7]
+
+
+def rows_as_columns(module):
+    module[1].weight.data = module[0].weight.data[:6].t()
+
+
+def buffer_of_part(module):
+    module[1].register_buffer("seen", module[0].weight.data[7, :2])
+
+
+def tie(module):
+    module[2].weight = module[0].weight
+
+
+def tie_what_is_frozen(module):
+    module[0].requires_grad_(False)
+    module[2].requires_grad_(False)
+    tie_by_data(module)
+
+
+def flatten(module):
+    flat = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, module.parameters())
+
+
+def columns_of_one(module):
+    both = torch.randn(8, 12)
+    module[0].weight.data, module[2].weight.data = both[:, :6], both[:, 6:]
+
+
+#: What makes tensors share memory, and what is said of it; None where they share no element.
+SHARED = {
+    tie_by_data: "0.weight and 2.weight are two parameters in the same memory.*one parameter, 2.weight = 0.weight, or "
+                 "give one of them memory of its own: 0.weight.data = 0.weight.data.clone",
+    tie_to_frozen: "0.weight and 2.weight are two parameters in the same memory",
+    view_of_part: r"0.weight and 1.weight are two parameters in the same memory.*; make one parameter, of which forwar",
+    rows_as_columns: "0.weight and 1.weight are two parameters in the same memory.*; make one parameter",
+    buffer_of_part: "the buffer 1.seen lies in the memory of the parameter 0.weight.*1.seen.data = 1.seen.data.clone",
+    tie: None, tie_what_is_frozen: None, flatten: None, columns_of_one: None}
+
+
 class TestBadModels(DistributedTest):
     world_size = 2
 
@@ -131,6 +183,22 @@ class TestBadModels(DistributedTest):
         module = model()
         with pytest.raises(RoutingError, match="the model does not have"):
             ds_layerwise.initialize(model=module, model_parameters=[nn.Parameter(torch.zeros(3, 3))], config=config())
+
+    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["float32", "bf16"])
+    @pytest.mark.parametrize("case", SHARED, ids=lambda case: case.__name__)
+    def test_weights_that_are_one_by_their_memory(self, case, sections):
+        """Also where DeepSpeed's cast would take them apart first. Plain torch trains both through the same memory."""
+        module, message = model(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8, bias=False)), SHARED[case]
+        case(module)
+        if message is None:
+            initialize(module, config(**sections))
+        else:
+            # One rank is enough, and says it to all.
+            if dist.get_rank() == 0:
+                module[2].weight.data, module[1].weight.data = torch.randn(8, 6), torch.randn(6, 6)
+                module[1]._buffers.pop("seen", None)
+            with pytest.raises(LayerWiseError, match=message if dist.get_rank() else f"rank 1 failed: .*{message}"):
+                initialize(module, config(**sections))
 
     @pytest.mark.world_size(3)
     def test_models_that_differ_between_ranks(self):
