@@ -36,8 +36,9 @@ _OBJECTS = ("optimizer", "optimizer.params", "layerwise", "zero_optimization", "
             "tensor_parallel", "checkpoint", "scheduler", "scheduler.params", "amp", "compile", "hybrid_engine",
             "eigenvalue", "expert_parallel")
 
-#: Switches of which a plan depends.
-_FLAGS = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "torch_autocast.enabled", "zero_optimization.cpu_offload")
+#: Switches of which a plan, or a check of the config, depends: DeepSpeed takes other values for them as well.
+_FLAGS = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "torch_autocast.enabled", "zero_optimization.cpu_offload",
+          "zero_optimization.compute_grad_norm", "checkpoint.use_node_local_storage", "managed_gradient_accumulation")
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -383,6 +383,7 @@ def test_whatever_a_config_holds_is_planned_or_refused_in_one_line(files):
     (config(zero_optimization=True), "zero_optimization must be an object, got True"),
     (config(bf16=True), "bf16 must be an object, got True"),
     (config(bf16={"enabled": "yes"}), "bf16.enabled must be true or false, got 'yes'"),
+    (config(zero_optimization={"stage": 1, "compute_grad_norm": 0}), "compute_grad_norm must be true or false, got 0"),
     (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}),
      "offload_optimizer.ratio must be a number in [0, 1], got 2"),
     (config(tensor_parallel={"autotp_size": "2"}), "tensor_parallel.autotp_size must be a whole number from 0 on"),

@@ -121,6 +121,8 @@ WRONG = [
      "zero_optimization.offload_optimizer.device must be 'none' or 'cpu' with this optimizer, got 'nvme'"),
     (f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 2},
      "zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got 2"),
+    *((path, value, f"{path} must be true or false, got {value!r}") for value in (0, "false") for path in (
+        f"{ZERO}.compute_grad_norm", "managed_gradient_accumulation", "checkpoint.use_node_local_storage")),
     ("bf16", True, "bf16 must be an object, got True"),
     ("bf16.enabled", "yes", "bf16.enabled must be true or false, got 'yes'"),
     ("fp16", {"enabled": "auto"}, "fp16.enabled is 'auto', and nothing filled it in"),
