@@ -91,7 +91,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     places = [(each, (each.data_ptr() - first) // each.element_size()) for each in (one, other)]
     size = max(place + 1 + sum((n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True))
                for each, place in places)
-    taken = torch.zeros(size, dtype=torch.bool)
+    taken = torch.zeros(size, dtype=torch.bool, device="cpu")
     (a, at_a), (b, at_b) = places
     taken.as_strided(a.shape, a.stride(), at_a).fill_(True)
     return bool(taken.as_strided(b.shape, b.stride(), at_b).any())

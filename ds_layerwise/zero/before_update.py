@@ -40,7 +40,7 @@ class BeforeUpdate:
         self._owned, self._grad_sync = owned, grad_sync
         self._offloading, self._interrupted, self._progress = offloading, interrupted, progress
         self._judge = Judge(owned, planned, config, settings)
-        self._guard = Guard(model, params, values, may_be_unused=settings.may_be_unused)
+        self.guard = Guard(model, params, values, may_be_unused=settings.may_be_unused)
         self.agreement = Agreement(ep_size, group=settings.group, model_group=settings.model_group,
                                    tensor_group=settings.tensor_group, tied=tied)
         self.same_weights = SameWeights(params, ep_size, group=settings.group)
@@ -70,7 +70,7 @@ class BeforeUpdate:
             error = error or found
         try:
             if error is None:
-                idle = self._guard.check(self._grad_sync.got)
+                idle = self.guard.check(self._grad_sync.got)
                 sums = self._judge.sums(idle)
         except (RuntimeError, MemoryError) as found:
             # The others are on their way to the sum, and some device may have no memory left for what is summed.

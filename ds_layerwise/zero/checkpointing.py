@@ -37,6 +37,7 @@ from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.zero import one_file, resumed_groups, sharded, unfinished
 from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.first_step import FirstStep
+from ds_layerwise.zero.guard import Guard
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.load import Found, Load, check_names, converted, kept_of, nothing_prepared
 from ds_layerwise.zero.loss_scaling import LossScaling
@@ -77,6 +78,7 @@ class Checkpointing:
     attention: AttentionLogits
     """What has noted logits of the weights that a load replaces."""
     skipped: SkippedSteps
+    guard: Guard
     fresh_states: dict[str, str] = field(default_factory=dict, init=False)
     """After a load, by parameter, why its optimizer state is not the checkpoint's."""
     load: Load | None = field(default=None, init=False)
@@ -144,6 +146,7 @@ class Checkpointing:
 
     def _check_settled(self) -> None:
         self.offloading.check_not_offloaded()
+        self.guard.check_places()
         self.interrupted.check()
 
     def _point_alone(self) -> unfinished.Point:
@@ -288,10 +291,7 @@ class Checkpointing:
         self.weights_from_masters()
 
     def _check_one_file(self) -> None:
-        if self.settings.tensor_group is not None or pipeline.is_pipeline(self.module):
-            raise LayerWiseError("a file of whole parameters needs them on the ranks that train them, and tensor or "
-                                 "pipeline parallelism has cut this model; save a checkpoint with "
-                                 "engine.save_checkpoint()")
+        one_file.check_uncut(self.module, self.settings.tensor_group)
 
     def _check_sharded(self) -> None:
         self._check_one_file()

@@ -47,9 +47,8 @@ class Guard:
                 raise self._untrained(name, param)
         idle: list[str] = []
         unused: list[str] = []
-        for name, param, place in self._trained:
-            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                raise _replaced(name)
+        self.check_places()
+        for name, param, _ in self._trained:
             if param.grad is not None:
                 raise StepError(f"{name}.grad was set after the gradients were reduced, so it would be lost; use "
                                 "deepspeed.utils.safe_set_full_grad() between backward and step")
@@ -64,6 +63,16 @@ class Guard:
                             "zero_optimization.ignore_unused_parameters is false; let the loss depend on all that is "
                             "trained, freeze the rest, or remove that key to count zeros")
         return frozenset(idle)
+
+    def check_places(self) -> None:
+        """Refuse what is trained and does not lie where it is trained: a save of it would be of two kinds of weights.
+
+        Raises:
+            StepError: the memory of a parameter was replaced.
+        """
+        for name, param, place in self._trained:
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                raise _replaced(name)
 
     def _outside(self) -> dict[str, nn.Parameter]:
         """By name, the parameters that are in the model, and neither trained here nor left to the user."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.one_file import name_in_file, write
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks import comm
 
 
@@ -28,6 +29,17 @@ class _Part:
     shape: tuple[int, ...] | None
     """The shape of the whole, which this is; None for a part of what has one element for each of the parameter."""
     dtype: str
+
+
+def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
+    """Refuse a model of which no rank trains whole parameters.
+
+    Raises:
+        LayerWiseError: tensor or pipeline parallelism has cut it.
+    """
+    if tensor_group is not None or pipeline.is_pipeline(module):
+        raise LayerWiseError("a file of whole parameters needs them on the ranks that train them, and tensor or "
+                             "pipeline parallelism has cut this model; save a checkpoint with engine.save_checkpoint()")
 
 
 def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tuple[str, Any],

@@ -260,6 +260,23 @@ class TestWeights(DistributedTest):
                 assert torch.equal(value, average[name].float()), name
                 assert torch.equal(plain.module.get_parameter(name), average[name]), name
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_nothing_is_saved_while_the_memory_of_an_average_is_swapped_in(self, dtype, tmp_path):
+        engine = start(Net(), written_config(1, 0, dtype))
+        train_engine(engine, 1)
+        param = engine.module.square.weight
+        kept, param.data = param.data, param.detach() * 0.5
+        for save in (lambda: engine.save_checkpoint(str(tmp_path), tag="swapped"),
+                     lambda: engine.optimizer.save_state_dict_to_file(tmp_path / "swapped.pt"),
+                     engine.optimizer.sharded_state_dict):
+            with pytest.raises(StepError, match="square.weight was replaced since this engine was made.*write into it "
+                                                "in place"):
+                save()
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        param.data = kept
+        engine.save_checkpoint(str(tmp_path))
+        train_engine(engine, 1, first=1)
+
     def test_nothing_else_is_taken_for_a_write(self, tmp_path):
         """Masters keep the precision that the parameters lack."""
         engine = start(Net(odd=True), written_config(1, 0.5, torch.bfloat16))
