@@ -312,6 +312,20 @@ class TestWhatIsLoaded(DistributedTest):
         for name, value in masters(resumed).items():
             assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
 
+    @pytest.mark.parametrize("alone", [{"load_optimizer_states": False}, {"load_module_only": True}])
+    def test_weights_alone_are_those_of_the_model_and_masters_where_the_files_are_universal(self, alone, tmp_path):
+        engine = start(Net(), ds_config(bf16={"enabled": True}, layerwise={"save_universal": True}))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        expected = masters(engine)
+        other = start(Net(), ds_config())
+        for tag, rounded in (("saved", True), ("saved_universal", False)):
+            other.load_checkpoint(tmp_path, tag=tag, **alone)
+            for name, value in masters(other).items():
+                wanted = expected[name].bfloat16().float() if rounded else expected[name]
+                assert torch.equal(value, wanted), (tag, name)
+                assert torch.equal(other.module.get_parameter(name), wanted), (tag, name)
+
     def test_a_piece_knows_where_in_its_parameter_it_starts(self):
         engine = start(Net(), ds_config(bucket_numel=1))
         starts = engine.optimizer.state_dict()["layerwise"]["param_starts"]
