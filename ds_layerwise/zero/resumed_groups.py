@@ -79,20 +79,14 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
     is_fed = bool(goes_on) and type(scheduler).__module__ != lr_schedules.__name__
     for index, saved in enumerate(header.param_groups or ()):
         group, built = optimizer.param_groups[index], optimizer.built_with[index]
-        if saved.keys() & RATIOS.values() and not built.keys() & RATIOS.values():
-            others.append(f"param_groups[{index}] was saved by a run whose config named its optimizers, and this one "
-                          "was given an optimizer; its values go on, and those of the checkpoint do not")
-            continue
-        if built.keys() & RATIOS.values() and not saved.keys() & RATIOS.values() and header.configured:
-            others.append(f"param_groups[{index}] was saved by a run that was given an optimizer; the values of this "
-                          "one's config go on, and those of the checkpoint do not")
-            continue
-        if index in otherwise:
-            others.append(f"param_groups[{index}] was saved by a run with {otherwise[index]}; the values of this run's "
-                          "optimizer go on, and those of the checkpoint do not")
-            continue
         before = _given(saved, header.configured[index] if header.configured else None, built,
                         is_scheduled=scheduler is not None)
+        if why := _of_no_use(saved, built, otherwise.get(index), is_told=bool(header.configured)):
+            others.append(f"param_groups[{index}] was saved by a run {why} go on, and those of the checkpoint do not")
+            if is_fed:
+                _set(group, "lr", _moved(float(saved["lr"]), before["lr"], built["lr"], _floor(scheduler)))
+                _follow_lr(scheduler, index, before["lr"], built["lr"])
+            continue
         for key, value in saved.items():
             if key not in stays:
                 _set(group, key, value)
@@ -112,6 +106,17 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
     return [_line(*change, groups, wins, scheduler) for change, groups in changes.items()] + others + [
         f"{what} is in the checkpoint as an object that only code could restore; this run's own goes on"
         for what in header.unreadable]
+
+
+def _of_no_use(saved: Mapping[str, Any], built: Mapping[str, Any], trained_by: str | None, *,
+               is_told: bool) -> str | None:
+    """By whom a group was saved whose values mean nothing to this run, and what it has instead; None if they do."""
+    was_named, is_named = bool(saved.keys() & RATIOS.values()), bool(built.keys() & RATIOS.values())
+    if was_named and not is_named:
+        return "whose config named its optimizers, and this one was given an optimizer; its values"
+    if is_named and not was_named and is_told:
+        return "that was given an optimizer; the values of this one's config"
+    return trained_by and f"with {trained_by}; the values of this run's optimizer"
 
 
 def otherwise_trained(own: Mapping[str, RuleRecord], saved: Mapping[str, RuleRecord],
@@ -192,7 +197,10 @@ def _follow_lr(scheduler: Any, index: int, old: float, new: float) -> None:
         for name in _IN_LISTS:
             rates = getattr(each, name, None)
             if isinstance(rates, list) and index < len(rates):
+                # Those of a sequence are the very list of the one at work.
+                rates = list(rates)
                 rates[index] = _moved(float(rates[index]), old, new, _floor(each) if name == "_last_lr" else 0.0)
+                setattr(each, name, rates)
 
 
 def _floor(scheduler: Any) -> float:

@@ -396,6 +396,7 @@ class TestWhatWins(DistributedTest):
         engine, stays = (self.resumed(tmp_path, wins, lr_scheduler=schedule) for wins in ("config", "checkpoint"))
         for step in range(3, 6):
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
+            assert engine.lr_scheduler.get_last_lr() == pytest.approx(always.lr_scheduler.get_last_lr(), rel=1e-12)
             assert effective(engine) == effective(always)
             assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
             for each in (old, always, engine, stays):
@@ -474,6 +475,25 @@ class TestWhatWins(DistributedTest):
         for step in range(4):
             assert engine.get_lr() == [pytest.approx(0.005 * (1 + math.cos(math.pi * step / 10)))]
             train_engine(engine, 1, first=8 + step)
+
+    @pytest.mark.parametrize("kind", ["lambda", "exponential", "cosine"])
+    @pytest.mark.parametrize("before", ["a config", "an object"])
+    def test_a_schedule_goes_on_where_the_values_of_a_group_do_not(self, before, kind, tmp_path):
+        """Of a run with another optimizer: at the same place, from the rate of this run."""
+        def descends(lr, **layerwise):
+            return with_object(lambda params: torch.optim.SGD(params, lr=lr), AFRESH[kind], **layerwise)
+
+        old = start(Net(), ds_config(), lr_scheduler=AFRESH[kind]) if before == "a config" else with_object(
+            lambda params: torch.optim.AdamW(params, lr=0.003), AFRESH[kind])
+        engine, always = descends(0.0625, on_optimizer_change="reset"), descends(0.0625)
+        for each in (old, always):
+            train_engine(each, 3)
+        old.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        for step in range(3, 6):
+            assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
+            for each in (engine, always):
+                train_engine(each, 1, first=step)
 
     @pytest.mark.parametrize("scheduled", [False, True])
     def test_a_rate_that_began_at_0(self, scheduled, tmp_path):
