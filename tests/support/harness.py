@@ -202,13 +202,15 @@ def _import_what_engines_import() -> None:
     """Import here, once, what the first engine would import in every rank of every test, for two seconds and more.
 
     DeepSpeed also finds out which of its operators the machine could build, by compiling and linking, and this backend
-    whether DeepSpeed has what it needs, by looking at code.
+    whether DeepSpeed has what it needs, by looking at code, and how fast a CPU multiplies in bfloat16: ranks of two
+    tests that are compared bit for bit then know the same.
     """
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
                    "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table", "ds_layerwise.engine.wraps",
                    "ds_layerwise.zero.param_map"):
         importlib.import_module(module)
     importlib.import_module("ds_layerwise.engine.contract").missing()
+    importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 
