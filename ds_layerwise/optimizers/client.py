@@ -73,6 +73,9 @@ class ClientOptimizer(LayerWiseOptimizer):
                  "of_client": {key: value for key, value in group.items() if key not in ABOUT_GROUPS}}
                 for group, known in zip(self.param_groups, self.configured, strict=True)]
 
+    def check_groups(self) -> None:
+        """What groups may say is the class's own."""
+
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
         """Refuse a bound that is above its rate. The object's rates were all chosen.
 

@@ -78,6 +78,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             "eps": config.eps, "matrix_lr_ratio": config.matrix_lr_ratio, "scalar_lr_ratio": config.scalar_lr_ratio,
         })
         self._built = tuple(self.param_groups)
+        self._checked: dict[int, dict[str, Any]] = {}
+        self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.built_with = tuple({key: group[key] for key in HYPER_KEYS} for group in self.param_groups)
         """What config and script have given each group, whatever schedules or a checkpoint make of it."""
         self.configured = [dict(group) for group in self.built_with]
@@ -95,6 +97,32 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         any schedule, in this run or in the one that it goes on from."""
         return [{**{key: group[key] for key in HYPER_KEYS}, "configured_lr": known["lr"]}
                 for group, known in zip(self.param_groups, self.configured, strict=True)]
+
+    def check_groups(self) -> None:
+        """Refuse what was written into a group since the start, and what no update could take.
+
+        Raises:
+            StepError: names the group, the key, the value, and its bound or the way out.
+        """
+        for i, (group, use_muon) in enumerate(zip(self.param_groups, self._sent_to, strict=True)):
+            where, known = f"param_groups[{i}]", self._checked.setdefault(i, {})
+            for key, ratio in RATIOS.items():
+                if key in group:
+                    raise StepError(f"{where}.{key} is {group[key]!r}, but counts only where a group is given: since "
+                                    f"then the rate is lr times {ratio}; remove it, and set {where}[{ratio!r}] to the "
+                                    "rate divided by lr")
+            if group.get("use_muon") != use_muon:
+                raise StepError(f"{where}.use_muon is {group.get('use_muon')!r} and was {use_muon!r} when this engine "
+                                "was made; parameters keep their optimizers for the whole run; set it back, or save, "
+                                "and resume in a new engine with on_optimizer_change")
+            try:
+                for key in HYPER_KEYS:
+                    value = group.get(key)
+                    # A schedule moves one of them.
+                    if type(value) is not float or value != known.get(key):
+                        known[key] = check_hyper(f"{where}.{key}", "lr" if key in RATIOS.values() else key, value)
+            except ConfigError as error:
+                raise StepError(f"{error}; nothing was updated, so set it and call engine.step() again") from error
 
     @property
     def recipes_by_group(self) -> tuple[Recipe, ...]:

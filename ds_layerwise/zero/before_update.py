@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -30,14 +30,15 @@ class BeforeUpdate:
     Args:
         params: the trained parameters of ``model`` by name, which look into ``values``.
         tied: parameters that other stages of a pipeline hold, too, and the ranks of those stages.
+        check_groups: refuses what the parameter groups say, if no update could take it.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, owned: Owned, *,
                  planned: Planned, config: LayerWiseConfig, settings: Settings,
                  tied: Sequence[tuple[str, comm.Group]], grad_sync: GradSync | EagerGradSync, offloading: Offloading,
-                 interrupted: Interrupted, progress: Progress) -> None:
+                 interrupted: Interrupted, progress: Progress, check_groups: Callable[[], None]) -> None:
         ep_size = {spec.name: spec.ep_size for spec in planned.specs}
-        self._owned, self._grad_sync = owned, grad_sync
+        self._owned, self._grad_sync, self._check_groups = owned, grad_sync, check_groups
         self._offloading, self._interrupted, self._progress = offloading, interrupted, progress
         self._judge = Judge(owned, planned, config, settings)
         self.guard = Guard(model, params, values, may_be_unused=settings.may_be_unused)
@@ -70,6 +71,7 @@ class BeforeUpdate:
             error = error or found
         try:
             if error is None:
+                self._check_groups()
                 idle = self.guard.check(self._grad_sync.got)
                 sums = self._judge.sums(idle)
         except (RuntimeError, MemoryError) as found:

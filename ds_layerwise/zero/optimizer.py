@@ -144,7 +144,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._before_update = BeforeUpdate(
             model, self._params, self._values, self._owned, planned=self._planned, config=self.config,
             settings=self.settings, tied=self._tied, grad_sync=self._grad_sync, offloading=self.offloading,
-            interrupted=self.interrupted, progress=self.progress)
+            interrupted=self.interrupted, progress=self.progress, check_groups=self.optimizer.check_groups)
         self._update = Update(self.optimizer, self._owned, self._param_sync, interrupted=self.interrupted,
                               timers=self.settings.timers, zero_grad=self.zero_grad)
         self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,

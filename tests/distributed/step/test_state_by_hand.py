@@ -322,6 +322,42 @@ class TestWeights(DistributedTest):
             module.zero_grad()
 
 
+#: What is written into a running group, and what is said of it.
+WRITTEN = [("muon_lr", 0.0, "muon_lr is 0.0, but counts only where.*lr times matrix_lr_ratio; remove it"),
+           ("adam_lr", 0.1, "adam_lr is 0.1, but counts only where.*lr times scalar_lr_ratio; remove it"),
+           ("use_muon", False, "use_muon is False and was None when"),
+           ("lr", float("nan"), r"lr must be in \[0, inf\), got nan; nothing was updated"),
+           ("lr", torch.tensor(float("inf")), r"lr must be in \[0, inf\), got inf"),
+           ("lr", -0.1, r"lr must be in \[0, inf\), got -0.1"), ("lr", None, "lr must be a number, got None"),
+           ("momentum", 1.5, r"momentum must be in \[0, 1\), got 1.5"),
+           ("betas", (0.9, 1.0), r"betas.* must be in \[0, 1\), got 1.0"),
+           ("weight_decay", -1, r"weight_decay must be in \[0, inf\), got -1"),
+           ("eps", "tiny", "eps must be a number, got 'tiny'"),
+           ("matrix_lr_ratio", float("nan"), r"matrix_lr_ratio must be in \[0, inf\), got nan")]
+
+
+class TestGroups(DistributedTest):
+    world_size = 2
+
+    def test_what_no_update_could_take_is_an_error_until_it_is_taken_back(self):
+        """One rank writes it, and all say so; nothing of the step is lost."""
+        engine, oracle = start(Net(), ds_config()), start_oracle(Net())
+        group, = engine.optimizer.param_groups
+        for step, (key, value, message) in enumerate(WRITTEN):
+            engine.backward(engine((step, 0, dist.get_rank())))
+            before = dict(group)
+            if dist.get_rank():
+                group[key] = value
+            kind, told = (StepError, "^") if dist.get_rank() else (LayerWiseError, "rank 1 failed: StepError: ")
+            with pytest.raises(kind, match=rf"{told}param_groups\[0\].{message}"):
+                engine.step()
+            group.clear()
+            group.update(before)
+            engine.step()
+            oracle_step(oracle, step)
+        assert_trained_as(engine.module, oracle)
+
+
 class TestFreezing(DistributedTest):
     world_size = 2
 
