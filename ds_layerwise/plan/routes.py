@@ -298,12 +298,18 @@ def with_cut(route: Route, axis: Axis | None, tp_size: int) -> Route:
     return replace(route, is_cut=True, tp_axis=axis, reason=route.reason + cut)
 
 
-def require_a_matrix(routes: Collection[Route]) -> None:
+def require_a_matrix(routes: Collection[Route], *,
+                     why_none: str = "no parameter requires a gradient; unfreeze some") -> None:
     """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away, or chose for all.
+
+    Args:
+        why_none: what to say where there is no route at all.
 
     Raises:
         RoutingError: no route goes to the matrix optimizer, by the rules alone.
     """
+    if not routes:
+        raise RoutingError(f"there is nothing to train: {why_none}")
     chosen = bool(routes) and all(route.by_user for route in routes)
     if not (chosen or any(route.whole or route.sent_away for route in routes)):
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
@@ -315,4 +321,4 @@ def _reasons(routes: Iterable[Route]) -> str:
     counts: dict[str, int] = {}
     for route in routes:
         counts[route.reason] = counts.get(route.reason, 0) + 1
-    return ", ".join(f"{n} x {reason}" for reason, n in counts.items()) or "none at all"
+    return ", ".join(f"{n} x {reason}" for reason, n in counts.items())

@@ -129,8 +129,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
     homes, tensor = _homes(model, elsewhere), TensorRank(tp_size, tp_rank)
-    trained = {name: param for param, name in names.items()
-               if name in group_of and param.requires_grad and param.numel()}
+    trained = _trained(names, group_of, is_part=elsewhere is not None)
     holders = {name: homes[name].modules[0][1] for name in trained}
     merged = overrides_by_name(facts_of(model, trained, overrides, tp_size=tp_size, experts=experts), overrides,
                                elsewhere=elsewhere.matched if elsewhere else ())
@@ -172,6 +171,36 @@ def _groups_of(names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping
                                    "model does not have; pass parameters of the model given to initialize()")
             found[names[param]] = index
     return found
+
+
+def _trained(names: Mapping[nn.Parameter, str], given: Collection[str], *, is_part: bool) -> dict[str, nn.Parameter]:
+    """What of ``names`` is trained: what was given, requires a gradient and has elements.
+
+    Args:
+        is_part: whether other stages have more of the model, so that there may be nothing here.
+    """
+    wanted = {name: param for param, name in names.items() if name in given and param.requires_grad}
+    cut_up = [name for name, param in wanted.items()
+              if not param.numel() and math.prod(getattr(param, "ds_shape", (0, )))]
+    if cut_up:
+        raise RoutingError(f"{cut_up[0]}{f' and {len(cut_up) - 1} more' * (len(cut_up) > 1)} was built under "
+                           "deepspeed.zero.Init(), which cuts parameters up for ZeRO stage 3, and this optimizer has "
+                           "stages 1 and 2; build the model without it")
+    trained = {name: param for name, param in wanted.items() if param.numel()}
+    if not (trained or is_part):
+        require_a_matrix((), why_none=_why_none(given, len(names)))
+    return trained
+
+
+def _why_none(given: Collection[str], of_model: int) -> str:
+    """What there is to do where nothing that was given is trained."""
+    if not of_model:
+        return "the model has no parameters"
+    if not given:
+        return ("no parameter was given to initialize(); give model_parameters=model.parameters(), or None for all (a "
+                "generator or a filter is empty once it has been gone through)")
+    return (f"none of the {len(given)} parameters given, of {of_model} of the model, requires a gradient and has "
+            "elements; unfreeze what is to be trained before initialize()")
 
 
 def _dims(route: Route, param: Tensor, tp_size: int) -> tuple[int, ...]:
