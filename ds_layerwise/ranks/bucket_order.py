@@ -23,7 +23,10 @@ from ds_layerwise.ranks.wires import Wires
 
 def late_gradient(name: str, bucket: int) -> StepError:
     """The error for a gradient that comes when its bucket is gone."""
-    return StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; with several "
+    return StepError(f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; call "
+                     "engine.step() after every micro-batch, also of those that accumulate. Where the loss of another "
+                     "engine goes through this model, as a generator's through its discriminator, freeze this model "
+                     "for that pass, or call this engine's zero_grad() after it and before its own. With several "
                      "backward passes in one step, or reentrant activation checkpointing, set "
                      "zero_optimization.overlap_comm to false and mark only the last backward pass as the boundary "
                      "(engine.set_gradient_accumulation_boundary)")

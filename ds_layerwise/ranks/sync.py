@@ -19,7 +19,8 @@ from ds_layerwise.ranks.wires import Wires
 def nothing_reduced() -> StepError:
     """The error for a step without gradients."""
     return StepError("step() before the gradients were reduced: no backward pass reached the boundary of gradient "
-                     "accumulation; call engine.backward(loss) first")
+                     "accumulation; call engine.backward(loss) first, and engine.step() after every micro-batch, also "
+                     "of those that accumulate: it counts them, and updates after the last")
 
 
 def no_gradient() -> StepError:

@@ -437,6 +437,48 @@ class TestFreezing(DistributedTest):
         assert_trained_as(both["one"], oracle)
 
 
+class TestThroughAnother(DistributedTest):
+    """The loss of one engine that goes through the model of another, as a generator's through its discriminator."""
+
+    world_size = 2
+
+    def step_both(self, one, other, step, cure):
+        place = step, 0, dist.get_rank()
+        one.backward(one(place))
+        one.step()
+        one.module.requires_grad_(cure != "freeze")
+        other.backward(other(place) + sum(p.sum() for p in one.module.parameters()))
+        one.module.requires_grad_(True)
+        if cure == "zero_grad":
+            one.zero_grad()
+        other.step()
+
+    @pytest.mark.parametrize("cure", ["freeze", "zero_grad"])
+    def test_either_way_out_that_the_error_names_does(self, cure):
+        engines, oracles = [start(Net(), ds_config()) for _ in range(2)], [start_oracle(Net()) for _ in range(2)]
+        for step in range(3):
+            self.step_both(*engines, step, cure)
+            for oracle in oracles:
+                oracle_step(oracle, step)
+        for engine, oracle in zip(engines, oracles, strict=True):
+            assert_trained_as(engine.module, oracle)
+
+    def test_neither_is_an_error_that_names_both(self):
+        engines = [start(Net(), ds_config()) for _ in range(2)]
+        with pytest.raises(StepError, match=r"freeze this model for that pass, or call this engine's zero_grad\(\)"):
+            for step in range(2):
+                self.step_both(*engines, step, None)
+
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_one_step_for_two_micro_batches_says_when_to_call_it(self, by_hand):
+        engine = start(Net(), ds_config(gas=2))
+        with pytest.raises(StepError, match=r"engine.step\(\) after every micro-batch, also of those that accumulate"):
+            for step in range(2):
+                for micro in range(2):
+                    engine.backward(engine((step, micro, dist.get_rank())))
+                (engine.optimizer if by_hand else engine).step()
+
+
 def start_on(params, module, config):
     return ds_layerwise.initialize(model=module, model_parameters=params, config=config)[0]
 
