@@ -11,16 +11,20 @@ Note: threads under an interpreter that ends
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
+import io
 import os
 import sys
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End the process once its threads, and what ``atexit`` knows of, are done, and groups ended.
+    """End the process once its threads, and what ``atexit`` knows of, are done, groups ended and open files written.
 
-    For the last line of a script; its output is written, and the interpreter is not taken apart.
+    For the last line of a script. The interpreter is not taken apart: of what a destructor would do, only the end of
+    files is done.
 
     Args:
         code: the exit code; every rank leaves, with whatever code.
@@ -36,4 +40,62 @@ def leave(code: int = 0) -> NoReturn:
             stream.flush()
         except (OSError, ValueError):
             code = code or 120  # as the interpreter's own
+    _write_out()
     os._exit(code)
+
+
+def _write_out() -> None:
+    """Write what open files hold back, as the interpreter's end would.
+
+    What cannot be written is told on stderr; the interpreter's end would lose it in silence.
+    """
+    gc.unfreeze()
+    kept = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
+    # By the classes: isinstance() asks a proxy for what it stands for, which may run anything.
+    found = [thing for thing in gc.get_objects() if io.IOBase.__base__ in type(thing).__mro__ and id(thing) not in kept]
+    lost: dict[str, str] = {}
+    for file in sorted(found, key=_depth):
+        try:
+            if not file.closed and file.writable():
+                # A compressed file has its last bytes from close() alone, and one of an object store all of them.
+                file.flush() if _is_plain(file) else file.close()
+        except (BrokenPipeError, ValueError):
+            pass  # The process at the other end has what it wanted; what is detached from its file has nothing.
+        except _OF_FILES as error:
+            # A file that a text goes through fails once more by itself.
+            lost.setdefault(_name_of(file), str(error))
+    for name, why in lost.items():
+        _tell(f"{name} could not be written at the end: {why}")
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
+
+
+#: What files fail with, those of other packages, too.
+_OF_FILES = (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_PLAIN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
+
+def _is_plain(file: Any) -> bool:
+    return issubclass(type(file), _PLAIN)
+
+
+def _depth(file: Any) -> int:
+    """What a file is written through comes after it: text, what turns bytes into others, bytes."""
+    if io.TextIOBase.__base__ in type(file).__mro__:
+        return 0
+    return 2 if _is_plain(file) else 1
+
+
+def _name_of(file: Any) -> str:
+    try:
+        return repr(file.name)
+    except _OF_FILES:
+        return f"a file of {type(file)}"
+
+
+def _tell(text: str) -> None:
+    try:
+        sys.stderr.write(f"ds_layerwise: {text}\n")
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        pass  # There is nobody left to tell.

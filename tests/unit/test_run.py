@@ -1,6 +1,7 @@
 """The runner hands a script what it would have got without it."""
 
 import atexit
+import gzip
 import multiprocessing
 import os
 import subprocess
@@ -123,6 +124,59 @@ def test_all_that_a_script_left_to_do_is_done_but_nothing_is_taken_apart(tmp_pat
     assert done.returncode == 0 and done.stdout.endswith("no line yet"), done.stderr
     assert "taken apart" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["registered", "script.py", "thread"]
+
+
+WRITES = """
+import csv, ctypes, gc, gzip, os, sys, tempfile
+c = ctypes.CDLL(None)
+c.fopen.restype = ctypes.c_void_p
+frozen = open("frozen", "w")
+gc.freeze()
+text, data, update, rows = open("text", "w"), open("data", "wb"), open("update", "w+b"), csv.writer(open("rows", "w"))
+temporary, compressed = tempfile.NamedTemporaryFile("w", dir=".", delete=False), gzip.open("compressed", "wt")
+os.rename(temporary.file.name, "temporary")
+of_c = ctypes.c_void_p(c.fopen(b"of_c", b"w"))
+def main():
+    for i in "01234":
+        for file in (frozen, text, temporary, compressed):
+            file.write(i)
+        for file in (data, update):
+            file.write(i.encode())
+        rows.writerow(i)
+        c.fputs(i.encode(), of_c)
+main()
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "from ds_layerwise.run import leave; leave()"])
+def test_what_a_script_wrote_to_files_that_it_left_open_is_there(ending, tmp_path):
+    (tmp_path / "script.py").write_text(WRITES + ending)
+    done = run(str(tmp_path / "script.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with gzip.open(tmp_path / "compressed", "rt") as compressed:
+        assert compressed.read() == "01234"
+    assert (tmp_path / "rows").read_text().split() == list("01234")
+    names = ("text", "data", "update", "temporary", "frozen", "of_c")
+    assert [(tmp_path / name).read_text() for name in names] == ["01234"] * len(names)
+
+
+def test_a_file_that_cannot_be_written_at_the_end_is_told_and_takes_no_other_along(tmp_path):
+    (tmp_path / "script.py").write_text("""
+import io, subprocess, sys
+full, there = open("/dev/full", "w"), open(sys.argv[1] + "/log", "w")
+pipe = subprocess.Popen(["true"], stdin=subprocess.PIPE, text=True)
+pipe.wait()
+class Proxy:
+    __class__ = property(lambda self: 1 / 0)
+proxy, detached = Proxy(), io.TextIOWrapper(io.BytesIO())
+detached.detach()
+for file in (full, there, pipe.stdin):
+    file.write("x")
+""")
+    done = run(str(tmp_path / "script.py"), str(tmp_path))
+    assert (done.returncode, (tmp_path / "log").read_text()) == (0, "x"), done.stderr
+    assert done.stderr.count("could not be written at the end") == 1, done.stderr
+    assert "'/dev/full' could not be written at the end: [Errno 28]" in done.stderr
 
 
 def test_output_that_nobody_can_read_is_the_interpreters_own_error(tmp_path):
