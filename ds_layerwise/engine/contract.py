@@ -123,6 +123,8 @@ _WRAPPED = (
     Name(f"{_ENGINE}._configure_basic_optimizer", "wrapped", ("self", "model_parameters")),
     Name(f"{_ENGINE}._do_optimizer_sanity_check", "wrapped", ("self", "basic_optimizer")),
     Name(f"{_ENGINE}._configure_zero_optimizer", "wrapped", ("self", "optimizer")),
+    Name(f"{_ENGINE}._configure_lr_scheduler", "wrapped", ("self",)),
+    Name(f"{_ENGINE}._scheduler_from_config", "wrapped", ("self", "optimizer")),
     Name(f"{_ENGINE}.zero_grad", "wrapped", ("self",)),
     Name(f"{_ENGINE}.zero_use_cpu_optimizer", "wrapped", ("self",)),
     Name(f"{_ENGINE}._take_model_step", "wrapped", ("self", "lr_kwargs")),

@@ -89,6 +89,9 @@ class ClientOptimizer(LayerWiseOptimizer):
                                   f"param_groups[{route.group}], and lr of that is 0; let it start at its highest")
         check_floors(routes, groups)
 
+    def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
+        """Nothing is refused: no rate of the object follows another."""
+
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
         """What of ``given`` a load compares: all of it, by the names of the class, as a checkpoint says it."""
         return {key: normalised(plain(value, key)) for key, value in given.items()}

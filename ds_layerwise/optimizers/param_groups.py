@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.layout import Piece
-from ds_layerwise.plan.rates import check_floors, check_peaks
+from ds_layerwise.plan.rates import check_floors, check_peaks, check_schedule
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.settings import check, nearest, normalised, plain
@@ -153,9 +153,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: not the first two where ``scale_mode`` is "match_rms_adamw": one rate is right for both then.
         """
-        used: dict[int, set[str]] = {}
         for route in routes.values():
-            used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
             if route.whole and route.group in self._one_rate_for_both:
                 lr, kind = self._one_rate_for_both[route.group], self.config.matrix
                 one_rate = (f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
@@ -164,7 +162,16 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                                   f"matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from AdamW's: "
                                   f"give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate}")
         check_floors(routes, self.groups_now())
-        check_peaks(self._scheduler, self.param_groups, self.config, used=used, schedules=self._schedules)
+        check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes), schedules=self._schedules)
+
+    def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
+        """Refuse a schedule of the script that makes rates of two kinds what nobody chose.
+
+        Raises:
+            ConfigError: names what the schedule's class calls its peak.
+        """
+        check_schedule(schedule, [given["lr"] for given in self.built_with], self.param_groups, self.config,
+                       used=_ratios_in(routes))
 
     def restore_groups(self) -> None:
         """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers count on theirs."""
@@ -214,6 +221,14 @@ def cannot_load() -> StepError:
                      "parameters; load with engine.load_checkpoint(), or whole states from one file with "
                      "engine.optimizer.load_state_dict_from_file(), as engine.optimizer.save_state_dict_to_file() "
                      "writes it")
+
+
+def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
+    """By index of a group, which of the two ratios its parameters have."""
+    used: dict[int, set[str]] = {}
+    for route in routes.values():
+        used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
+    return used
 
 
 def _require_as_the_run(where: str, key: str, value: object, config: OptimizerConfig) -> None:

@@ -68,9 +68,67 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
     if given == "auto":
         raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
     peaks = list(given) if isinstance(given, (list, tuple)) else [given] * len(groups)
+    omission = "" if key in params else f" (what {kind} takes where it is left out)"
+    _refuse_others(peaks, [group["lr"] for group in groups], groups, config, used=used, key=key, where=where,
+                   omission=omission)
+
+
+def check_schedule(schedule: object, lrs: Sequence[float], groups: Sequence[Mapping[str, Any]],
+                   config: OptimizerConfig, *, used: Mapping[int, Collection[str]]) -> None:
+    """Refuse a schedule of a script whose peak is not ``lr``, as :func:`check_peaks` does that of a config.
+
+    The peak is what the object keeps of one, whether DeepSpeed's, torch's or another's; without one it is ``base_lrs``,
+    which torch's classes multiply. Of schedules that are made of others, each is asked.
+
+    Args:
+        lrs: the rate of each group before any schedule.
+        groups: the parameter groups as the schedule has left them.
+
+    Raises:
+        ConfigError: names the class and its argument, what both rates would become, and the way out.
+    """
+    parts = _parts(schedule)
+    found = [(part, *peak) for part in parts if (peak := _peak_of(part, groups))]
+    if not found:
+        found = [(part, "base_lrs", base) for part in parts
+                 if (base := _numbers(getattr(part, "base_lrs", None), groups))]
+    for part, key, peaks in found:
+        _refuse_others(peaks, lrs, groups, config, used=used, key=key, where=f"{type(part).__name__}'s {key}",
+                       omission="")
+
+
+def _parts(schedule: Any) -> list[Any]:
+    """``schedule``, or what it is made of, as torch's SequentialLR and ChainedScheduler are."""
+    made_of = getattr(schedule, "_schedulers", None)
+    return [part for each in made_of for part in _parts(each)] if isinstance(made_of, (list, tuple)) else [schedule]
+
+
+def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
+    """The argument with the peak, and what each group has of it."""
+    kind = next((kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in PEAKS), None)
+    key = "max_lr" if kind is None else PEAKS[kind][0]
+    kept = getattr(schedule, "min_lr" if kind == "LRRangeTest" else "max_lrs", None)
+    if kept is None:
+        # OneCycleLR has it in the groups, classes outside of torch have it as they got it.
+        kept = [group.get(key) for group in groups] if kind == "OneCycleLR" else getattr(schedule, key, None)
+    peaks = _numbers(kept, groups)
+    return None if peaks is None else (key, peaks)
+
+
+def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
+    """What a schedule keeps of a rate, for each group; None if that is no rate."""
+    try:
+        return [float(each) for each in (kept if isinstance(kept, (list, tuple)) else [kept] * len(groups))]
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_others(peaks: Sequence[Any], lrs: Sequence[float], groups: Sequence[Mapping[str, Any]],
+                   config: OptimizerConfig, *, used: Mapping[int, Collection[str]], key: str, where: str,
+                   omission: str) -> None:
     # Of a list of another length DeepSpeed says itself how long it must be.
-    for index, (each, group) in enumerate(zip(peaks, groups)):
-        peak, lr = check(NonNegative, where, each), float(group["lr"])
+    for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
+        peak, lr = check(NonNegative, where, each), float(lr)
         matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
         kinds = used.get(index, ())
         one_rate = all(group[kind] == 1 for kind in kinds) and (len(kinds) < 2 or config.matrix.takes_rate_of_adamw)
@@ -78,13 +136,14 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
             continue
         own = not math.isclose(lr, config.lr, rel_tol=1e-6)
         name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"
-        omission = "" if key in params else f" (what {kind} takes where it is left out)"
+        instead = "do not change lr of the groups, or set lr" if key == "base_lrs" else (
+            f"set {key} to {_value_for(lrs, own)}, or lr")
         raise ConfigError(
             f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed ratio, so that "
             f"muon_lr would become {peak * matrix:.4g} instead of {lr * matrix:.4g}, and adam_lr {peak * scalar:.4g} "
-            f"instead of {lr * scalar:.4g}; set {key} to {_value_for(groups, own)}, or lr to {peak:g}")
+            f"instead of {lr * scalar:.4g}; {instead} to {peak:g}")
 
 
-def _value_for(groups: Sequence[Mapping[str, Any]], is_own: bool) -> str:
-    lrs = [float(group["lr"]) for group in groups]
+def _value_for(given: Sequence[float], is_own: bool) -> str:
+    lrs = [float(lr) for lr in given]
     return f"{lrs[0]:g}" if not is_own or len(set(lrs)) == 1 else f"[{', '.join(f'{lr:g}' for lr in lrs)}]"

@@ -62,7 +62,7 @@ INSIDE = {
              "engine_protocol planned products unfinished", "decision",
              "before_update first_step load reports skipped start_up update", "checkpointing", "states_outside",
              "optimizer", "param_map"),
-    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides", "loading patches saving",
+    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides", "loading patches saving schedules",
                "wraps", "register"),
 }
 

@@ -163,7 +163,8 @@ class TestAgainstOneProcess(DistributedTest):
         for name, value in expected.items():
             assert torch.equal(states[name, "exp_avg"], value.reshape(-1)), name
 
-    @pytest.mark.parametrize("how", ["object before", "object after", "callable", "section", "by hand"])
+    @pytest.mark.parametrize("how", ["object before", "object after", "callable", "section", "section of torch",
+                                     "by hand"])
     def test_schedules_move_what_the_script_holds(self, how):
         rates = [1.0, 0.5, 0.25, 2.0, 1.0, 0.5, 0.25]
 
@@ -179,6 +180,9 @@ class TestAgainstOneProcess(DistributedTest):
         elif how == "section":
             given["scheduler"] = {"type": "WarmupLR", "params": {
                 "warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear"}}
+        elif how == "section of torch":
+            given["scheduler"] = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
+            rates = [1.0, 0.5, 0.25, 0.125]
         engine = start(module, optimizer, given, **kwargs)
         after, found = (schedule(optimizer) if how == "object after" else None), []
         for step in range(4):

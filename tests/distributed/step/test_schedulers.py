@@ -1,19 +1,22 @@
 """What users, schedulers and other wiring see: groups that stay, ratios that hold."""
 
+import math
 from dataclasses import replace
 
 import deepspeed.comm as dist
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 
 import ds_layerwise
+from ds_layerwise.errors import ConfigError
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, relative_error, start, train_engine
 
-pytestmark = rooms("param_groups", "rates")
+pytestmark = rooms("param_groups", "rates", "schedules")
 
 STEPS = 8
 
@@ -63,6 +66,37 @@ class TestSchedulers(DistributedTest):
             train_engine(engine, STEPS)
         for name, p in trainable(engine.module).items():
             assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    @pytest.mark.parametrize("how", ["section", "of what it wraps"])
+    def test_torchs_cosine_is_followed_as_the_oracle_does(self, how):
+        cosine = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 6}}} if how == "section" else {}
+        engine = start(Net(), ds_config(**cosine))
+        after = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer.optimizer, T_max=6) if not cosine else None
+        for step in range(STEPS):
+            train_engine(engine, 1, first=step)
+            if after:
+                after.step()
+        expected = train(Net, lambda *place: place, lambda module, place: module(place),
+                         recipe_for(Net(), schedule=lambda step: (1 + math.cos(math.pi * step / 6)) / 2), STEPS)
+        for name, p in trainable(engine.module).items():
+            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+
+    @pytest.mark.parametrize("make, said", [
+        (lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.009, total_steps=10),
+         "OneCycleLR's max_lr is 0.009, and optimizer.params.lr is 0.003: .* muon_lr would become 0.06 instead"),
+        (lambda optimizer: lr_schedules.WarmupDecayLR(optimizer, total_num_steps=100),
+         "WarmupDecayLR's warmup_max_lr is 0.001, .* muon_lr would become 0.006667 instead of 0.02"),
+        (torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.003), 1),
+         r"lr_scheduler is a StepLR of another optimizer \(SGD\), so that no rate of this engine would ever move; "
+         r"give a function: lr_scheduler=lambda optimizer: StepLR\(optimizer, ...\)")])
+    def test_a_scripts_schedule_of_other_rates_is_refused(self, make, said):
+        with pytest.raises(ConfigError, match=said):
+            start(Net(), ds_config(), lr_scheduler=make)
+
+    def test_a_peak_is_the_rate_where_no_matrix_is_whole(self):
+        engine = start(Net(), ds_config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), lr_scheduler=(
+            lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.009, total_steps=10)))
+        assert engine.get_lr() == [pytest.approx(0.009 / 25)]
 
     def test_weights_alone_load_whether_or_not_there_is_a_scheduler(self):
         """``load_module_state_dict`` by itself knows nothing of schedulers, and leaves what it is given as it is."""

@@ -1,0 +1,56 @@
+"""The schedule of an engine: made of what torch takes for an optimizer, and moving the rates that were chosen.
+
+Note: what is wrapped, and why there
+    ``_scheduler_from_config`` hands the engine's wrapper to the schedule that the config names: DeepSpeed's own find
+    their optimizer in it, and torch's take nothing that is not a ``torch.optim.Optimizer``.
+    ``_configure_lr_scheduler`` is where a script's schedule is first there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.ranks import comm
+from ds_layerwise.zero.optimizer import uses_us
+
+
+def _scheduler_from_config(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    kind = (engine._config._param_dict.get("scheduler") or {}).get("type")
+    if not uses_us(engine) or kind is None or hasattr(lr_schedules, kind):
+        return original(optimizer)
+    return original(engine.basic_optimizer)
+
+
+def _configure_lr_scheduler(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    result = original()
+    if uses_us(engine) and engine.client_lr_scheduler:
+        with comm.Alike(None):
+            _check_client(engine, engine.lr_scheduler)
+    return result
+
+
+def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
+    """Refuse a schedule that moves nothing here, or that moves ``lr`` to where nobody chose it.
+
+    Raises:
+        ConfigError: names its class and the way out.
+    """
+    known = {id(group) for group in engine.optimizer.param_groups}
+    moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    if moved is not None and not any(id(group) in known for group in moved):
+        kind = type(schedule).__name__
+        raise ConfigError(f"lr_scheduler is a {kind} of another optimizer ({type(schedule.optimizer).__name__}), so "
+                          "that no rate of this engine would ever move; give a function: "
+                          f"lr_scheduler=lambda optimizer: {kind}(optimizer, ...)")
+    engine.optimizer.optimizer.require_schedule_of_rates(schedule, engine.optimizer.routes)
+
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "_scheduler_from_config": _scheduler_from_config,
+    "_configure_lr_scheduler": _configure_lr_scheduler,
+}
