@@ -115,6 +115,7 @@ _WRAPPED = (
     Name("deepspeed.runtime.config.get_zero_config", "wrapped", ("param_dict",)),
     Name(f"{_CONFIG}._initialize_params", "wrapped", ("self", "param_dict")),
     Name(f"{_CONFIG}._configure_train_batch_size", "wrapped", ("self",)),
+    Name(f"{_ENGINE}.__init__", "wrapped", ("self", "args", "model", "optimizer", "model_parameters")),
     Name(f"{_ENGINE}._configure_with_arguments", "wrapped", ("self", "args", "mpu")),
     Name(f"{_ENGINE}._do_sanity_check", "wrapped", ("self",)),
     Name(f"{_ENGINE}._configure_distributed_model", "wrapped", ("self", "model")),

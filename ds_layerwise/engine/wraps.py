@@ -8,8 +8,8 @@ Note: what is wrapped, and why there
     names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with float32 accumulation;
     ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states``
     from moving what ``offload_optimizer`` left on the device. One function is no method: ``get_zero_config`` parses
-    ``zero_optimization``, and would refuse a ratio below 1. :mod:`.shared_memory`, :mod:`.saving`, :mod:`.loading` and
-    :mod:`.schedules` have more. Every wrap asks first whether what is at hand is for us.
+    ``zero_optimization``, and would refuse a ratio below 1. :mod:`.shared_memory`, :mod:`.saving`, :mod:`.loading`,
+    :mod:`.schedules` and :mod:`.reference` have more. Every wrap asks first whether what is at hand is for us.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise.config import is_for_us, is_ours
-from ds_layerwise.engine import loading, own_overrides, patches, saving, schedules, shared_memory
+from ds_layerwise.engine import loading, own_overrides, patches, reference, saving, schedules, shared_memory
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.client import ClientOptimizer, given_by
@@ -345,7 +345,7 @@ WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
-    **schedules.WRAPS,
+    **reference.WRAPS, **schedules.WRAPS,
     **FOR_LIFE,
 }
 

@@ -62,8 +62,8 @@ INSIDE = {
              "engine_protocol planned products unfinished", "decision",
              "before_update first_step load reports skipped start_up update", "checkpointing", "states_outside",
              "optimizer", "param_map"),
-    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides", "loading patches saving schedules",
-               "wraps", "register"),
+    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides",
+               "loading patches reference saving schedules", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
