@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ds_layerwise.recipes.conditions import Conditions, Facts
+from ds_layerwise.routing.held import kind_of, modules_of
 from ds_layerwise.routing.tensor_marks import is_cut, whole_dims
 
 
 def holders_of(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
-    """By parameter, the modules that hold it, with their paths; several where it is tied."""
+    """By parameter, the modules that it belongs to, with their paths; several where it is tied."""
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
-    for path, module in model.named_modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders.setdefault(param, []).append((path, module))
+    for path, module, own in modules_of(model):
+        for param in own:
+            holders.setdefault(param, []).append((path, module))
     return holders
 
 
@@ -44,5 +44,5 @@ def facts_of(model: nn.Module, params: Mapping[str, Tensor], asked: Iterable[Con
 
 
 def _classes(holders: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
-    kinds = dict.fromkeys(type(module) for _, module in holders)
+    kinds = dict.fromkeys(kind_of(module) for _, module in holders)
     return tuple(each for kind in kinds for each in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes import Route, with_heads
+from ds_layerwise.routing.held import kind_of, weights_of
 from ds_layerwise.routing.tensor_marks import heads_here
 
 _QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
@@ -26,7 +27,7 @@ WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 
 def is_transposed(module: nn.Module, param: Tensor) -> bool:
     """Whether ``param`` is the weight of a linear layer that holds it as (inputs, outputs)."""
-    return type(module).__name__ == "Conv1D" and param.dim() == 2 and param is module._parameters.get("weight")
+    return kind_of(module).__name__ == "Conv1D" and param.dim() == 2 and any(param is w for w in weights_of(module))
 
 
 def cut_heads(route: Route, num_heads: int | None, param: Tensor, tp_size: int, *, explicit: bool = False) -> Route:

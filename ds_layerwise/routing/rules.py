@@ -56,6 +56,7 @@ from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.facts import facts_of, holders_of
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
+from ds_layerwise.routing.held import is_gain, kind_of, modules_of, weights_of
 from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
@@ -273,7 +274,7 @@ def _table_or_head(param: Tensor, home: _Home) -> str | None:
 
 def _is_table(module: nn.Module) -> bool:
     # Tables of tensor-parallel models are no nn.Embedding, and each library has classes of its own.
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or type(module).__name__.endswith("Embedding")
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or kind_of(module).__name__.endswith("Embedding")
 
 
 def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, str]:
@@ -285,7 +286,9 @@ def _shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None,
     shape = tuple(param.shape)
     if len(shape) < 2:
         return None, "fewer than two axes"
-    if isinstance(module, _CONVOLUTIONS):
+    if isinstance(module, _CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
+        if is_gain(param) and shape != _kernel_of(module):
+            return None, "a vector"
         return _kernel_shape(shape, module)
     if len(shape) == 2:
         return (None, "a vector") if 1 in shape else (shape, "matrix")
@@ -294,6 +297,12 @@ def _shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None,
             return None, "three axes, but no stack of matrices"
         return shape, "stack of matrices"
     return None, f"{len(shape)} axes, and not a convolution"
+
+
+def _kernel_of(module: Any) -> tuple[int, ...]:
+    """The shape of the whole kernel of a convolution."""
+    ins, outs = module.in_channels, module.out_channels
+    return (*((ins, outs // module.groups) if module.transposed else (outs, ins // module.groups)), *module.kernel_size)
 
 
 def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
@@ -318,8 +327,7 @@ def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
 def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> tuple[
         set[tuple[int, ...]], list[tuple[str, Tensor]]]:
     """The shapes of the embeddings, and the weights of linear layers in their order, but for those in ``leave_out``."""
-    weights = [(path, m, w) for path, m in model.named_modules()
-               if isinstance(w := getattr(m, "weight", None), Tensor) and w.dim() == 2]
+    weights = [(path, m, w) for path, m, _ in modules_of(model) for w in weights_of(m) if w.dim() == 2]
     return ({tuple(w.shape) for _, module, w in weights if _is_table(module)},
             [(path, w) for path, module, w in weights if w not in leave_out and (
                 isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module))])
@@ -328,7 +336,7 @@ def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) 
 def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
     """Whether some parameter is a matrix, or a stack of them, that is no table."""
     return any(param not in leave_out and not _is_table(module) and _shape_in(module, param)[0] is not None
-               for module in model.modules() for param in module._parameters.values() if param is not None)
+               for _, module, own in modules_of(model) for param in own)
 
 
 def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
@@ -339,9 +347,8 @@ def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tens
     lists = tuple(f"{path}." if path else "" for path, module in model.named_modules()
                   if isinstance(module, nn.ModuleList))
     linears = [(path, weight) for path, weight in linears if not f"{path}.".startswith(adapters)]
-    order = {path: place for place, (path, module) in enumerate(model.named_modules())
-             if any(p is not None and p.numel() for p in module._parameters.values())
-             and not f"{path}.".startswith(adapters)}
+    order = {path: place for place, (path, _, own) in enumerate(modules_of(model))
+             if any(p.numel() for p in own) and not f"{path}.".startswith(adapters)}
     if linears and not (elsewhere and elsewhere.linear_after):
         name = _plain(linears[-1][0])
         last = [(path, weight) for path, weight in linears if _plain(path) == name]
@@ -350,8 +357,7 @@ def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tens
         # A bare matrix beside a layer has no place in the order of modules.
         followed |= linears[-1][0].startswith(lists) or any(
             linears[-1][0].startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
-            and any(p is not None and _shape_in(module, p)[0] is not None for p in module._parameters.values())
-            for path, module in model.named_modules())
+            and any(_shape_in(module, p)[0] is not None for p in own) for path, module, own in modules_of(model))
         alone = not (has_matrices(model, leave_out=weights.keys()) or elsewhere and elsewhere.has_matrices)
         for weight in weights:
             if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
@@ -364,8 +370,8 @@ def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tens
                 if not path.startswith(lists) and _plain(path) in named)
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        returned = getattr(get(), "weight", None) if callable(get) else None
-        if isinstance(returned, Tensor):
+        head = get() if callable(get) else None
+        for returned in weights_of(head) if isinstance(head, nn.Module) else ():
             yield returned, "output head (get_output_embeddings)"
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes import require_a_matrix
@@ -14,7 +15,7 @@ from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("rules", "routes")
+pytestmark = rooms("rules", "routes", "held")
 
 
 class Model(nn.Module):
@@ -295,3 +296,83 @@ def test_nothing_of_a_plan_or_a_pipeline_says_so():
         require_a_matrix([])
     with pytest.raises(RoutingError, match="the model has no parameters"):
         route(nn.Identity(), [{"params": []}])
+
+
+#: Ways to compute a weight, and where each keeps what a weight is computed from, and gains.
+COMPUTED = {
+    "spectral": (parametrizations.spectral_norm, "parametrizations.weight.original", None),
+    "orthogonal": (parametrizations.orthogonal, "parametrizations.weight.original", None),
+    "gains": (parametrizations.weight_norm, "parametrizations.weight.original1", "parametrizations.weight.original0"),
+    "older spectral": (nn.utils.spectral_norm, "weight_orig", None),
+    "older gains": (nn.utils.weight_norm, "weight_v", "weight_g"),
+    "pruned": (lambda module: prune.l1_unstructured(module, "weight", 0.25), "weight_orig", None),
+}
+
+
+class TokenEmbedding(nn.Module):
+    """A table that only its class's name tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 4))
+
+
+class Conv1D(nn.Module):
+    """A linear layer that has inputs first, as GPT-2's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+
+class OfAll(nn.Module):
+    """A model whose head goes by no name, with an embedding of another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.tokens = nn.Embedding(10, 4), TokenEmbedding()
+        self.conv, self.grouped = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 8, 3, groups=2)
+        self.back, self.point, self.over_one = nn.ConvTranspose2d(4, 8, 3), nn.Conv2d(4, 8, 1), nn.Conv1d(4, 8, 9)
+        self.mixed = Conv1D()
+        self.proj = nn.Linear(8, 6)
+        self.last = nn.Linear(6, 7, bias=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_computed_weight_is_routed_as_the_plain_one(kind):
+    tool, weight, gains = COMPUTED[kind]
+    plain, model = OfAll(), OfAll()
+    for module in list(model.children()):
+        if kind != "orthogonal" or isinstance(module, (nn.Linear, Conv1D)):
+            tool(module)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    overrides = [Override(module="Conv2d", lr_scale=0.5)]
+    expected, routes = route(plain, overrides=overrides), route(model, overrides=overrides)
+    found = {name.replace(weight, "weight"): each for name, each in routes.items()}
+    for name, each in expected.items():
+        mine = found[name]
+        assert (mine.matrix_shape, mine.reason, mine.transposed, mine.lr_scale, mine.recipe) == (
+            each.matrix_shape, each.reason, each.transposed, each.lr_scale, each.recipe), name
+    assert {each.reason for each in expected.values()} >= {
+        "embedding", "convolution", "grouped convolution", "convolution over one axis", "matrix",
+        "output head (last linear layer)"}
+    rest = found.keys() - expected.keys()
+    assert rest == ({f"{name}.{gains}" for name, _ in model.named_children()} if gains else set())
+    for name in rest:
+        assert not routes[name].whole, name
+        assert name.startswith(("embed.", "tokens.")) or routes[name].reason in ("a vector", "depthwise convolution"), name
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_head_that_the_model_returns_may_be_computed():
+    class Interface(Model):
+        def get_output_embeddings(self):
+            return self.out
+
+    model = Interface()
+    parametrizations.spectral_norm(model.out)
+    assert route(model)["out.parametrizations.weight.original"].reason == "output head (get_output_embeddings)"
+    model.get_output_embeddings = lambda: None
+    assert route(model)["out.parametrizations.weight.original"].reason == "matrix"

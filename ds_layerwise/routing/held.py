@@ -1,0 +1,57 @@
+"""Which module a parameter belongs to, where torch's parametrizations have put it elsewhere.
+
+Note: where torch puts a weight
+    ``torch.nn.utils.parametrizations`` moves ``weight`` into a ``ParametrizationList``, as ``original``, or for
+    ``weight_norm`` as gains (``original0``) and directions (``original1``), and makes a class of its own for the
+    module. The older ``weight_norm``, ``spectral_norm`` and pruning leave it in the module under another name. In each
+    case ``module.weight`` is then computed, and to compute it may change buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
+
+#: What the older tools call the weight that they compute ``weight`` from.
+_OLDER = ("weight_orig", "weight_v")
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
+    """Each module with its path and its own parameters, those that parametrizations hold for it included."""
+    for path, module in model.named_modules():
+        if not isinstance(module, ParametrizationList):
+            own = [*module._parameters.values(), *(param for held in _lists(module).values()
+                                                   for param in held._parameters.values())]
+            yield path, module, [param for param in own if param is not None]
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of ``module`` before it was parametrized."""
+    kind: type[nn.Module] = type_before_parametrizations(module)
+    return kind
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """What ``module.weight`` is, or is computed from, without gains; empty where that is no tensor."""
+    held = _lists(module).get("weight")
+    if held is not None:
+        return [param for param in held._parameters.values() if param is not None and not is_gain(param)]
+    for name in _OLDER:
+        # They put what they have computed where any attribute is.
+        if "weight" in vars(module) and isinstance(older := module._parameters.get(name), Tensor):
+            return [older]
+    weight = getattr(module, "weight", None)
+    return [weight] if isinstance(weight, Tensor) else []
+
+
+def is_gain(param: Tensor) -> bool:
+    """Whether ``param`` has no two axes that are longer than 1."""
+    return param.numel() <= max(param.shape, default=1)
+
+
+def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
+    held = module._modules.get("parametrizations")
+    return {name: each for name, each in (held.items() if isinstance(held, nn.ModuleDict) else ())
+            if isinstance(each, ParametrizationList)}
