@@ -69,6 +69,9 @@ HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|q
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
                        r"modules_to_save\.[^.]+)(?=\.|$)")
 
+#: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
+_ROWS = "token_adapter.trainable_tokens_delta"
+
 #: What overrides say of the matrices in a parameter.
 _CUTS = ("num_heads", "split")
 
@@ -267,6 +270,8 @@ def _table_or_head(param: Tensor, home: _Home) -> str | None:
         return None
     if any(_is_table(module) for _, module in home.modules):
         return "embedding" if len(home.modules) == 1 else "embedding, tied"
+    if any(path.endswith(_ROWS) for path, _ in home.modules):
+        return "embedding (rows of one, by peft)"
     if getattr(param, "is_embedding_or_output_parameter", False):
         return "embedding or output head (as Megatron marks it)"
     return home.is_head

@@ -39,6 +39,8 @@ BLOCK = "inner.base_model.model.transformer.h.0."
 class Lora(nn.Module):
     """One block of GPT-2 with adapters of rank 4 at its attention and its embedding, and its last norm trained."""
 
+    adapters = {"target_modules": ["c_attn", "wte"], "modules_to_save": ["ln_f"]}
+
     def __init__(self, seed=0):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -46,11 +48,16 @@ class Lora(nn.Module):
             base = GPT2LMHeadModel(GPT2Config(
                 vocab_size=VOCAB, n_positions=8, n_embd=WIDTH, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, loss_type="ForCausalLM"))
-            self.inner = get_peft_model(base, LoraConfig(
-                r=4, target_modules=["c_attn", "wte"], modules_to_save=["ln_f"], fan_in_fan_out=True))
+            self.inner = get_peft_model(base, LoraConfig(r=4, fan_in_fan_out=True, **self.adapters))
 
     def forward(self, tokens):
         return self.inner(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+
+
+class SomeTokens(Lora):
+    """The same with adapters at its attention, and three rows of its embedding trained."""
+
+    adapters = {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [1, 2, 3]}}
 
 
 #: The factors, which have a matrix's two axes each.
@@ -102,6 +109,19 @@ class TestLora(DistributedTest):
             largest = sum(param.numel() + 64 for param in trainable(module).values()) + 64 * 2
             assert all(tensor.numel() <= largest for buffer in internals.buffers(engine) for tensor in buffer.tensors)
             engine.destroy()
+
+    def test_rows_of_an_embedding_go_where_embeddings_go(self):
+        matrices = {name: view for name, view in FACTORS.items() if name.startswith(BLOCK)}
+        recipe = Recipe(matrices=matrices, world_size=2, clip=1.0, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1,
+                        eps=1e-8)
+        expected = train(SomeTokens, token_batch, lambda module, tokens: module(tokens), recipe, 4)
+        engine = start(SomeTokens(), ds_config(clip=1.0, params={"eps": 1e-8}))
+        name = "inner.base_model.model.transformer.wte.token_adapter.trainable_tokens_delta.default"
+        assert engine.optimizer.routes.keys() == {*matrices, name}
+        assert engine.optimizer.routes[name].reason == "embedding (rows of one, by peft)"
+        assert train_on_tokens(engine, 4) == pytest.approx(expected.losses, rel=1e-5)
+        for each, param in trainable(engine.module).items():
+            assert relative_error(param.detach(), expected.model_params[each]) < 1e-4, each
 
     def test_saved_alone_then_resumed_then_all_is_unfrozen(self, tmp_path):
         engine = start(Lora(), ds_config(layerwise={"save_universal": True}))
