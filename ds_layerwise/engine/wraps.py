@@ -48,7 +48,7 @@ from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.config_file import config_of
-from ds_layerwise.plan.ds_config import refuse_misplaced, type_meant, what_ranks_share, with_plain_numbers
+from ds_layerwise.plan.ds_config import refuse_misplaced, retell, type_meant, what_ranks_share, with_plain_numbers
 from ds_layerwise.plan.listing import as_text
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks import comm
@@ -116,6 +116,7 @@ def _initialize_params(original: Callable[[Any], Any], config: ds_config_module.
             RunConfig.from_ds_config(given, client=_has_client(given))
         except ConfigError as ours:
             raise ours from error
+        retell(error)
         raise
 
 
@@ -345,8 +346,7 @@ WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
-    **reference.WRAPS, **schedules.WRAPS,
-    **FOR_LIFE,
+    **reference.WRAPS, **schedules.WRAPS, **FOR_LIFE,
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from ds_layerwise.config import belongs_in, only_known
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.settings import NonNegative, Positive, check, nearest, plain
@@ -227,3 +229,25 @@ def check_autocast(ds_config: Mapping[str, Any]) -> None:
     if ds_config.get("communication_data_type") is not None:
         raise ConfigError(f"communication_data_type is {ds_config['communication_data_type']!r}, but torch_autocast "
                           "decides for each parameter what its gradient travels in; remove one of the two")
+
+
+#: The sections that DeepSpeed checks, by what it calls them in its errors; "" for those that stand side by side.
+_SECTION_OF = {
+    "DeepSpeedZeroConfig": "zero_optimization", "DeepSpeedFP16Config": "fp16", "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedMonitorConfig": "", "HybridEngineConfig": "hybrid_engine", "TPTrainingConfig": "tensor_parallel",
+    "CompileConfig": "compile", "CommsLoggerConfig": "comms_logger"}
+
+
+def retell(error: Exception) -> None:
+    """Raise in the words of this package what DeepSpeed finds wrong with a section; do nothing for any other error.
+
+    Raises:
+        ConfigError: names the first key and its value; all of DeepSpeed's words are its cause.
+    """
+    if not isinstance(error, ValidationError):
+        return
+    first, section = error.errors()[0], _SECTION_OF.get(error.title, error.title)
+    key = ".".join(str(part) for part in ((section,) if section else ()) + first["loc"])
+    what = ("is not a key that DeepSpeed knows; correct its name, or remove it" if first["type"] == "extra_forbidden"
+            else f"is {first['input']!r}, which DeepSpeed refuses: {first['msg']}")
+    raise ConfigError(f"{key} {what}") from error

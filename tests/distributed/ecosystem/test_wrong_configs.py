@@ -137,6 +137,20 @@ WRONG = [
 ]
 
 
+#: What DeepSpeed finds in its own sections, which a plan does not read.
+STOCKS = [
+    (f"{ZERO}.overlap_com", True, "zero_optimization.overlap_com is not a key that DeepSpeed knows; correct its name"),
+    (f"{ZERO}.overlap_comm", "x", "zero_optimization.overlap_comm is 'x', which DeepSpeed refuses: Input should be a "),
+    (f"{ZERO}.offload_optimizer", {"device": "cpu", "pin_mem": True},
+     "zero_optimization.offload_optimizer.pin_mem is not a key that DeepSpeed knows"),
+    ("bf16.enable", True, "bf16.enable is not a key that DeepSpeed knows"),
+    ("fp16", {"enabled": False, "los_scale": 1}, "fp16.los_scale is not a key that DeepSpeed knows"),
+    ("csv_monitor", {"enabled": True, "foo": 1}, "csv_monitor.foo is not a key that DeepSpeed knows"),
+    ("comms_logger", {"enabled": "x"}, "comms_logger.enabled is 'x', which DeepSpeed refuses"),
+    ("hybrid_engine", {"enabled": False, "foo": 1}, "hybrid_engine.foo is not a key that DeepSpeed knows"),
+]
+
+
 #: What only matching finds, with both a model and a file of shapes.
 UNMET = [
     ([{"ndim": 9, "lr": 1}], "layerwise.overrides[0] (ndim 9) matches no trainable parameter; is the pattern missp"),
@@ -166,6 +180,10 @@ class TestAlike(DistributedTest):
         planned = told(lambda: DryRun.of("gpt2-124m", tmp_path, [2]))
         assert re.match(re.escape(message), planned), planned
         assert told(lambda: start(Net(), copy.deepcopy(given))) == planned
+
+    @pytest.mark.parametrize("path, value, message", STOCKS, ids=[path for path, *_ in STOCKS])
+    def test_what_deepspeed_finds_is_told_by_key_and_value(self, path, value, message):
+        assert told(lambda: start(Net(), with_value(path, value))).startswith(message)
 
     @pytest.mark.parametrize("overrides, message", UNMET, ids=range(len(UNMET)))
     def test_what_is_matched_in_vain(self, overrides, message, tmp_path, monkeypatch):
