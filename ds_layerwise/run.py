@@ -16,7 +16,7 @@ from ds_layerwise.ranks.leaving import leave
 _USAGE = "usage: python -m ds_layerwise.run [-m] SCRIPT_OR_MODULE [args ...]"
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> dict[str, object]:
     """Run what ``argv`` names as ``__main__``, with the rest of ``argv`` as its arguments.
 
     DeepSpeed's launcher puts ``--local_rank=N`` before everything else; the script gets it as if it had been
@@ -35,20 +35,22 @@ def main(argv: list[str]) -> None:
     target, *args = argv
     sys.argv = [target, *launcher_args, *args]
     if as_module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        # As `python script.py` does: the script's own folder comes first.
-        sys.path[0] = os.path.dirname(os.path.abspath(target))
-        runpy.run_path(target, run_name="__main__")
+        return runpy.run_module(target, run_name="__main__", alter_sys=True)
+    # As `python script.py` does: the script's own folder comes first.
+    sys.path[0] = os.path.dirname(os.path.abspath(target))
+    return runpy.run_path(target, run_name="__main__")
 
 
 def main_and_leave(argv: list[str]) -> NoReturn:
     """:func:`main`, then :func:`leave` unless it has failed."""
+    # A text file in garbage may be closed below before what it holds back is written.
+    kept: object
     try:
-        main(argv)
+        kept = main(argv)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+        kept = end  # noqa: F841
     leave()
 
 
