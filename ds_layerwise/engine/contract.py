@@ -221,6 +221,8 @@ _READ = (
         wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
         zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm""",
             ("self",)),
+    Name(f"{_ENGINE}.backward", "read", ("self", "loss")),
+    Name(f"{_ENGINE}.step", "read", ("self", "lr_kwargs")),
     Name(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     Name(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     *_names(_ENGINE, "read", "_running_engine_step _unmanaged_backward_count", since="0.19.4"),

@@ -7,9 +7,8 @@ Note: what is wrapped, and why there
     whose models differ must find out before it. ``_configure_basic_optimizer`` builds the optimizer that the config
     names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with float32 accumulation;
     ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states``
-    from moving what ``offload_optimizer`` left on the device. One function is no method: ``get_zero_config`` parses
-    ``zero_optimization``, and would refuse a ratio below 1. :mod:`.shared_memory`, :mod:`.saving`, :mod:`.loading`,
-    :mod:`.schedules` and :mod:`.reference` have more. Every wrap asks first whether what is at hand is for us.
+    from moving what ``offload_optimizer`` left on the device. One function is no method: ``get_zero_config`` would
+    refuse a ratio below 1. The other modules of this folder have more. Every wrap asks first whether it is for us.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.facts import facts_of, holders_of
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
-from ds_layerwise.routing.held import is_gain, kind_of, modules_of, weights_of
+from ds_layerwise.routing.held import kind_of, modules_of, weights_of
+from ds_layerwise.routing.kernels import shape_in
 from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
@@ -76,7 +77,6 @@ _ROWS = "token_adapter.trainable_tokens_delta"
 _CUTS = ("num_heads", "split")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,42 +284,7 @@ def _is_table(module: nn.Module) -> bool:
 
 def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, str]:
     """How the matrix optimizer sees ``param``, or None, and why."""
-    return _shape_in(home.modules[0][1], param)
-
-
-def _shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
-    shape = tuple(param.shape)
-    if len(shape) < 2:
-        return None, "fewer than two axes"
-    if isinstance(module, _CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
-        if is_gain(param) and shape != _kernel_of(module):
-            return None, "a vector"
-        return _kernel_shape(shape, module)
-    if len(shape) == 2:
-        return (None, "a vector") if 1 in shape else (shape, "matrix")
-    if len(shape) == 3:
-        if shape[0] == 1 or 1 in shape[1:]:
-            return None, "three axes, but no stack of matrices"
-        return shape, "stack of matrices"
-    return None, f"{len(shape)} axes, and not a convolution"
-
-
-def _kernel_of(module: Any) -> tuple[int, ...]:
-    """The shape of the whole kernel of a convolution."""
-    ins, outs = module.in_channels, module.out_channels
-    return (*((ins, outs // module.groups) if module.transposed else (outs, ins // module.groups)), *module.kernel_size)
-
-
-def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
-    groups, first, rest = int(getattr(module, "groups")), shape[0], math.prod(shape[1:])
-    if len(shape) == 3:
-        return None, "convolution over one axis"
-    if shape[1] == 1 and groups > 1:
-        return None, "depthwise convolution"
-    if groups == 1:
-        return (first, rest), "convolution"
-    # Filters of different groups see different channels: each group is a matrix of its own.
-    return (groups, first // groups, rest), "grouped convolution"
+    return shape_in(home.modules[0][1], param)
 
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
@@ -340,7 +305,7 @@ def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) 
 
 def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
     """Whether some parameter is a matrix, or a stack of them, that is no table."""
-    return any(param not in leave_out and not _is_table(module) and _shape_in(module, param)[0] is not None
+    return any(param not in leave_out and not _is_table(module) and shape_in(module, param)[0] is not None
                for _, module, own in modules_of(model) for param in own)
 
 
@@ -362,7 +327,7 @@ def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tens
         # A bare matrix beside a layer has no place in the order of modules.
         followed |= linears[-1][0].startswith(lists) or any(
             linears[-1][0].startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
-            and any(_shape_in(module, p)[0] is not None for p in own) for path, module, own in modules_of(model))
+            and any(shape_in(module, p)[0] is not None for p in own) for path, module, own in modules_of(model))
         alone = not (has_matrices(model, leave_out=weights.keys()) or elsewhere and elsewhere.has_matrices)
         for weight in weights:
             if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):

@@ -1,0 +1,48 @@
+"""Which matrix a parameter is to the matrix optimizer: a convolution's kernel one of (outputs, everything else)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_layerwise.routing.held import is_gain
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
+    """The shape of ``param`` as the matrix optimizer sees it in ``module``, or None, and why."""
+    shape = tuple(param.shape)
+    if len(shape) < 2:
+        return None, "fewer than two axes"
+    if isinstance(module, _CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
+        if is_gain(param) and shape != _kernel_of(module):
+            return None, "a vector"
+        return _kernel_shape(shape, module)
+    if len(shape) == 2:
+        return (None, "a vector") if 1 in shape else (shape, "matrix")
+    if len(shape) == 3:
+        if shape[0] == 1 or 1 in shape[1:]:
+            return None, "three axes, but no stack of matrices"
+        return shape, "stack of matrices"
+    return None, f"{len(shape)} axes, and not a convolution"
+
+
+def _kernel_of(module: Any) -> tuple[int, ...]:
+    """The shape of the whole kernel of a convolution."""
+    ins, outs = module.in_channels, module.out_channels
+    return (*((ins, outs // module.groups) if module.transposed else (outs, ins // module.groups)), *module.kernel_size)
+
+
+def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
+    groups, first, rest = int(getattr(module, "groups")), shape[0], math.prod(shape[1:])
+    if len(shape) == 3:
+        return None, "convolution over one axis"
+    if shape[1] == 1 and groups > 1:
+        return None, "depthwise convolution"
+    if groups == 1:
+        return (first, rest), "convolution"
+    # Filters of different groups see different channels: each group is a matrix of its own.
+    return (groups, first // groups, rest), "grouped convolution"
