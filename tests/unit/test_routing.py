@@ -15,7 +15,7 @@ from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("rules", "routes", "held")
+pytestmark = rooms("rules", "routes", "held", "kernels")
 
 
 class Model(nn.Module):
