@@ -48,6 +48,10 @@ class Held(NamedTuple):
     """Live."""
 
 
+#: What a rate below 0 may be of the highest, to count as one that a schedule has rounded.
+_ROUNDED = 1e-9
+
+
 class LayerWiseOptimizer(torch.optim.Optimizer):
     """Parameter groups with ``lr``, ``momentum``, ``weight_decay``, ``betas``, ``eps`` and the two ratios.
 
@@ -118,6 +122,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             try:
                 for key in HYPER_KEYS:
                     value = group.get(key)
+                    # torch's LinearLR comes down to -7e-20 in place of 0.
+                    if key == "lr" and isinstance(value, float) and -_ROUNDED * self.built_with[i]["lr"] < value < 0:
+                        continue
                     # A schedule moves one of them.
                     if type(value) is not float or value != known.get(key):
                         known[key] = check_hyper(f"{where}.{key}", "lr" if key in RATIOS.values() else key, value)

@@ -357,6 +357,21 @@ class TestGroups(DistributedTest):
             oracle_step(oracle, step)
         assert_trained_as(engine.module, oracle)
 
+    def test_a_rate_that_a_schedule_has_rounded_to_less_than_0_is_none(self):
+        engine = start(Net(), ds_config())
+        schedule = torch.optim.lr_scheduler.LinearLR(engine.optimizer.optimizer, 0.3, 0.0, total_iters=3)
+        for step in range(3):
+            train_engine(engine, 1, first=step)
+            schedule.step()
+        group, = engine.optimizer.param_groups
+        before = weights(engine.module).clone()
+        assert -1e-15 < group["lr"] < 0
+        train_engine(engine, 1, first=3)
+        assert torch.equal(weights(engine.module), before)
+        group["lr"] = -1e-9
+        with pytest.raises(LayerWiseError, match=r"param_groups\[0\].lr must be"):
+            train_engine(engine, 1, first=4)
+
 
 class TestFreezing(DistributedTest):
     world_size = 2
