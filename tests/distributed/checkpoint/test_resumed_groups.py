@@ -315,11 +315,12 @@ AFRESH = {
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.5),
     "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.0625, total_steps=10,
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10,
                                               base_momentum=100 * optimizer.param_groups[0]["lr"]),
     "chained": lambda optimizer: ChainedScheduler([ExponentialLR(optimizer, 0.5), ConstantLR(optimizer, 0.5, 2)]),
     "sequential cycle": lambda optimizer: SequentialLR(optimizer, [
-        OneCycleLR(optimizer, max_lr=0.0625, total_steps=10), ExponentialLR(optimizer, 0.5)], [8]),
+        OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10),
+        ExponentialLR(optimizer, 0.5)], [8]),
     "of DeepSpeed": None,
 }
 
