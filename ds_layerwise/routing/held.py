@@ -40,7 +40,8 @@ def weights_of(module: nn.Module) -> list[Tensor]:
         return [param for param in held._parameters.values() if param is not None and not is_gain(param)]
     for name in _OLDER:
         # They put what they have computed where any attribute is.
-        if "weight" in vars(module) and isinstance(older := module._parameters.get(name), Tensor):
+        if "weight" in vars(module) and name in module._parameters and isinstance(
+                older := module._parameters[name], Tensor):
             return [older]
     weight = getattr(module, "weight", None)
     return [weight] if isinstance(weight, Tensor) else []
@@ -52,6 +53,7 @@ def is_gain(param: Tensor) -> bool:
 
 
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
-    held = module._modules.get("parametrizations")
+    # What holds the modules of a scripted one has no get().
+    held = module._modules["parametrizations"] if "parametrizations" in module._modules else None
     return {name: each for name, each in (held.items() if isinstance(held, nn.ModuleDict) else ())
             if isinstance(each, ParametrizationList)}

@@ -36,7 +36,9 @@ class Offloading:
         self._param_sync, self._shapes = param_sync, {name: param.shape for name, param in params.items()}
         self.parking = Parking()
         trained = set(params.values())
-        self._holders = [module for module in model.modules() if trained.intersection(module._parameters.values())]
+        # Nothing can be hooked to a scripted module.
+        self._holders = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)
+                         and trained.intersection(module._parameters.values())]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def offload(self, include: Container[Any] | None = None, *, pin_memory: bool = True) -> None:
