@@ -126,17 +126,22 @@ def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
 
 def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reduction) -> int:
     """From the gradients of all ranks to sums at the owners, or in cuts, of a bucket of ``numel`` elements."""
-    nbytes = numel * load.wire_bytes
-    if reduction == "ordered":
-        if way == "ragged":
-            # The busiest rank is the one that receives most: its shard from everybody.
-            most = max(load.longest * (group.size - 1), numel) * load.wire_bytes
-            return group.all_to_all(most, nbytes * (group.size - 1) / group.size) + group.added_up(
-                load.longest * group.size * load.wire_bytes, load.longest * SUM_BYTES)
-        return sum(ordered_levels(numel, load.wire_bytes, group))
-    if way == "ragged":
+    if way != "ragged":
+        return sum(reduce_levels(load, numel, group, reduction))
+    if reduction == "native":
         return _ragged_ring(load, load.wire_bytes, group)
-    return _ring(nbytes, group)
+    # The busiest rank is the one that receives most: its shard from everybody.
+    most = max(load.longest * (group.size - 1), numel) * load.wire_bytes
+    return group.all_to_all(most, numel * load.wire_bytes * (group.size - 1) / group.size) + group.added_up(
+        load.longest * group.size * load.wire_bytes, load.longest * SUM_BYTES)
+
+
+def reduce_levels(load: Load, numel: int, group: Group, reduction: Reduction) -> Levels:
+    """What the reduction of equal shards or cuts takes at its levels; all of it at the second where there is one."""
+    if reduction == "ordered":
+        return ordered_levels(numel, load.wire_bytes, group)
+    nbytes = numel * load.wire_bytes
+    return ring_levels(nbytes, group) if takes_levels(nbytes, group) else Levels(0, group.ring(nbytes))
 
 
 def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, reduction: Reduction) -> int:
@@ -145,14 +150,14 @@ def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, redu
     first, over = 0, deque([0] * MAX_UNDER_WAY)
     for load, way in zip(loads, ways, strict=True):
         group = group_of(load.holders, links, load.ep_size)
-        took = reduce_ns(load, way, load.numel, group, reduction)
-        beside = 0
-        if way != "ragged" and group.has_levels and not links.on_host:
-            if reduction == "ordered":
-                beside = ordered_levels(load.numel, load.wire_bytes, group).between
-            elif takes_levels(nbytes := load.numel * load.wire_bytes, group):
-                beside = ring_levels(nbytes, group).between
-        first = max(first, over.popleft()) + took - beside
+        if way == "ragged":
+            took, beside = reduce_ns(load, way, load.numel, group, reduction), 0
+        else:
+            took, beside = reduce_levels(load, load.numel, group, reduction)
+            if links.on_host or not took:
+                # Nothing is beside it, or it has the second level alone.
+                took, beside = took + beside, 0
+        first = max(first, over.popleft()) + took
         over.append(max(first, over[-1]) + beside if beside else first)
     return max(over)
 
