@@ -19,7 +19,8 @@ from ds_layerwise.plan.layout import Piece
 from ds_layerwise.plan.rates import check_floors, check_peaks, check_schedule
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.settings import check, nearest, normalised, plain
+from ds_layerwise.recipes.registry import recipes_of_settings
+from ds_layerwise.recipes.settings import check, merged_keys, nearest, normalised, plain
 
 #: What every group says once it is built.
 HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
@@ -36,6 +37,9 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "decoupled_weight_decay": (True, ), "correct_bias": (True, ), "bias_correction": (True, ), "adjust_lr_fn": (None, ),
     "optimizer": (None, ), "max_grad_norm": (None, 0), "torch_adam": (True, ), "adam_w_mode": (True, ),
     "fp32_optimizer_states": (True, )}
+
+#: What is said of parameters by their names, and is no setting of an optimizer.
+_OF_OVERRIDES = ("num_heads", "split", "split_axis", "split_groups")
 
 
 class Held(NamedTuple):
@@ -274,7 +278,11 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
         elif key in config.for_the_run() or key in _OF_OTHER_OPTIMIZERS:
             _require_as_the_run(where, key, plain(group[key]), config)
-        elif close := nearest(key, GROUP_KEYS, cutoff=0.8):
+        elif key in _OF_OVERRIDES or key in merged_keys(recipes_of_settings()):
+            if group[key] is not None:
+                raise ConfigError(f"{where}.{key} is {normalised(group[key])!r}, which no parameter group can set; "
+                                  "write it into an entry of layerwise.overrides for these parameters")
+        elif close := nearest(key, (*GROUP_KEYS, *config.for_the_run()), cutoff=0.85):
             raise ConfigError(f"{where}.{key} is not an option; did you mean '{close}'?")
     lr = checked.get("lr")
     if lr == 0:

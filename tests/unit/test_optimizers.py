@@ -217,6 +217,29 @@ class TestParamGroups:
             LayerWiseOptimizer([{"params": params(1)}, {"params": params(1), key: value}], self.config)
         LayerWiseOptimizer([{"params": params(1), key: self.config.for_the_run()[key]}], self.config)
 
+    @pytest.mark.parametrize(("key", "value"), [
+        ("num_heads", np.int64(8)), ("split", [4, 4]), ("split_axis", 1), ("split_groups", 2), ("beta3", 0.9),
+        ("precondition_frequency", 10), ("alpha", 0.99)])
+    def test_what_only_an_override_can_say_is_not_ignored_in_a_group(self, key, value):
+        with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is .*, which no parameter group can set; "
+                           "write it into an entry of layerwise.overrides"):
+            LayerWiseOptimizer([{"params": params(1), key: value}], self.config)
+        LayerWiseOptimizer([{"params": params(1), key: None}], self.config)
+
+    @pytest.mark.parametrize(("key", "meant"), [
+        ("nestrov", "nesterov"), ("ns_step", "ns_steps"), ("scale_mod", "scale_mode"), ("momentun", "momentum")])
+    def test_what_is_misspelt_is_not_ignored_in_a_group(self, key, meant):
+        with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is not an option; did you mean '{meant}'"):
+            LayerWiseOptimizer([{"params": params(1), key: 1}], self.config)
+
+    def test_what_schedulers_and_scripts_keep_in_a_group_is_carried_along(self):
+        # Of torch's schedulers and optimizers, timm, and Megatron-LM.
+        theirs = {"initial_lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-5, "base_momentum": 0.8, "max_momentum": 0.9,
+                  "swa_lr": 1e-4, "momentum_decay": 4e-3, "lr_scale": 0.5, "name": "decay", "wd_mult": 1.0,
+                  "lr_mult": 1.0, "is_expert_parallel": False, "foreach": None, "fused": True, "capturable": False}
+        group, = LayerWiseOptimizer([{"params": params(1), **theirs}], self.config).param_groups
+        assert {key: group[key] for key in theirs} == theirs
+
     @pytest.mark.parametrize("key", ["amsgrad", "maximize"])
     def test_switches_of_other_optimizers(self, key):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is True.*no such switch; remove it"):
