@@ -332,15 +332,27 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
     if len(set(digests)) == 1:
         return
     other = next(r for r, d in enumerate(digests) if d != digests[0])
-    # Two of the lists are enough to tell, and all of them may be large.
-    everyone = gather_objects(list(items) if rank_of(group) in (0, other) else None, group=group)
-    raise LayoutError(f"{what} differs between ranks: {_first_difference(everyone[0], everyone[other], other)}; "
+    raise LayoutError(f"{what} differs between ranks: {_first_difference(items, other, group)}; "
                       f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0")
 
 
-def _first_difference(first: Sequence[str], second: Sequence[str], other: int) -> str:
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            return f"rank 0 has {a}, rank {other} has {b}"
-    longer, rank, index = (first, 0, len(second)) if len(first) > len(second) else (second, other, len(first))
-    return f"only rank {rank} has {longer[index]}" if index < len(longer) else "same entries, different placement"
+def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
+    """Where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must call this.
+
+    It is found by halves, by digests: there may be as many items as a model has parameters, and thousands of ranks.
+    """
+    def of_both(value: Any) -> tuple[Any, Any]:
+        everyone = gather_objects(value, group=group)
+        return everyone[0], everyone[other]
+
+    same, different = 0, max(of_both(len(items))) + 1
+    while different - same > 1:
+        middle = (same + different) // 2
+        first, second = of_both((digest_of(items[:middle]), len(items[:middle])))
+        same, different = (middle, different) if first == second else (same, middle)
+    first, second = of_both(items[same] if same < len(items) else None)
+    if first is None and second is None:
+        return "same entries, different placement"
+    if first is None or second is None:
+        return f"only rank {other if first is None else 0} has {second if first is None else first}"
+    return f"rank 0 has {first}, rank {other} has {second}"

@@ -1,0 +1,70 @@
+"""How ranks that differ find out where, and what they send for it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.ranks import comm
+from tests.support.rooms import rooms
+
+pytestmark = rooms("comm")
+
+MANY = [f"model.layers.{number}.mlp.down_proj.weight (4096, 11008) bfloat16" for number in range(10_000)]
+
+
+class Ranks:
+    """Threads that each are a rank, and what they have gathered."""
+
+    def __init__(self, monkeypatch, num_ranks: int) -> None:
+        self.size, self.sent = num_ranks, []
+        self._barrier, self._values, self._here = threading.Barrier(num_ranks), [None] * num_ranks, threading.local()
+        monkeypatch.setattr(comm, "gather_objects", self._gather)
+
+    def _gather(self, value, *, group):
+        self._values[self._here.rank] = value
+        self.sent.append(value)
+        self._barrier.wait(timeout=20)
+        everyone = list(self._values)
+        self._barrier.wait(timeout=20)
+        return everyone
+
+    def run(self, function):
+        """What ``function(rank)`` returns or raises on each rank."""
+        results = [None] * self.size
+
+        def be(rank):
+            self._here.rank = rank
+            try:
+                results[rank] = function(rank)
+            except Exception as e:
+                results[rank] = e
+        threads = [threading.Thread(target=be, args=(rank, )) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+@pytest.mark.parametrize(("of_rank_2", "told"), [
+    ([*MANY[:7777], "another (1,) float32", *MANY[7778:]], f"rank 0 has {MANY[7777]}, rank 2 has another (1,) float32"),
+    (["another", *MANY[1:]], f"rank 0 has {MANY[0]}, rank 2 has another"),
+    ([*MANY[:-1], "another"], f"rank 0 has {MANY[-1]}, rank 2 has another"),
+    (MANY[:5], f"only rank 0 has {MANY[5]}"), ([*MANY, "one more"], "only rank 2 has one more"),
+    ([], f"only rank 0 has {MANY[0]}"), (MANY, "same entries, different placement")])
+def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
+    ranks = Ranks(monkeypatch, 4)
+    found = ranks.run(lambda rank: comm.check_alike(
+        "the model", "its" if rank == 2 else "ours", of_rank_2 if rank == 2 else MANY, group=None))
+    assert all(isinstance(each, LayoutError) for each in found)
+    assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks are like rank 0"}
+    assert max(len(str(each)) for each in ranks.sent) < 100 and len(ranks.sent) <= 4 * 18
+
+
+def test_who_is_alike_sends_a_digest(monkeypatch):
+    ranks = Ranks(monkeypatch, 3)
+    assert ranks.run(lambda rank: comm.check_alike("the model", "ours", MANY, group=None)) == [None] * 3
+    assert ranks.sent == ["ours"] * 3
