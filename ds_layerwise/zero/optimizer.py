@@ -190,6 +190,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
             self.reenter_backward_if_needed()
             if self._first_step is not None:
                 self._first_step.see(name, self._params[name].grad)
+            self._skipped.see(self._params[name].grad)
             if not self._coalesce_grad_reduction:
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.utils import logger
+from torch import Tensor
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks import comm
@@ -17,11 +18,17 @@ from ds_layerwise.zero.decision import Decision
 #: Steps skipped in a row before the first warning; the next ones come after twice as many each.
 _FIRST_WARNING = 10
 
+#: So many ranks are named at most.
+_MOST_NAMED = 8
+
 
 class SkippedSteps:
     """Counts steps that are skipped in a row, and says which gradient is to blame.
 
     A dynamic loss scale that comes down skips as it should: such steps do not count, until it can come down no more.
+
+    Averages say which gradient it is, and not whose. So after a step that was skipped each rank looks at its own, too,
+    as backward passes leave them, until a step is not.
 
     Args:
         names: the parameters in the order of the model.
@@ -34,6 +41,12 @@ class SkippedSteps:
                  pipeline_stage: int) -> None:
         self._names, self._owned, self._most, self._pipeline_stage = names, owned, most, pipeline_stage
         self._threshold, self._in_a_row, self._above = threshold, 0, 0
+        self._looks, self._finite = False, torch.ones((), dtype=torch.bool, device=owned.device)
+
+    def see(self, gradient: Tensor | None) -> None:
+        """Look at what a backward pass has left of one parameter on this rank. The device is not waited for."""
+        if self._looks and gradient is not None:
+            self._finite.logical_and_(gradient.isfinite().all())
 
     def note(self, decision: Decision, scaler: Any, step: int) -> None:
         """Take note of a step, and let the loss scale follow. Every rank must call this with the same arguments.
@@ -54,10 +67,17 @@ class SkippedSteps:
             self._judge(step)
         # Gradients that are finite say nothing against the scale, however long they are.
         scaler.update_scale(decision.overflow)
+        self._look(decision.overflow)
 
     def forget(self) -> None:
         """Count anew what is skipped in a row: other weights are trained now."""
         self._in_a_row = 0
+        self._look(False)
+
+    def _look(self, looks: bool) -> None:
+        if self._looks:
+            self._finite.fill_(True)
+        self._looks = looks
 
     def _judge_norm(self, norm: float, step: int) -> None:
         """Say it of every first, second, fourth, ... step, and end a run that does nothing else."""
@@ -82,16 +102,27 @@ class SkippedSteps:
                 logger.warning(message)
 
     def _blame(self) -> str:
-        """The first parameter, in the order of the model, whose averaged gradient is not finite, and who found it."""
+        """The first parameter, in the order of the model, whose averaged gradient is not finite, who found it, and
+        which ranks have made it so."""
         held = {piece.name for pieces in self._owned.pieces for piece in pieces}
         mine = next(((self._pipeline_stage, index, name) for index, name in enumerate(self._names)
                      if name in held and not torch.isfinite(self._owned.reduced.piece(name)).all()), None)
-        everyone = comm.gather_objects(mine, group=None)
-        first = [(*place, rank) for rank, place in enumerate(everyone) if place is not None]
+        everyone = comm.gather_objects((mine, bool(self._finite)), group=None)
+        first = [(*place, rank) for rank, (place, _) in enumerate(everyone) if place is not None]
         if not first:
             return "the sum of all gradients is not finite, and each of them is"
         *_, name, rank = min(first)
-        return f"the gradient of {name} is not finite, found by rank {rank}, which owns it"
+        return f"the gradient of {name} is not finite, found by rank {rank}, which owns it{self._told(everyone)}"
+
+    def _told(self, everyone: Sequence[tuple[object, bool]]) -> str:
+        if not self._looks:
+            return ""
+        makers = [str(rank) for rank, (_, is_finite) in enumerate(everyone) if not is_finite]
+        if not makers:
+            return "; backward passes left finite gradients on every rank"
+        more = f" and {len(makers) - _MOST_NAMED} more" if len(makers) > _MOST_NAMED else ""
+        return (f"; backward passes left gradients that are not finite on rank{'s' * (len(makers) > 1)} "
+                f"{', '.join(makers[:_MOST_NAMED])}{more}")
 
 
 def _is_at_its_end(scaler: Any) -> bool:

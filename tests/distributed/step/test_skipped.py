@@ -15,17 +15,17 @@ pytestmark = rooms("skipped")
 
 
 class Sick(Net):
-    """The gradients of two parameters, of which one comes first in the model, are not finite while ``bad``."""
+    """The gradients of some parameters, of which one comes first in the model, are not finite while ``bad``."""
 
-    def __init__(self):
+    def __init__(self, what=math.nan, ranks=(1, )):
         super().__init__()
-        self.bad = False
+        self.bad, self.what, self.ranks = False, what, ranks
 
     def forward(self, place):
         loss = super().forward(place)
-        if self.bad and dist.get_rank() == 1:
+        if self.bad and dist.get_rank() in self.ranks:
             for name in ("norm.weight", "tall.weight", "head.weight"):
-                loss = loss + self.get_parameter(name).flatten()[5].float() * math.nan
+                loss = loss + self.get_parameter(name).flatten()[5].float() * self.what
         return loss
 
 
@@ -39,11 +39,11 @@ def train(engine, steps, *, bad):
 class TestSkipped(DistributedTest):
     world_size = 2
 
-    def blame(self, engine):
-        """What an error says of the first of them, by who owns it."""
+    def blame(self, engine, made="backward passes left gradients that are not finite on rank 1"):
+        """What an error says of the first of them, by who owns it, and of who made it."""
         owner = next(rank for rank in range(2) if any(
             piece.name == "tall.weight" for piece in engine.optimizer.layout.pieces(rank)))
-        return f"the gradient of tall.weight is not finite, found by rank {owner}, which owns it"
+        return f"the gradient of tall.weight is not finite, found by rank {owner}, which owns it; {made}"
 
     @pytest.mark.parametrize("stage, sections", [(1, {}), (2, {"bf16": {"enabled": True, "check_grad_overflow": True}}),
                                                  (1, {"fp16": {"enabled": True, "loss_scale": 8}})])
@@ -77,6 +77,26 @@ class TestSkipped(DistributedTest):
         with pytest.raises(ZeroDivisionError):
             engine.load_checkpoint(tmp_path, tag="tag", custom_load_fn=lambda src, dst: 1 / 0)
         with pytest.raises(StepError, match=f"step 2 was skipped 3 times in a row: {self.blame(engine)}"):
+            train(engine, 1, bad=True)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("what, ranks, made", [
+        (math.inf, (0, 1), "backward passes left gradients that are not finite on ranks 0, 1"),
+        (3e38, (0, 1), "backward passes left finite gradients on every rank")])
+    def test_who_made_it(self, stage, what, ranks, made):
+        engine = start(Sick(what, ranks), ds_config(stage=stage, gradient_accumulation_steps=2,
+                                                    layerwise={"max_skipped_steps": 2}))
+        train(engine, 2, bad=True)
+        with pytest.raises(StepError) as error:
+            train(engine, 2, bad=True)
+        assert str(error.value).endswith(f"{self.blame(engine, made)}; look for what makes it, or allow more "
+                                         "(layerwise.max_skipped_steps)")
+
+    def test_the_first_of_them_is_not_looked_for(self):
+        engine = start(Sick(), ds_config(layerwise={"max_skipped_steps": 1}))
+        for healthy in range(2):
+            train(engine, 1, bad=False)
+        with pytest.raises(StepError, match="found by rank [01], which owns it; look for what makes it"):
             train(engine, 1, bad=True)
 
     def test_it_warns_before_and_for_ever_where_there_is_no_end(self, monkeypatch):
