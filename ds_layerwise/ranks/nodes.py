@@ -44,14 +44,18 @@ def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:
     return most if len(set(counts.values())) == 1 and in_rows else 1
 
 
-def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int]) -> dict[int, tuple[comm.Group, comm.Group]]:
+def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int], *,
+                wants: bool = True) -> dict[int, tuple[comm.Group, comm.Group]]:
     """By key of ``groups``, the group of this rank's node and that of the ranks in its place on the other nodes.
 
     Only for groups of which several nodes have several ranks each. The same ``groups`` get the same ones again. Every
-    rank of the world must call this.
+    rank of the world must call this, also one that has no use for them, as another stage of a pipeline may.
+
+    Args:
+        wants: whether this rank has; else there are none for it.
     """
     wanted: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for key, group in groups.items():
+    for key, group in groups.items() if wants else ():
         ranks = comm.ranks_of(group)
         per_node = ranks_per_node(ranks, nodes)
         if 1 < per_node < len(ranks):

@@ -141,19 +141,21 @@ class Wire:
                               wire_dtype: torch.dtype) -> Pending:
         per_node, cut = comm.size_of(self.inside), out.numel()
         num_nodes = self.size // per_node
-        # To each rank of the node what it and those in its place on the other nodes hold in the end.
+        # All memory before the first collective: a rank that finds none between the two cannot begin again.
+        sums = turn.empty("sums", num_nodes * cut, wire_dtype if self.native else out.dtype)
         sent = turn.empty("sent", memory.numel(), wire_dtype)
+        # To each rank of the node what it and those in its place on the other nodes hold in the end.
         sent.view(per_node, num_nodes, cut).copy_(memory.view(num_nodes, per_node, cut).transpose(0, 1))
         if self.native:
-            of_node = turn.empty("sums", num_nodes * cut, wire_dtype)
-            return Pending([comm.reduce_scatter(of_node, sent, group=self.inside)],
-                           lambda: self._reduce_natively(turn, of_node, out, divide_by, self.across), keep=sent,
+            if out.dtype != wire_dtype:
+                turn.empty("received", cut, wire_dtype)
+            return Pending([comm.reduce_scatter(sums, sent, group=self.inside)],
+                           lambda: self._reduce_natively(turn, sums, out, divide_by, self.across), keep=sent,
                            is_chained=True)
         received = turn.empty("received", memory.numel(), wire_dtype)
         work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:
-            sums = turn.empty("sums", num_nodes * cut, out.dtype)
             average(received.view(per_node, -1), sums, 1)
             # What the first level has sent, and received, nobody needs any more.
             rounded = turn.cast("received", sums, wire_dtype)
@@ -195,11 +197,11 @@ class Wire:
     def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
         per_node, cut = comm.size_of(self.inside), own.numel()
         num_nodes = self.size // per_node
+        # Before the first collective, as for reductions.
         of_my_place = turn.empty("of my place", num_nodes * cut, memory.dtype)
+        everything = turn.empty("everything", memory.numel(), memory.dtype)
 
         def inside_the_node() -> Pending:
-            everything = turn.empty("everything", memory.numel(), memory.dtype)
-
             def in_rank_order() -> None:
                 memory.view(num_nodes, per_node, cut).copy_(everything.view(per_node, num_nodes, cut).transpose(0, 1))
 
@@ -226,7 +228,7 @@ def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, devic
         rings: see :class:`Wire`; none if None.
     """
     on_host, rings = device.type == "cpu", rings or InLevels()
-    levels = nodes.make_levels(groups, where) if not native or rings.reduce or rings.gather else {}
+    levels = nodes.make_levels(groups, where, wants=not native or bool(rings.reduce or rings.gather))
     if on_host:
         nodes.send_both_ways([*groups.values(), *(across for _, across in levels.values())], where)
     return {key: Wire(group, native, on_host, *levels.get(key, (None, None)),

@@ -142,6 +142,48 @@ class TestReduce(DistributedTest):
             each.wait()
 
 
+class Scarce(Turn):
+    """Memory of which there is none for one rank when it asks for ``what`` first."""
+
+    def __init__(self, what, rank):
+        super().__init__(torch.device("cpu"))
+        self.left = {what} if dist.get_rank() == rank else set()
+
+    def empty(self, what, numel, dtype):
+        if what in self.left:
+            self.left.remove(what)
+            raise torch.OutOfMemoryError(what)
+        return super().empty(what, numel, dtype)
+
+
+class TestTwoLevels(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("native", [False, True])
+    def test_a_rank_without_memory_begins_again_as_if_it_had_not_begun(self, native):
+        rank, wire, bucket = dist.get_rank(), wires_of(2, native, IN_LEVELS), bucket_of([6] * 4, "even")
+        for what in ("sent", "sums", "received", "of my place", "everything"):
+            memory, out = torch.full((24,), float(rank), dtype=torch.bfloat16), torch.empty(6)
+            turn, gathered, failed = Scarce(what, rank=1), torch.full((24,), float(rank)), 0
+            for begin in (lambda: wire.reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.bfloat16, turn=turn),
+                          lambda: wire.gather(gathered, bucket, turn)):
+                for _ in range(2):
+                    try:
+                        begin().wait()
+                        break
+                    except torch.OutOfMemoryError:
+                        failed += 1
+            assert failed == (rank == 1)
+            assert out.tolist() == [6.0] * 6 and gathered.tolist() == [0.0] * 6 + [1.0] * 6 + [2.0] * 6 + [3.0] * 6
+
+    def test_ranks_that_need_no_levels_take_part_in_making_them(self):
+        """As stages of a pipeline do, of which some have buckets for which levels pay, and others none."""
+        rank = dist.get_rank()
+        wire = wires_of(2, native=True, rings=IN_LEVELS if rank < 2 else None, device="cuda")
+        assert (wire.inside is None) == (rank >= 2)
+        assert comm.gather_objects(rank, group=None) == [0, 1, 2, 3]
+
+
 class TestBothDirections(DistributedTest):
     world_size = [2, 3, 4]
     thorough_on = (4,)
