@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
 from ds_layerwise.errors import LayerWiseError
@@ -23,14 +24,24 @@ _NEEDED = frozenset(("_milestones", "_schedule_phases"))
 #: What each of torch's needs, and those that are derived from it.
 _OF_ALL = frozenset(("last_epoch", "base_lrs"))
 
+#: What the states of torch's schedulers have beside that.
+_OF_TORCH = frozenset((
+    "T_max", "eta_min", "T_0", "T_i", "T_mult", "T_cur", "step_size", "gamma", "milestones", "factor", "start_factor",
+    "end_factor", "total_iters", "power", "lr_lambdas", "lmbda", "total_steps", "total_size", "step_ratio", "mode",
+    "cycle_momentum", "max_lrs", "patience", "cooldown", "num_bad_epochs"))
+
+#: Whose schedulers say at their start all that their states have.
+_WELL_KNOWN = (lr_scheduler.__name__, lr_schedules.__name__)
+
 _INNER = "_schedulers"
 
 
 def check_scheduler(scheduler: Any, saved: Any) -> None:
     """Refuse the state ``saved`` of a scheduler if it is of another kind than this run's ``scheduler``.
 
-    What torch's versions name otherwise is no difference, and neither is an attribute that a class of the script has
-    and had not, where it loads as torch's do: it keeps its value.
+    What torch's versions name otherwise is no difference. Of a class of the script, neither is an attribute that it
+    takes when something happens, such as the end of a warm-up, and that the state has beside all of this one's; nor, if
+    it loads as torch's do, one that the state lacks and that keeps its value. Both at once are another name, or class.
 
     Raises:
         LayerWiseError: there is none, or it has what this one lacks, or lacks what this one has; names that.
@@ -54,9 +65,11 @@ def check_scheduler(scheduler: Any, saved: Any) -> None:
 def _differences(scheduler: Any, own: Mapping[Any, Any], saved: Mapping[Any, Any], where: str) -> list[str]:
     """What keeps ``scheduler``, whose state is ``own``, from going on from ``saved``."""
     known, there = set(map(str, own)), set(map(str, saved))
-    unknown, missing = filter(_counts, there - known), filter(_counts, known - there)
+    unknown, missing = set(filter(_counts, there - known)), set(filter(_counts, known - there))
+    if type(scheduler).__module__ not in _WELL_KNOWN and known and not missing:
+        unknown &= _OF_TORCH | _OF_ALL
     if _takes_what_there_is(scheduler):
-        missing = filter(_OF_ALL.__contains__, known - there)
+        missing &= _OF_ALL
     found = [f"{what} {', '.join(names)}" for what, keys in (("has", unknown), ("lacks", missing))
              if (names := sorted(f"{where}{key}" for key in keys))]
     inner, before = getattr(scheduler, _INNER, None), saved.get(_INNER)

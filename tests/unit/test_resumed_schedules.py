@@ -107,8 +107,8 @@ def test_what_is_said(before, now, told):
     ("one cycle", ["_anneal_func_type", "_is_initial", "use_beta1"], ["verbose", "anneal_func"]),
     ("cosine", ["_get_lr_called_within_step"], ["_of_a_later_version"]),
     ("cyclic", ["base_momentums", "max_momentums", "use_beta1"], []),
-    # An attribute that the script's class has by now keeps its value.
-    ("of a script", ["rest"], []),
+    # An attribute that the script's class has by now keeps its value; and one may come when something happens.
+    ("of a script", ["rest"], []), ("of a script", [], ["since_the_warm_up"]), ("strict", [], ["of_its_own"]),
 ])
 def test_what_versions_and_options_name_otherwise_is_no_difference(kind, less, more):
     state = made(kind).state_dict()
@@ -119,7 +119,8 @@ def test_what_versions_and_options_name_otherwise_is_no_difference(kind, less, m
 
 
 @pytest.mark.parametrize("kind, less, more, told", [
-    ("of a script", [], ["older"], "has older"), ("strict", ["other"], [], "lacks other"),
+    ("of a script", ["rest"], ["older"], "has older"), ("strict", ["other"], [], "lacks other"),
+    ("of a script", [], ["T_max", "eta_min"], "has T_max, eta_min"), ("exponential", [], ["older"], "has older"),
     ("of a script", ["base_lrs"], [], "lacks base_lrs"), ("one cycle", ["_schedule_phases"], [], "lacks _schedule_ph"),
 ])
 def test_what_would_be_lost_or_missed_is_refused(kind, less, more, told):

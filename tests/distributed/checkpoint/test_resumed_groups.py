@@ -496,6 +496,17 @@ class TestWhatWins(DistributedTest):
             for each in (engine, always):
                 train_engine(each, 1, first=step)
 
+    @pytest.mark.parametrize("before", ["a config", "an object"])
+    def test_a_rate_that_a_script_moves_is_this_runs_where_the_values_of_a_group_do_not_go_on(self, before, tmp_path):
+        old = start(Net(), ds_config()) if before == "a config" else with_object(
+            lambda params: torch.optim.AdamW(params, lr=0.003))
+        engine = with_object(lambda params: torch.optim.SGD(params, lr=0.0625), on_optimizer_change="reset")
+        old.optimizer.param_groups[0]["lr"] /= 10
+        train_engine(old, 1)
+        old.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert engine.optimizer.param_groups[0]["lr"] == 0.0625
+
     @pytest.mark.parametrize("scheduled", [False, True])
     def test_a_rate_that_began_at_0(self, scheduled, tmp_path):
         """There is no ratio to it: what this run says of it is taken."""
