@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ds_layerwise.recipes.any_torch import family_at
+from ds_layerwise.recipes.any_torch import are_one_family, family_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class RuleRecord:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_at(self.family))
+
+    def has_states_of(self, saved: RuleRecord) -> bool:
+        """Whether it is of the family of ``saved``, and has its states, by their names."""
+        return are_one_family(saved.family, self.family) and {*self.state_keys} == {*saved.state_keys}
 
 
 #: The optimizer of whatever holds Adam's two moments and does not say more.

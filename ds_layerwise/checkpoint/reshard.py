@@ -88,7 +88,7 @@ def _kept(piece: PieceRecord, old: RuleRecord | None, new: RuleRecord, sources: 
             raise LayerWiseError(f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to 'fresh' "
                                  f"to start it from zeros, or {_WEIGHTS_ALONE}")
         return {}, "no state in the checkpoint"
-    if old.family == new.family and set(old.state_keys) == set(new.state_keys):
+    if new.has_states_of(old):
         changed, what = _of_other_shapes(piece, new.state_keys, sources), "other shapes"
         told = ", ".join(f"{key} {was}, now {now}" for key, (was, now) in changed.items())
         # What an older version wrote, or another package, does not say what it means.

@@ -165,11 +165,25 @@ def family_at(path: str) -> str:
     if not isinstance(kind, type):
         return path
     module, _, name = path_of(kind).partition(":")
-    if module == "__main__":
-        script = sys.modules[module]
-        spec, file = getattr(script, "__spec__", None), getattr(script, "__file__", None)
-        module = spec.name if spec else PurePath(file).stem if file else module
-    return f"{module}:{name}"
+    return f"{_name_of_script() if module == '__main__' else module}:{name}"
+
+
+def are_one_family(saved: str, own: str) -> bool:
+    """Whether the family ``saved`` of a checkpoint is ``own`` of this run, both as :func:`family_at` has them.
+
+    A script may have another name by now, or be started as a module: a class of the script at hand is the one of its
+    name in a module that is not there.
+    """
+    was, _, name = saved.rpartition(":")
+    script, _, own_name = own.rpartition(":")
+    return saved == own or bool(was) and name == own_name and script == _name_of_script() and was not in sys.modules
+
+
+def _name_of_script() -> str:
+    """The name with which another script imports the one that runs."""
+    script = sys.modules["__main__"]
+    spec, file = getattr(script, "__spec__", None), getattr(script, "__file__", None)
+    return spec.name if spec else PurePath(file).stem if file else "__main__"
 
 
 @lru_cache(maxsize=None)

@@ -129,7 +129,7 @@ def otherwise_trained(own: Mapping[str, RuleRecord], saved: Mapping[str, RuleRec
     """
     found: dict[int, str] = {}
     for name, now in own.items():
-        if (old := saved.get(name)) and (old.family, {*old.state_keys}) != (now.family, {*now.state_keys}):
+        if (old := saved.get(name)) and not now.has_states_of(old):
             found.setdefault(group_of[name], f"{old.family} (states {', '.join(old.state_keys) or 'none'})")
     return found
 

@@ -326,6 +326,19 @@ def test_a_class_of_the_script_goes_by_the_name_of_that(script, name, monkeypatc
     assert RuleRecord("__main__:Own", (), None).family == f"{name}:Own"
 
 
+@pytest.mark.parametrize("saved, is_own", [
+    ("train:Own", True), ("package.older:Own", True), ("train:Other", False), ("json:Own", False), ("Own", False),
+    ("muon", False)])
+def test_a_script_by_another_name_has_the_states_of_its_class(saved, is_own, monkeypatch):
+    kind = type("Own", (), {"__module__": "__main__"})
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(Own=kind, __file__="/a/train_2.py", __spec__=None))
+    own = RuleRecord("__main__:Own", ("b", "a"), None)
+    assert own.has_states_of(RuleRecord(saved, ("a", "b"), None)) == is_own
+    assert not own.has_states_of(RuleRecord(saved, ("a", ), None))
+    # Who is not of the script has its name.
+    assert not RuleRecord("json:Own", (), None).has_states_of(RuleRecord("train:Own", (), None))
+
+
 class Own:
     """Somebody's."""
 
