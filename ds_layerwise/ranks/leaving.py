@@ -20,7 +20,7 @@ import threading
 from typing import Any, NoReturn
 
 
-def leave(code: int = 0) -> NoReturn:
+def leave(code: int = 0, *, kept: list[Any] | None = None) -> NoReturn:
     """End the process once its threads, and what ``atexit`` knows of, are done, groups ended and open files written.
 
     For the last line of a script. The interpreter is not taken apart: of what a destructor would do, only the end of
@@ -28,6 +28,7 @@ def leave(code: int = 0) -> NoReturn:
 
     Args:
         code: the exit code; every rank leaves, with whatever code.
+        kept: emptied once files are written: what nothing else holds ends as it would without this.
     """
     # As multiprocessing ends its processes.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -41,6 +42,8 @@ def leave(code: int = 0) -> NoReturn:
         except (OSError, ValueError):
             code = code or 120  # as the interpreter's own
     _write_out()
+    if kept:
+        kept.clear()
     os._exit(code)
 
 
@@ -56,13 +59,13 @@ def _write_out() -> None:
     lost: dict[str, str] = {}
     for file in sorted(found, key=_depth):
         try:
-            if not file.closed and file.writable():
+            if type(file) not in _IN_MEMORY and not file.closed and file.writable():
                 # A compressed file has its last bytes from close() alone, and one of an object store all of them.
                 file.flush() if _is_plain(file) else file.close()
         except (BrokenPipeError, ValueError):
             pass  # The process at the other end has what it wanted; what is detached from its file has nothing.
-        except _OF_FILES as error:
-            # A file that a text goes through fails once more by itself.
+        except Exception as error:
+            # Files of other packages fail with anything. One that a text goes through fails once more by itself.
             lost.setdefault(_name_of(file), str(error))
     for name, why in lost.items():
         _tell(f"{name} could not be written at the end: {why}")
@@ -70,8 +73,7 @@ def _write_out() -> None:
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
 
 
-#: What files fail with, those of other packages, too.
-_OF_FILES = (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_IN_MEMORY = (io.BytesIO, io.StringIO)
 _PLAIN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
@@ -89,7 +91,7 @@ def _depth(file: Any) -> int:
 def _name_of(file: Any) -> str:
     try:
         return repr(file.name)
-    except _OF_FILES:
+    except Exception:
         return f"a file of {type(file)}"
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,37 @@ def test_what_a_script_wrote_to_files_that_it_left_open_is_there(ending, tmp_pat
     assert (tmp_path / "rows").read_text().split() == list("01234")
     names = ("text", "data", "update", "temporary", "frozen", "of_c")
     assert [(tmp_path / name).read_text() for name in names] == ["01234"] * len(names)
+
+
+@pytest.mark.parametrize("ending", ["", "import sys; sys.exit()"])
+def test_what_ends_itself_when_nothing_holds_it_does(ending, tmp_path):
+    (tmp_path / "script.py").write_text(f"""
+import zipfile
+archive = zipfile.ZipFile("archive", "w")
+archive.writestr("name", "text")
+{ending}""")
+    done = run(str(tmp_path / "script.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / "archive") as archive:
+        assert archive.read("name") == b"text"
+
+
+def test_memory_that_somebody_looks_into_and_files_that_fail_with_anything_do_not_fail_a_finished_run(tmp_path):
+    (tmp_path / "script.py").write_text("""
+import io, sys
+class Failed(Exception): pass
+class Remote(io.RawIOBase):
+    name = "remote"
+    def writable(self): return True
+    def close(self): raise Failed("no connection")
+looked_into, remote, log = io.BytesIO(b"x"), Remote(), open(sys.argv[1] + "/log", "w")
+view = looked_into.getbuffer()
+log.write("x")
+""")
+    done = run(str(tmp_path / "script.py"), str(tmp_path))
+    assert (done.returncode, (tmp_path / "log").read_text()) == (0, "x"), done.stderr
+    assert "'remote' could not be written at the end: no connection" in done.stderr
+    assert "BufferError" not in done.stderr
 
 
 def test_a_file_that_cannot_be_written_at_the_end_is_told_and_takes_no_other_along(tmp_path):
