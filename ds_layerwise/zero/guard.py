@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
 
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.zero.takeover import has_optimizer
 
@@ -31,6 +33,7 @@ class Guard:
         self._known = {*params.values(), *(param for param in self._at_start.values() if param.requires_grad)}
         self._frozen = self._outside()
         self._hidden: frozenset[str] = frozenset()
+        self._told: set[str] = set()
 
     def check(self, got: Set[str]) -> frozenset[str]:
         """The names of what was trained at the start, is frozen by now, and is not among those that ``got`` a gradient.
@@ -54,9 +57,8 @@ class Guard:
                                 "deepspeed.utils.safe_set_full_grad() between backward and step")
             if name in got:
                 continue
-            if param.requires_grad and name in self._hidden:
-                raise _replaced(name)
             (unused if param.requires_grad else idle).append(name)
+        self._tell_of([name for name in unused if name in self._hidden])
         if unused and not self._may_be_unused:
             more = f" and {len(unused) - 5} more" * (len(unused) > 5)
             raise StepError(f"{', '.join(unused[:5])}{more} got no gradient in this step, and "
@@ -79,22 +81,33 @@ class Guard:
         return {name: param for name, param in self._model.named_parameters() if param not in self._known}
 
     def _look_again(self) -> None:
-        """Take note of a model that was taken apart and put together again, if what is trained is still in it.
+        """Take note of a model that was taken apart and put together again.
+
+        What is trained and not in it any more counts as what is not used.
 
         Raises:
-            StepError: in the place of a trained parameter there is another.
+            StepError: in the place of a trained parameter there is one that nobody trains.
         """
         content = _Content(self._model)
         here = dict(self._model.named_parameters(remove_duplicate=False))
         reached, trained = set(here.values()), {param for _, param, _ in self._trained}
         for name, new in here.items():
             old = self._at_start.get(name)
-            if old in trained and old is not new and old.requires_grad and (
-                    old not in reached or new not in self._known and new.requires_grad and not has_optimizer(new)):
+            if old in trained and old is not new and old.requires_grad and new not in self._known and (
+                    old not in reached or new.requires_grad and not has_optimizer(new)):
                 raise _replaced(name)
         # What no module of the model holds may still be used by one.
         self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
         self._frozen, self._content = self._outside(), content
+
+    def _tell_of(self, gone: Sequence[str]) -> None:
+        """Say once of each of ``gone`` that it is not in the model any more."""
+        if (new := [name for name in gone if name not in self._told]) and comm.rank_of(None) == 0:
+            more = f" and {len(new) - 5} more" * (len(new) > 5)
+            logger.warning(f"ds_layerwise: {', '.join(new[:5])}{more} got no gradient, and no module of the model has "
+                           "it any more: it counts as not used, as if its gradient were zeros; freeze it to "
+                           "leave it as it is")
+        self._told.update(new)
 
     def _untrained(self, name: str, param: nn.Parameter) -> StepError:
         was = "frozen when this engine was made" if self._at_start.get(name) is param else (

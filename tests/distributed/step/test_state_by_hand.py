@@ -8,7 +8,7 @@ from io import StringIO
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.utils import logger, safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -595,6 +595,19 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers, self.first = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3)), 0
+        self.all = [list(self.layers)]
+
+    def forward(self, x):
+        for layer in self.layers[self.first:]:
+            x = layer(x)
+        return x
+
+
 class TestContents(DistributedTest):
     """Modules that come, go and move in a model that is trained."""
 
@@ -620,12 +633,41 @@ class TestContents(DistributedTest):
         oracle_step(oracle, 0)
         assert_trained_as(module, oracle)
 
-    def test_what_was_taken_out_is_an_error_from_where_it_gets_no_gradient(self):
+    def test_what_is_taken_out_counts_as_unused_which_is_said_once(self, monkeypatch):
+        warned, oracle, gone = [], start_oracle(Net()), ("tall.weight", "tall.bias")
+        monkeypatch.setattr(logger, "warning", warned.append)
         engine = start(Net(), ds_config())
-        train_engine(engine, 1)
-        take_out(engine)
-        with pytest.raises(StepError, match="tall.weight was replaced since"):
-            train_engine(engine, 1, first=1)
+        tall = engine.module.tall
+        for step, there in enumerate((True, False, False, True)):
+            if there:
+                engine.module.tall = tall
+            else:
+                engine.module._modules.pop("tall", None)
+            train_engine(engine, 1, first=step)
+            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
+                           for name, p in oracle.params.items() if there or name not in gone}] for rank in range(2)])
+        assert_trained_as(engine.module, oracle)
+        told = ("ds_layerwise: tall.weight, tall.bias got no gradient, and no module of the model has it any more: it "
+                "counts as not used, as if its gradient were zeros; freeze it to leave it as it is")
+        assert [text for text in warned if "no module" in text] == [told] * (dist.get_rank() == 0)
+
+    def test_steps_that_leave_out_layers_by_taking_them_out(self):
+        def passed_over(module, step):
+            module.first = step % 2
+
+        def taken_out(module, step):
+            module.layers = nn.ModuleList(module.all[0][step % 2:])
+
+        modules = []
+        for change in (passed_over, taken_out):
+            modules.append(Layered())
+            engine = start(modules[-1], ds_config())
+            for step in range(4):
+                change(modules[-1], step)
+                engine.backward(engine(torch.ones(2, 6) + dist.get_rank()).square().mean())
+                engine.step()
+        for one, other in zip(*(module.all[0] for module in modules), strict=True):
+            assert torch.equal(one.weight, other.weight)
 
     def test_what_trains_the_same_goes_on(self):
         module, oracle = Steady(), start_oracle(Net())
