@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.cost import (
@@ -62,6 +63,15 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
                          state_bytes=sum(route.recipe.state_bytes(its) for its in seen.values()))
 
     return [spec(*param) for param in params if param[0] in routes]
+
+
+class Sent(NamedTuple):
+    """Bytes that each rank sends, by rank."""
+
+    gradients: tuple[int, ...]
+    """In a step at stage 1, in a backward pass at stage 2."""
+    parameters: tuple[int, ...]
+    """In a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,33 +149,29 @@ class Forecast:
         return " and ".join(sorted({wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True)
                                     if bucket.dtype == dtype}))
 
-    def reduce_bytes(self, dtype: str) -> float:
-        """What the mean rank sends of gradients: in a step at stage 1, in a backward pass at stage 2."""
-        total = 0
-        for name in set(self.wires):
-            wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * self._sum_bytes(name)
-        return total / len(self.memory)
-
-    def gather_bytes(self, dtype: str) -> float:
-        """What the mean rank sends of parameters in a step."""
-        return sum(wire_elements(self.layout, dtype).gather) * DTYPE_BYTES[dtype] / len(self.memory)
-
-    def _sum_bytes(self, wire: str) -> int:
-        return DTYPE_BYTES[sum_dtype(wire, self.reduction, self.stage)]
-
-    def busiest_bytes(self) -> int:
-        """What the rank that sends most sends of gradients and parameters together."""
-        sent = [0] * len(self.memory)
+    def sent(self) -> dict[str, Sent]:
+        """What each rank sends for parameters of each dtype; see the note on what travels in :mod:`.plan.cost`."""
+        found = {}
         for dtype in self.layout.dtypes:
-            own = {wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True) if bucket.dtype == dtype}
-            for name in own:
+            reduced = gathered = [0] * len(self.memory)
+            for name in sorted({wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True)
+                                if bucket.dtype == dtype}):
                 wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-                sent = [total + reduce * DTYPE_BYTES[name] + forward * self._sum_bytes(name)
-                        + gather * DTYPE_BYTES[dtype]
-                        for total, reduce, forward, gather in zip(sent, wire.reduce, wire.forward, wire.gather,
-                                                                  strict=True)]
-        return max(sent)
+                sum_bytes = DTYPE_BYTES[sum_dtype(name, self.reduction, self.stage)]
+                reduced = [total + reduce * DTYPE_BYTES[name] + forward * sum_bytes
+                           for total, reduce, forward in zip(reduced, wire.reduce, wire.forward, strict=True)]
+                gathered = [total + gather * DTYPE_BYTES[dtype]
+                            for total, gather in zip(gathered, wire.gather, strict=True)]
+            found[dtype] = Sent(tuple(reduced), tuple(gathered))
+        return found
+
+    def sent_by_busiest(self) -> dict[str, tuple[int, int]]:
+        """Bytes of gradients and of parameters of each dtype, sent by the rank that sends most of all together."""
+        sent = self.sent()
+        totals = [sum(each.gradients[rank] + each.parameters[rank] for each in sent.values())
+                  for rank in range(len(self.memory))]
+        busiest = totals.index(max(totals))
+        return {dtype: (each.gradients[busiest], each.parameters[busiest]) for dtype, each in sent.items()}
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:

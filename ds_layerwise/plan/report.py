@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ds_layerwise.config import Hyper, OptimizerConfig
 from ds_layerwise.plan.cost import max_over_mean
-from ds_layerwise.plan.forecast import Forecast
+from ds_layerwise.plan.forecast import Forecast, Sent
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.prediction import Prediction
 from ds_layerwise.plan.routes import Route
@@ -22,7 +22,8 @@ from ds_layerwise.plan.ways import MAX_UNDER_WAY, WireTime
 from ds_layerwise.recipes.presets import PRESETS
 from ds_layerwise.recipes.recipe import Recipe
 
-_WIDTH, _PLAN_WIDTH = 110, 160
+#: The second holds the widest cells of every column, so that none is cut off.
+_WIDTH, _PLAN_WIDTH = 110, 185
 
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
@@ -60,14 +61,14 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
                    *["saved"] * saves, "host", "under way", "in a step", "at start", "padding", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast in forecasts:
-        held = forecast.memory[forecast.fullest]
+        held, sent = forecast.memory[forecast.fullest], forecast.sent_by_busiest().values()
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
                       f"{forecast.report.work_max_over_mean:.3f}",
                       *(_short(n) for n in (held.total, held.params, held.grads, held.masters, held.states,
                                             *[forecast.saved[forecast.fullest]] * saves, held.host)),
                       _short(max(traffic.total for traffic in forecast.traffic)), _short(max(forecast.workspace)),
                       _short(max(forecast.start_up)),
-                      f"{100 * forecast.report.padding_fraction:.3f} %", _short(forecast.busiest_bytes()))
+                      f"{100 * forecast.report.padding_fraction:.3f} %", _short(sum(map(sum, sent))))
     what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
             "gradients in one backward pass and parameters in a step")
     return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}",
@@ -76,7 +77,7 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
 
 def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
     """A plan's numbers for a program: bytes, elements and FLOPs, memory of every rank; seconds where predicted."""
-    report, layout = forecast.report, forecast.layout
+    report, layout, sent, most = forecast.report, forecast.layout, forecast.sent(), forecast.sent_by_busiest()
     return {
         "ranks": layout.world_size, "layout": layout.policy, "digest": layout.digest(), "stage": forecast.stage,
         "buckets": report.num_buckets, "elements": report.numel, "padding_elements": report.padding,
@@ -88,10 +89,11 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
         "dtypes": {dtype: {
             "gradients_accumulate_in": forecast.stored_as[dtype], "gradients_travel_in": forecast.wire_as(dtype),
-            "sent_bytes": {"gradients": forecast.reduce_bytes(dtype), "parameters": forecast.gather_bytes(dtype)},
+            "sent_bytes": {key: sum(by_rank) / layout.world_size for key, by_rank in sent[dtype]._asdict().items()},
+            "sent_by_busiest_bytes": dict(zip(Sent._fields, most[dtype], strict=True)),
         } for dtype in layout.dtypes},
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
-        "sent_by_busiest_bytes": forecast.busiest_bytes(),
+        "sent_by_busiest_bytes": sum(map(sum, most.values())),
         **({"predicted": _prediction_json(prediction)} if prediction else {}),
     }
 
@@ -279,10 +281,9 @@ def _costs(forecast: Forecast) -> Table:
     table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that the update of a bucket works in")
     table.add_row("at start, at most", f"{_size(max(forecast.start_up))}, while parameters move into their buffer")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
-    for dtype in layout.dtypes:
-        reduced, gathered = forecast.reduce_bytes(dtype), forecast.gather_bytes(dtype)
+    for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
         sent = f"{_size(reduced + gathered)} a step" if forecast.stage == 1 else \
             f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
         table.add_row(f"{dtype} parameters", f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
-                      f"{forecast.wire_as(dtype)}; the mean rank sends {sent}")
+                      f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}")
     return table

@@ -76,7 +76,8 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     assert plan["start_up_bytes"] == [sum(held.values())] * 2
     assert plan["dtypes"]["bfloat16"] == {
         "gradients_accumulate_in": "bfloat16", "gradients_travel_in": "bfloat16",
-        "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2}}
+        "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2},
+        "sent_by_busiest_bytes": {"gradients": 5120, "parameters": 5120}}
     assert plan["gradients_sent_every"] == "step"
 
 
@@ -146,6 +147,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
         # Shards are even here, and no rank sends more than the mean one.
         sent = sum(plan["dtypes"]["bfloat16"]["sent_bytes"].values())
         assert sent == plan["sent_by_busiest_bytes"]
+        assert sent == sum(plan["dtypes"]["bfloat16"]["sent_by_busiest_bytes"].values())
         assert row[4:] == [
             *(short(held[key]) for key in ("total", "params", "grads", "masters", "states", "host")),
             short(max(rank["total"] for rank in plan["under_way_bytes"])), short(max(plan["step_bytes"])),

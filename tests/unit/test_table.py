@@ -7,8 +7,9 @@ import pytest
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.forecast import forecast, specs_of
-from ds_layerwise.plan.report import plan_table, start_up_table
+from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.report import as_json, plan_table, start_up_table
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.elementwise import AdamW
@@ -101,6 +102,39 @@ def test_a_plan_says_the_same():
                              without_effect=run.without_effect) for ranks in ([2], [2, 4]))
     assert rows(one) == rows(other) == {"up": ["0.05", "0.1"], "table": ["0.001", "0.1"], "bias": ["0.001", "0.1"]}
     assert "without effect here: round_robin_gradients" in one and "without effect here: round_robin" in other
+
+
+def cells(text, columns):
+    """The rows of the table in ``text`` that has so many columns."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()
+            if line.count("│") == columns + 1]
+
+
+@pytest.mark.parametrize("stage, bfloat16, float32", [
+    (1, "16.0 MiB a step", "4.0 MiB a step"),
+    (2, "0.0 MiB a backward pass and 16.0 MiB a step", "4.0 MiB a backward pass and 0.0 MiB a step"),
+])
+def test_the_busiest_rank_is_one_for_all_dtypes(stage, bfloat16, float32):
+    # Each of three ranks sends what it does not own of gradients, and what it owns to both of the others. In MiB,
+    # bfloat16 and float32: 16 + 4 of rank 0, 8 + 8 of rank 1, and 8 + 4 of rank 2; the mean rank 10.7 + 5.3.
+    layout = Layout("balanced", 3, 1, (
+        Bucket(0, "bfloat16", True, 0, (2**22, 0, 0), (Slot("a", 0, 2**22),)),
+        Bucket(1, "float32", True, 0, (0, 2**20, 0), (Slot("b", 0, 2**20),))))
+    specs = [ParamSpec("a", (2**11, 2**11), "bfloat16", True, 1, wire="bfloat16"),
+             ParamSpec("b", (2**10, 2**10), "float32", True, 1)]
+    routes = {spec.name: Route(name=spec.name, recipe=MUON, reason="matrix", group=0, matrix_shape=spec.shape)
+              for spec in specs}
+    costs = Forecast.of(layout, specs, routes, stage=stage, stored_as={"bfloat16": "bfloat16", "float32": "float32"})
+    text = " ".join(start_up_table(routes, specs, costs, OptimizerConfig()).replace("│", " ").split())
+    assert f"travel in bfloat16; the busiest rank sends {bfloat16}" in text
+    assert f"travel in float32; the busiest rank sends {float32}" in text
+    assert costs.sent_by_busiest() == {"bfloat16": (0, 2**24), "float32": (2**22, 0)}
+    several = cells(plan_table(routes, specs, [costs, costs], OptimizerConfig()), 15)
+    assert [row[-1] for row in several] == ["20.0 M"] * 2
+    told = as_json(costs)
+    assert told["sent_by_busiest_bytes"] == 20 * 2**20
+    assert told["dtypes"]["float32"]["sent_by_busiest_bytes"] == {"gradients": 2**22, "parameters": 0}
+    assert told["dtypes"]["float32"]["sent_bytes"] == {"gradients": 2 * 2**22 / 3, "parameters": 2 * 2**22 / 3}
 
 
 class Square(Muon):
