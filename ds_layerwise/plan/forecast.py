@@ -139,6 +139,21 @@ class Forecast:
                      for rank, opened in zip(self.memory, self.opened, strict=True))
 
     @property
+    def in_step(self) -> tuple[int, ...]:
+        """Bytes that each rank's step takes at most: what an update works in, and what comes from the host for it."""
+        return tuple(works + held.staging for works, held in zip(self.workspace, self.memory, strict=True))
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Bytes that each rank needs of its device, if the forward and the backward pass keep nothing there.
+
+        That is the more of :attr:`start_up`, and of what it holds between two steps with what is under way and what a
+        step takes: parameters of one bucket may travel while the next is updated, so the two add up.
+        """
+        return tuple(max(start, held.total + traffic.total + step) for start, held, traffic, step in zip(
+            self.start_up, self.memory, self.traffic, self.in_step, strict=True))
+
+    @property
     def fullest(self) -> int:
         """The rank that holds most between two steps."""
         totals = [rank.total for rank in self.memory]
@@ -246,11 +261,13 @@ def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucke
     return layout, wires_of(layout, specs)
 
 
-def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
-             links: Links | None = None, reduction: Reduction = "ordered", tp_size: int = 1) -> Forecast:
+def forecast(specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
+             bucket_numel: int | None = None, links: Links | None = None, reduction: Reduction = "ordered",
+             tp_size: int = 1) -> Forecast:
     """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
 
     Args:
+        bucket_numel: the run's own if None.
         tp_size: how many parts tensor parallelism has cut matrices into.
         links, reduction: see :func:`.plan.planner.plan_layout`.
 
@@ -258,7 +275,7 @@ def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig
         LayoutError: ``num_ranks`` is less than 1.
     """
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
-    layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
+    layout, _ = planned(specs, run, num_ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
                        links=links or NVLINK_IB, master_dtype=run.layerwise.master_dtype,
                        tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})
