@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say, say_last
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+#: GiB of one device, 1 PiB: every text of a plan can say so many bytes, and what they lack.
+_MOST_GIB = 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +117,8 @@ def _of_plan(command: argparse.ArgumentParser) -> None:
                          "layer, as in deepspeed.moe.layer.MoE (%(default)s)")
     command.add_argument("--tp_size", type=_positive, metavar="N", help="ranks that tensor parallelism cuts the model "
                          "for, beside --ranks; by default what tensor_parallel.autotp_size says")
+    command.add_argument("--memory", type=_gib, metavar="GIB", help="what one device has, in GiB (2^30 bytes, G in the "
+                         "tables): says which numbers of ranks and bucket sizes fit; activations are not counted")
     command.add_argument("--list", action="store_true", help="every parameter, one line each: shape, optimizer, weight "
                          "decay, learning rate over lr, owner, and why")
     command.add_argument("--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs")
@@ -129,6 +134,17 @@ def _positive(text: str) -> int:
 
 def _numbers(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _gib(text: str) -> int:
+    """Bytes of so many GiB."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size <= _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB above 0 and up to {_MOST_GIB:,}, got {text!r}")
+    return int(size * 2**30)
 
 
 def _num_bytes(text: str) -> int:
@@ -164,9 +180,12 @@ def _plan(options: argparse.Namespace) -> int:
         picture.check_picture(options.png, overwrite=options.overwrite)
     elif options.overwrite:
         raise LayerWiseError("--overwrite is for what --png writes; leave it out, or name a picture")
+    if options.memory is not None and options.list and not options.json:
+        raise LayerWiseError("--memory is for the tables and --json, and --list alone prints neither; leave one of the "
+                             "two out, or add --json")
     plan = DryRun.of(options.model, options.config, options.ranks, links=options.links, reduction=options.reduction,
                      ranks_per_node=options.ranks_per_node, ep_size=options.ep_size,
-                     tp_size=options.tp_size)
+                     tp_size=options.tp_size, memory_bytes=options.memory)
     if options.png is not None:
         picture.draw(options.png, plan.forecasts, plan.predictions)
     assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'

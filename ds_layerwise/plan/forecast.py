@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.cost import (
@@ -62,6 +63,15 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
                          state_bytes=sum(route.recipe.state_bytes(its) for its in seen.values()))
 
     return [spec(*param) for param in params if param[0] in routes]
+
+
+class Sent(NamedTuple):
+    """Bytes that each rank sends, by rank."""
+
+    gradients: tuple[int, ...]
+    """In a step at stage 1, in a backward pass at stage 2."""
+    parameters: tuple[int, ...]
+    """In a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,21 @@ class Forecast:
                      for rank, opened in zip(self.memory, self.opened, strict=True))
 
     @property
+    def in_step(self) -> tuple[int, ...]:
+        """Bytes that each rank's step takes at most: what an update works in, and what comes from the host for it."""
+        return tuple(works + held.staging for works, held in zip(self.workspace, self.memory, strict=True))
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Bytes that each rank needs of its device, if the forward and the backward pass keep nothing there.
+
+        That is the more of :attr:`start_up`, and of what it holds between two steps with what is under way and what a
+        step takes: parameters of one bucket may travel while the next is updated, so the two add up.
+        """
+        return tuple(max(start, held.total + traffic.total + step) for start, held, traffic, step in zip(
+            self.start_up, self.memory, self.traffic, self.in_step, strict=True))
+
+    @property
     def fullest(self) -> int:
         """The rank that holds most between two steps."""
         totals = [rank.total for rank in self.memory]
@@ -139,33 +164,29 @@ class Forecast:
         return " and ".join(sorted({wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True)
                                     if bucket.dtype == dtype}))
 
-    def reduce_bytes(self, dtype: str) -> float:
-        """What the mean rank sends of gradients: in a step at stage 1, in a backward pass at stage 2."""
-        total = 0
-        for name in set(self.wires):
-            wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-            total += sum(wire.reduce) * DTYPE_BYTES[name] + sum(wire.forward) * self._sum_bytes(name)
-        return total / len(self.memory)
-
-    def gather_bytes(self, dtype: str) -> float:
-        """What the mean rank sends of parameters in a step."""
-        return sum(wire_elements(self.layout, dtype).gather) * DTYPE_BYTES[dtype] / len(self.memory)
-
-    def _sum_bytes(self, wire: str) -> int:
-        return DTYPE_BYTES[sum_dtype(wire, self.reduction, self.stage)]
-
-    def busiest_bytes(self) -> int:
-        """What the rank that sends most sends of gradients and parameters together."""
-        sent = [0] * len(self.memory)
+    def sent(self) -> dict[str, Sent]:
+        """What each rank sends for parameters of each dtype; see the note on what travels in :mod:`.plan.cost`."""
+        found = {}
         for dtype in self.layout.dtypes:
-            own = {wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True) if bucket.dtype == dtype}
-            for name in own:
+            reduced = gathered = [0] * len(self.memory)
+            for name in sorted({wire for bucket, wire in zip(self.layout.buckets, self.wires, strict=True)
+                                if bucket.dtype == dtype}):
                 wire = wire_elements(self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name})
-                sent = [total + reduce * DTYPE_BYTES[name] + forward * self._sum_bytes(name)
-                        + gather * DTYPE_BYTES[dtype]
-                        for total, reduce, forward, gather in zip(sent, wire.reduce, wire.forward, wire.gather,
-                                                                  strict=True)]
-        return max(sent)
+                sum_bytes = DTYPE_BYTES[sum_dtype(name, self.reduction, self.stage)]
+                reduced = [total + reduce * DTYPE_BYTES[name] + forward * sum_bytes
+                           for total, reduce, forward in zip(reduced, wire.reduce, wire.forward, strict=True)]
+                gathered = [total + gather * DTYPE_BYTES[dtype]
+                            for total, gather in zip(gathered, wire.gather, strict=True)]
+            found[dtype] = Sent(tuple(reduced), tuple(gathered))
+        return found
+
+    def sent_by_busiest(self) -> dict[str, tuple[int, int]]:
+        """Bytes of gradients and of parameters of each dtype, sent by the rank that sends most of all together."""
+        sent = self.sent()
+        totals = [sum(each.gradients[rank] + each.parameters[rank] for each in sent.values())
+                  for rank in range(len(self.memory))]
+        busiest = totals.index(max(totals))
+        return {dtype: (each.gradients[busiest], each.parameters[busiest]) for dtype, each in sent.items()}
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
@@ -240,11 +261,13 @@ def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucke
     return layout, wires_of(layout, specs)
 
 
-def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
-             links: Links | None = None, reduction: Reduction = "ordered", tp_size: int = 1) -> Forecast:
+def forecast(specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
+             bucket_numel: int | None = None, links: Links | None = None, reduction: Reduction = "ordered",
+             tp_size: int = 1) -> Forecast:
     """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
 
     Args:
+        bucket_numel: the run's own if None.
         tp_size: how many parts tensor parallelism has cut matrices into.
         links, reduction: see :func:`.plan.planner.plan_layout`.
 
@@ -252,7 +275,7 @@ def forecast(specs: list[ParamSpec], routes: Mapping[str, Route], run: RunConfig
         LayoutError: ``num_ranks`` is less than 1.
     """
     specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
-    layout, _ = planned(specs, run, num_ranks, links=links, reduction=reduction)
+    layout, _ = planned(specs, run, num_ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
                        links=links or NVLINK_IB, master_dtype=run.layerwise.master_dtype,
                        tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

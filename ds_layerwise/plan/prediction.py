@@ -2,7 +2,8 @@
 
 What the model of the links leaves out is said in :mod:`.plan.links`; what is missing here is the forward and the
 backward pass, of which shapes say nothing. A reduction hides behind the backward pass but for what can only begin with
-the last gradient, which is told apart.
+the last gradient, which is told apart. Where it is said how much memory a device has, sizes are also asked whether
+they fit.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_layerwise.plan.forecast import Forecast, planned
+from ds_layerwise.plan.forecast import Forecast, forecast, planned
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import NVLINK_IB, Links
+from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.ways import Load, Reduction, WireTime, wire_time
 
@@ -32,6 +34,14 @@ class BucketSize:
     bucket_numel: int
     num_buckets: int
     wire: WireTime
+    left: int | None = None
+    """Bytes of its device that the rank which needs most leaves, less than 0 if it lacks them; None where nobody says
+    what a device has."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has what it needs; so it is taken to be where nobody says what a device has."""
+        return self.left is None or self.left >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,8 @@ class Prediction:
     """Newton-Schulz on the busiest rank, at the rate that the links have for products."""
     sizes: Sequence[BucketSize]
     """By size, the plan's own among them."""
+    memory_bytes: int | None = None
+    """What one device has, where somebody says so."""
 
     @property
     def total(self) -> int:
@@ -54,35 +66,55 @@ class Prediction:
         return self.wire.total + self.update
 
     @property
-    def best(self) -> BucketSize:
-        """The best bucket size of those that are compared."""
-        fastest = min(size.wire.total for size in self.sizes)
-        fast = [size for size in self.sizes if 100 * size.wire.total <= (100 + _AS_FAST_PERCENT) * fastest]
+    def own(self) -> BucketSize:
+        """The plan's own bucket size."""
+        return next(size for size in self.sizes if size.wire is self.wire)
+
+    @property
+    def best(self) -> BucketSize | None:
+        """The best bucket size of those that are compared and fit; None if none of them does."""
+        fitting = [size for size in self.sizes if size.fits]
+        if not fitting:
+            return None
+        fastest = min(size.wire.total for size in fitting)
+        fast = [size for size in fitting if 100 * size.wire.total <= (100 + _AS_FAST_PERCENT) * fastest]
         return min(fast, key=lambda size: (size.wire.tail, size.wire.total))
 
 
-def predict(forecast: Forecast, specs: Sequence[ParamSpec], run: RunConfig, *, links: Links | None = None,
-            reduction: Reduction = "ordered", bucket_numels: Sequence[int] = BUCKET_NUMELS) -> Prediction:
-    """What a step of ``forecast`` takes, a plan of ``specs`` for the same ``links`` and ``reduction``.
+def predict(plan: Forecast, specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunConfig, *,
+            links: Links | None = None, reduction: Reduction = "ordered", tp_size: int = 1,
+            memory_bytes: int | None = None, bucket_numels: Sequence[int] = BUCKET_NUMELS) -> Prediction:
+    """What a step of ``plan`` takes, the forecast of ``specs`` for the same ``links``, ``reduction`` and ``tp_size``.
 
     Args:
+        routes: by name, of at least ``specs``.
         links: :data:`.plan.links.NVLINK_IB` if None.
+        tp_size: how many parts tensor parallelism has cut matrices into.
+        memory_bytes: what one device has; if None, nothing is asked whether it fits.
         bucket_numels: sizes that the plan's own is compared with.
     """
-    links, layout = links or NVLINK_IB, forecast.layout
-    own = BucketSize(run.bucket_numel, len(layout.buckets),
-                     _wire_time(layout, forecast.wires, links, reduction, run.stage))
+    links, layout = links or NVLINK_IB, plan.layout
+
+    def size_of(bucket_numel: int, layout: Layout, wires: Sequence[str], needed: Sequence[int]) -> BucketSize:
+        return BucketSize(bucket_numel, len(layout.buckets), _wire_time(layout, wires, links, reduction, run.stage),
+                          None if memory_bytes is None else memory_bytes - max(needed))
+
+    own = size_of(run.bucket_numel, layout, plan.wires, plan.needed)
     sizes = [own]
     for bucket_numel in sorted({*bucket_numels} - {run.bucket_numel}):
-        other, wires = planned(specs, run, layout.world_size, bucket_numel=bucket_numel, links=links,
-                               reduction=reduction)
-        sizes.append(BucketSize(bucket_numel, len(other.buckets),
-                                _wire_time(other, wires, links, reduction, run.stage)))
+        if memory_bytes is None:
+            other, wires = planned(specs, run, layout.world_size, bucket_numel=bucket_numel, links=links,
+                                   reduction=reduction)
+            sizes.append(size_of(bucket_numel, other, wires, ()))
+        else:
+            costs = forecast(specs, routes, run, layout.world_size, bucket_numel=bucket_numel, links=links,
+                             reduction=reduction, tp_size=tp_size)
+            sizes.append(size_of(bucket_numel, costs.layout, costs.wires, costs.needed))
     ways = Counter(bucket.way for bucket in layout.buckets if bucket.whole)
     # TFLOP/s are 1,000 FLOPs a nanosecond.
     return Prediction(links, reduction, {way: ways[way] for way in ("even", "ragged", "cuts") if ways[way]}, own.wire,
-                      round(max(forecast.report.work) / (1000 * links.tflops)),
-                      sorted(sizes, key=lambda size: size.bucket_numel))
+                      round(max(plan.report.work) / (1000 * links.tflops)),
+                      sorted(sizes, key=lambda size: size.bucket_numel), memory_bytes)
 
 
 def _wire_time(layout: Layout, wires: Sequence[str], links: Links, reduction: Reduction, stage: int) -> WireTime:

@@ -14,15 +14,16 @@ from rich.table import Table
 
 from ds_layerwise.config import Hyper, OptimizerConfig
 from ds_layerwise.plan.cost import max_over_mean
-from ds_layerwise.plan.forecast import Forecast
+from ds_layerwise.plan.forecast import Forecast, Sent
 from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.prediction import Prediction
+from ds_layerwise.plan.prediction import BucketSize, Prediction
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import MAX_UNDER_WAY, WireTime
 from ds_layerwise.recipes.presets import PRESETS
 from ds_layerwise.recipes.recipe import Recipe
 
-_WIDTH, _PLAN_WIDTH = 110, 160
+#: The second holds the widest cells of every column, so that none is cut off.
+_WIDTH, _PLAN_WIDTH = 110, 185
 
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
@@ -49,10 +50,10 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
     Args:
         predictions: what each of ``forecasts`` takes, told below; nothing if empty.
     """
+    below = _below(forecasts, predictions)
     if len(forecasts) == 1:
-        told = _predicted(forecasts, predictions)
-        return "\n".join([start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect),
-                          *([_rendered(*told, width=_PLAN_WIDTH)] if told else [])])
+        one = start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect)
+        return "\n".join([one, *([_rendered(*below, width=_PLAN_WIDTH)] if below else [])])
     table = Table(title="memory of the fullest rank, and what the busiest rank sends, in MiB (M) and GiB (G)",
                   title_justify="left")
     saves = any(any(forecast.saved) for forecast in forecasts)
@@ -60,23 +61,23 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
                    *["saved"] * saves, "host", "under way", "in a step", "at start", "padding", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast in forecasts:
-        held = forecast.memory[forecast.fullest]
+        held, sent = forecast.memory[forecast.fullest], forecast.sent_by_busiest().values()
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
                       f"{forecast.report.work_max_over_mean:.3f}",
                       *(_short(n) for n in (held.total, held.params, held.grads, held.masters, held.states,
                                             *[forecast.saved[forecast.fullest]] * saves, held.host)),
                       _short(max(traffic.total for traffic in forecast.traffic)), _short(max(forecast.workspace)),
                       _short(max(forecast.start_up)),
-                      f"{100 * forecast.report.padding_fraction:.3f} %", _short(forecast.busiest_bytes()))
+                      f"{100 * forecast.report.padding_fraction:.3f} %", _short(sum(map(sum, sent))))
     what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
             "gradients in one backward pass and parameters in a step")
-    return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}",
-                     *_predicted(forecasts, predictions), width=_PLAN_WIDTH)
+    return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}", *below,
+                     width=_PLAN_WIDTH)
 
 
 def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
     """A plan's numbers for a program: bytes, elements and FLOPs, memory of every rank; seconds where predicted."""
-    report, layout = forecast.report, forecast.layout
+    report, layout, sent, most = forecast.report, forecast.layout, forecast.sent(), forecast.sent_by_busiest()
     return {
         "ranks": layout.world_size, "layout": layout.policy, "digest": layout.digest(), "stage": forecast.stage,
         "buckets": report.num_buckets, "elements": report.numel, "padding_elements": report.padding,
@@ -88,10 +89,13 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
         "dtypes": {dtype: {
             "gradients_accumulate_in": forecast.stored_as[dtype], "gradients_travel_in": forecast.wire_as(dtype),
-            "sent_bytes": {"gradients": forecast.reduce_bytes(dtype), "parameters": forecast.gather_bytes(dtype)},
+            "sent_bytes": {key: sum(by_rank) / layout.world_size for key, by_rank in sent[dtype]._asdict().items()},
+            "sent_by_busiest_bytes": dict(zip(Sent._fields, most[dtype], strict=True)),
         } for dtype in layout.dtypes},
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
-        "sent_by_busiest_bytes": forecast.busiest_bytes(),
+        "sent_by_busiest_bytes": sum(map(sum, most.values())),
+        **({"device_memory_bytes": prediction.memory_bytes, "needed_bytes": list(forecast.needed),
+            **_fit_json(prediction.own)} if prediction and prediction.memory_bytes is not None else {}),
         **({"predicted": _prediction_json(prediction)} if prediction else {}),
     }
 
@@ -104,34 +108,77 @@ def _prediction_json(prediction: Prediction) -> dict[str, Any]:
     return {
         "links": prediction.links.model_dump(), "reduction": prediction.reduction, "ways": dict(prediction.ways),
         "seconds": {**seconds(prediction.wire), "update": prediction.update / 1e9, "all": prediction.total / 1e9},
-        "best_bucket_elements": prediction.best.bucket_numel,
-        "bucket_sizes": [{"elements": size.bucket_numel, "buckets": size.num_buckets, "seconds": seconds(size.wire)}
-                         for size in prediction.sizes],
+        "best_bucket_elements": prediction.best.bucket_numel if prediction.best else None,
+        "bucket_sizes": [{"elements": size.bucket_numel, "buckets": size.num_buckets, "seconds": seconds(size.wire),
+                          **_fit_json(size)} for size in prediction.sizes],
     }
+
+
+def _fit_json(size: BucketSize) -> dict[str, Any]:
+    return {} if size.left is None else {"fits": size.fits, "left_bytes": size.left}
+
+
+def _below(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> list[Table | str]:
+    """What is told below the costs of plans: whether they fit, if somebody says into what, and what a step takes."""
+    if not predictions:
+        return []
+    memory = predictions[0].memory_bytes
+    fitting = [] if memory is None else _fitting(forecasts, predictions, memory)
+    return [*fitting, *_predicted(forecasts, predictions)]
+
+
+def _fitting(forecasts: Sequence[Forecast], predictions: Sequence[Prediction], memory: int) -> list[Table | str]:
+    """Whether the rank that needs most has it on a device with ``memory`` bytes, for each number of ranks."""
+    table = Table(title=f"the rank that needs most, on a device with {_short(memory)}, in MiB (M) and GiB (G)",
+                  title_justify="left")
+    for header in ("ranks", "rank", "between steps", "under way", "in a step", "at start", "needed", "fits"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for forecast, prediction in zip(forecasts, predictions, strict=True):
+        most = max(forecast.needed)
+        rank = forecast.needed.index(most)
+        table.add_row(str(forecast.layout.world_size), str(rank), *(_short(each) for each in (
+            forecast.memory[rank].total, forecast.traffic[rank].total, forecast.in_step[rank], forecast.start_up[rank],
+            most)), _fit(prediction.own))
+    told = ["needed: between steps, under way and in a step together, or at start if that is more. Not counted: what "
+            "the forward and the backward pass keep, activations above all, and what drivers and libraries take for "
+            "themselves."]
+    if not any(prediction.own.fits for prediction in predictions):
+        ranks = ", ".join(str(forecast.layout.world_size) for forecast in forecasts)
+        other = any(size.fits for prediction in predictions for size in prediction.sizes)
+        told.append(f"none of the numbers of ranks asked for fits: {ranks}"
+                    f"{'; with another bucket size it does, see below' * other}")
+    return [table, *told]
+
+
+def _fit(size: BucketSize) -> str:
+    left = size.left or 0
+    return f"yes, {_short(left)} left" if size.fits else f"no, {_short(-left)} too much"
 
 
 def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> list[Table | str]:
     """What a step takes, and with which bucket sizes it would take what."""
-    if not predictions:
-        return []
-    links, reduction = predictions[0].links, predictions[0].reduction
+    links, reduction, asked = predictions[0].links, predictions[0].reduction, predictions[0].memory_bytes is not None
     table = Table(title=f"predicted a step, {reduction} sums", title_justify="left")
-    for header in ("ranks", "bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather", "all", ""):
+    for header in ("ranks", "bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather", "all",
+                   *["fits"] * asked, ""):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast, prediction in zip(forecasts, predictions, strict=True):
-        own = next(size for size in prediction.sizes if size.wire is prediction.wire)
+        own, best = prediction.own, prediction.best
         for size in prediction.sizes:
             ways = ", ".join(f"{count} {way}" for way, count in prediction.ways.items()) if size is own else ""
-            wire, is_best = size.wire, size is prediction.best
+            wire = size.wire
             table.add_row(str(forecast.layout.world_size), _count(size.bucket_numel), str(size.num_buckets), ways,
                           _time(wire.reduce + wire.sums), _time(wire.tail), _time(prediction.update),
                           _time(wire.params + wire.gather), _time(wire.total + prediction.update),
-                          " and ".join(["this plan"] * (size is own) + ["best"] * is_best))
+                          *[_fit(size)] * asked,
+                          " and ".join(["this plan"] * (size is own) + ["best"] * (size is best)))
     every = "" if forecasts[0].stage == 1 else " once in each backward pass at stage 2,"
     return [table, f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; collectives "
             f"one after another, at {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node} ranks and "
             f"{links.rails} x {links.between_gb_s:g} GB/s between them; update: the matrices of the busiest rank at "
-            f"{links.tflops:g} TFLOP/s"]
+            f"{links.tflops:g} TFLOP/s", *["best: of the sizes that fit"] * asked, *(
+                f"{forecast.layout.world_size} ranks: none of the sizes fits, so none is best"
+                for forecast, prediction in zip(forecasts, predictions, strict=True) if prediction.best is None)]
 
 
 def _time(nanoseconds: float) -> str:
@@ -279,10 +326,9 @@ def _costs(forecast: Forecast) -> Table:
     table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that the update of a bucket works in")
     table.add_row("at start, at most", f"{_size(max(forecast.start_up))}, while parameters move into their buffer")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
-    for dtype in layout.dtypes:
-        reduced, gathered = forecast.reduce_bytes(dtype), forecast.gather_bytes(dtype)
+    for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
         sent = f"{_size(reduced + gathered)} a step" if forecast.stage == 1 else \
             f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
         table.add_row(f"{dtype} parameters", f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
-                      f"{forecast.wire_as(dtype)}; the mean rank sends {sent}")
+                      f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}")
     return table

@@ -43,7 +43,7 @@ class DryRun:
     @classmethod
     def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: str | None = None,
            reduction: Reduction | None = None, ranks_per_node: int | None = None, ep_size: int = 1,
-           tp_size: int | None = None) -> DryRun:
+           tp_size: int | None = None, memory_bytes: int | None = None) -> DryRun:
         """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
 
         Args:
@@ -53,6 +53,7 @@ class DryRun:
             ranks_per_node: as the links have it if None.
             ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
             tp_size: how many ranks tensor parallelism cuts the model for, beside ``ranks``; as the config says if None.
+            memory_bytes: what one device has; if None, nothing is asked whether it fits.
 
         Raises:
             ConfigError: a file cannot be read, or says what training would refuse.
@@ -98,7 +99,8 @@ class DryRun:
         forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums, tp_size=tp_size)
                      for num_ranks in ranks]
         return cls(run, routes, specs, forecasts, assumed, [
-            predict(each, specs, run, links=talks, reduction=sums) for each in forecasts], tp_size)
+            predict(each, specs, routes, run, links=talks, reduction=sums, tp_size=tp_size, memory_bytes=memory_bytes)
+            for each in forecasts], tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""

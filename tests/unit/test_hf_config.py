@@ -55,7 +55,7 @@ def test_it_is_the_plan_of_the_model_itself(cls, hf_config, from_folder, argumen
     specs = specs_of(((name, tuple(p.shape), "bfloat16") for name, p in model.named_parameters()), routes)
     expected = forecast(specs, routes, parsed, 2, reduction="native")
     code, out, err = run(*command, "--json")
-    predicted = predict(expected, specs, parsed, reduction="native")
+    predicted = predict(expected, specs, routes, parsed, reduction="native")
     assert (code, err) == (0, "") and json.loads(out) == [as_json(expected, predicted)]
     assert run(*command)[1] == plan_table(routes, specs, [expected], parsed.optimizer, predictions=[predicted]) + "\n"
 

@@ -481,7 +481,7 @@ def small_prediction(**arguments):
     routes = {spec.name: Route(name=spec.name, recipe=Muon(), reason="matrix", group=0, matrix_shape=spec.shape)
               for spec in specs}
     planned = forecast(specs, routes, run, 2, links=SMALL)
-    return planned, predict(planned, specs, run, links=SMALL, bucket_numels=(64, 256), **arguments)
+    return planned, predict(planned, specs, routes, run, links=SMALL, bucket_numels=(64, 256), **arguments)
 
 
 def test_a_step_takes_what_its_collectives_take_and_the_busiest_rank():
@@ -508,6 +508,34 @@ def test_the_best_size_leaves_least_to_the_end_of_those_that_are_about_as_fast()
     assert best((105, 1), (105, 2), (100, 9)) == 64
     assert best((106, 1), (106, 2), (100, 9)) == 256
     assert best((100, 5), (102, 5), (101, 5)) == 64
+
+
+def test_the_best_size_is_one_that_fits():
+    _, predicted = small_prediction()
+
+    def best(*made):
+        sizes = [replace(size, wire=size.wire._replace(reduce=reduce, gather=0, last=last), left=left)
+                 for size, (reduce, last, left) in zip(predicted.sizes, made, strict=True)]
+        found = replace(predicted, sizes=sizes, memory_bytes=100).best
+        return found and found.bucket_numel
+
+    # Neither what is fastest nor what leaves least to the end counts, if it does not fit; nothing left is enough.
+    assert best((104, 1, -1), (104, 2, 0), (100, 9, 7)) == 128
+    assert best((200, 1, 5), (104, 2, -3), (100, 9, -1)) == 64
+    assert best((104, 1, -1), (104, 2, -1), (100, 9, -1)) is None
+
+
+def test_what_is_left_is_what_the_rank_lacks_that_needs_most():
+    planned, predicted = small_prediction(memory_bytes=6000)
+    # Four matrices of 64 elements in bf16, two a rank: parameters and gradients, sums of its own, masters; no states.
+    assert [held.total for held in planned.memory] == [2 * 256 + 2 * 256 + 2 * 4 * 128] * 2
+    needed = [2048 + traffic.total + works for traffic, works in zip(planned.traffic, planned.workspace, strict=True)]
+    assert planned.needed == tuple(needed)
+    assert (predicted.memory_bytes, predicted.own.left) == (6000, 6000 - max(needed))
+    # Each of the others is what a plan with that size says itself.
+    assert [size.left for size in small_prediction(memory_bytes=5000)[1].sizes] == [
+        size.left - 1000 for size in predicted.sizes]
+    assert [(size.left, size.fits) for size in small_prediction()[1].sizes] == [(None, True)] * 3
 
 
 def test_seconds_are_told_to_people_and_programs():

@@ -16,6 +16,7 @@ from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 
+from ds_layerwise import cli
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
@@ -76,7 +77,8 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     assert plan["start_up_bytes"] == [sum(held.values())] * 2
     assert plan["dtypes"]["bfloat16"] == {
         "gradients_accumulate_in": "bfloat16", "gradients_travel_in": "bfloat16",
-        "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2}}
+        "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2},
+        "sent_by_busiest_bytes": {"gradients": 5120, "parameters": 5120}}
     assert plan["gradients_sent_every"] == "step"
 
 
@@ -130,6 +132,62 @@ def test_bucket_sizes_are_compared_below_the_plan(files):
     assert "450 GB/s inside nodes of 8 ranks and 8 x 50 GB/s" in out and "at 400 TFLOP/s" in out
 
 
+def test_what_fits_into_a_device_is_said_for_ranks_and_bucket_sizes(files):
+    def plans(memory, **changes):
+        given = config(zero_optimization={"stage": 1, "reduce_bucket_size": 2048, **changes})
+        code, out, err = run(*files(given, "2,4", "--json", "--memory", memory))
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    (two, four), gib = plans("0.0001"), 2**30
+    # By hand as above: what is held between two steps, of which start-up needs no more, and what is under way.
+    held = 2 * 5120 + 2 * 5120 + 4 * 2560 + 4 * 2560 + 4 * 2048 + 8 * 512
+    assert two["needed_bytes"] == [held + 4096 + works for works in two["step_bytes"]]
+    for plan in (two, four):
+        assert plan["device_memory_bytes"] == int(gib / 10_000) == 107_374
+        assert (plan["left_bytes"], plan["fits"]) == (107_374 - max(plan["needed_bytes"]), True)
+    # Another bucket size has what a plan with it has.
+    for size in two["predicted"]["bucket_sizes"]:
+        other, _ = plans("0.0001", reduce_bucket_size=size["elements"])
+        assert (size["left_bytes"], size["fits"]) == (other["left_bytes"], other["fits"])
+    left = {size["elements"]: size["left_bytes"] for size in two["predicted"]["bucket_sizes"]}
+    assert left[2048] == two["left_bytes"] > left[10**8] == left[10**9]
+    # In memory in between only the plan's own size fits, and is best, fastest or not.
+    between = str((107_374 - left[2048] + 1) / gib)
+    (two, _) = plans(between)
+    assert [size["fits"] for size in two["predicted"]["bucket_sizes"]] == [True, False, False, False, False]
+    assert two["fits"] and two["predicted"]["best_bucket_elements"] == 2048
+    (two, _) = plans(between, reduce_bucket_size=10**8)
+    assert not two["fits"] and two["left_bytes"] == left[10**8] - left[2048] + 1
+    (two, _) = plans("1e-6")
+    assert not two["fits"] and two["predicted"]["best_bucket_elements"] is None
+    for plan in json.loads(run(*files(config(), "2,4", "--json"))[1]):
+        assert not {"device_memory_bytes", "needed_bytes", "left_bytes", "fits"} & plan.keys()
+        assert all({*size} == {"elements", "buckets", "seconds"} for size in plan["predicted"]["bucket_sizes"])
+
+
+def test_what_does_not_fit_is_said_and_no_error(files):
+    code, out, err = run(*files(config(), "2,4", "--memory", "1e-6"))
+    assert (code, err) == (0, "") and "\nnone of the numbers of ranks asked for fits: 2, 4\n" in out
+    assert "\n2 ranks: none of the sizes fits, so none is best\n4 ranks: none of the sizes fits" in out
+    code, out, err = run(*files(config(), "2,4", "--memory", "80"))
+    assert (code, err) == (0, "") and "on a device with 80.0 G, in MiB (M) and GiB (G)" in out
+    assert [row[0] for row in cells(out, 8)] == ["2", "4"] and "none of" not in out
+    assert all(row[-1] == "yes, 80.0 G left" for row in cells(out, 8))
+    assert "fits" not in run(*files(config(), "2,4"))[1]
+    assert_refused("--memory is for the tables and --json, and --list alone prints neither",
+                   *files(config(), "2", "--memory", "80", "--list"))
+    assert run(*files(config(), "2", "--memory", "80", "--list", "--json"))[0] == 0
+
+
+@pytest.mark.parametrize("memory", ["0", "-1", "nan", "inf", "1e999", "80GB", "", "1048577"])
+def test_memory_is_a_positive_number_of_gib(memory, files, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([str(arg) for arg in files(config(), "2", "--memory", memory)])
+    assert (f"argument --memory: must be a number of GiB above 0 and up to 1,048,576, got '{memory}'\n"
+            in capsys.readouterr().err)
+
+
 def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4", "--reduction", "ordered"))
@@ -146,6 +204,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
         # Shards are even here, and no rank sends more than the mean one.
         sent = sum(plan["dtypes"]["bfloat16"]["sent_bytes"].values())
         assert sent == plan["sent_by_busiest_bytes"]
+        assert sent == sum(plan["dtypes"]["bfloat16"]["sent_by_busiest_bytes"].values())
         assert row[4:] == [
             *(short(held[key]) for key in ("total", "params", "grads", "masters", "states", "host")),
             short(max(rank["total"] for rank in plan["under_way_bytes"])), short(max(plan["step_bytes"])),

@@ -7,15 +7,18 @@ import pytest
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.forecast import forecast, specs_of
-from ds_layerwise.plan.report import plan_table, start_up_table
+from ds_layerwise.plan.cost import RankMemory, RankTraffic
+from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.prediction import predict
+from ds_layerwise.plan.report import as_json, plan_table, start_up_table
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from tests.support.rooms import rooms
 
-pytestmark = rooms("report", "listing", "forecast")
+pytestmark = rooms("report", "listing", "forecast", "prediction")
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {
@@ -101,6 +104,111 @@ def test_a_plan_says_the_same():
                              without_effect=run.without_effect) for ranks in ([2], [2, 4]))
     assert rows(one) == rows(other) == {"up": ["0.05", "0.1"], "table": ["0.001", "0.1"], "bias": ["0.001", "0.1"]}
     assert "without effect here: round_robin_gradients" in one and "without effect here: round_robin" in other
+
+
+def cells(text, columns):
+    """The rows of the table in ``text`` that has so many columns."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()
+            if line.count("│") == columns + 1]
+
+
+@pytest.mark.parametrize("stage, bfloat16, float32", [
+    (1, "16.0 MiB a step", "4.0 MiB a step"),
+    (2, "0.0 MiB a backward pass and 16.0 MiB a step", "4.0 MiB a backward pass and 0.0 MiB a step"),
+])
+def test_the_busiest_rank_is_one_for_all_dtypes(stage, bfloat16, float32):
+    # Each of three ranks sends what it does not own of gradients, and what it owns to both of the others. In MiB,
+    # bfloat16 and float32: 16 + 4 of rank 0, 8 + 8 of rank 1, and 8 + 4 of rank 2; the mean rank 10.7 + 5.3.
+    layout = Layout("balanced", 3, 1, (
+        Bucket(0, "bfloat16", True, 0, (2**22, 0, 0), (Slot("a", 0, 2**22),)),
+        Bucket(1, "float32", True, 0, (0, 2**20, 0), (Slot("b", 0, 2**20),))))
+    specs = [ParamSpec("a", (2**11, 2**11), "bfloat16", True, 1, wire="bfloat16"),
+             ParamSpec("b", (2**10, 2**10), "float32", True, 1)]
+    routes = {spec.name: Route(name=spec.name, recipe=MUON, reason="matrix", group=0, matrix_shape=spec.shape)
+              for spec in specs}
+    costs = Forecast.of(layout, specs, routes, stage=stage, stored_as={"bfloat16": "bfloat16", "float32": "float32"})
+    text = " ".join(start_up_table(routes, specs, costs, OptimizerConfig()).replace("│", " ").split())
+    assert f"travel in bfloat16; the busiest rank sends {bfloat16}" in text
+    assert f"travel in float32; the busiest rank sends {float32}" in text
+    assert costs.sent_by_busiest() == {"bfloat16": (0, 2**24), "float32": (2**22, 0)}
+    several = cells(plan_table(routes, specs, [costs, costs], OptimizerConfig()), 15)
+    assert [row[-1] for row in several] == ["20.0 M"] * 2
+    told = as_json(costs)
+    assert told["sent_by_busiest_bytes"] == 20 * 2**20
+    assert told["dtypes"]["float32"]["sent_by_busiest_bytes"] == {"gradients": 2**22, "parameters": 0}
+    assert told["dtypes"]["float32"]["sent_bytes"] == {"gradients": 2 * 2**22 / 3, "parameters": 2 * 2**22 / 3}
+
+
+GIB = 2**30
+RUN = RunConfig.from_ds_config({"zero_optimization": {"stage": 1}, "optimizer": {
+    "type": "LayerWiseMuon", "params": {}}})
+ALIKE = {name: replace(route, group=0) for name, route in ROUTES.items()}
+SPECS = specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), ALIKE)
+
+
+def on_two_ranks(**changes):
+    """Rank 0 holds 10 GiB between two steps; rank 1 holds 9, and needs 2 + 3 + 1 beside them, where rank 0 needs 3."""
+    return replace(forecast(SPECS, ALIKE, RUN, 2), **{
+        "memory": (RankMemory(GIB, 2 * GIB, 3 * GIB, 4 * GIB),
+                   RankMemory(GIB, 2 * GIB, 3 * GIB, 3 * GIB, host=5 * GIB, staging=GIB)),
+        "traffic": (RankTraffic(0, GIB), RankTraffic(GIB, GIB)), "workspace": (2 * GIB, 3 * GIB), "opened": (0, 0),
+        **changes})
+
+
+def fitting(memory_bytes, *plans):
+    predictions = [predict(plan, SPECS, ALIKE, RUN, memory_bytes=memory_bytes) for plan in plans]
+    return plan_table(ALIKE, SPECS, plans, RUN.optimizer, predictions=predictions)
+
+
+def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
+    plan = on_two_ranks()
+    assert (plan.fullest, plan.needed) == (0, (13 * GIB, 15 * GIB))
+    row = ["2", "1", "9.0 G", "2.0 G", "4.0 G", "10.0 G", "15.0 G"]
+    for memory, said in ((16 * GIB, "yes, 1.0 G left"), (15 * GIB, "yes, 0.0 M left"),
+                         (14 * GIB + GIB // 2, "no, 512.0 M too much"), (10 * GIB, "no, 5.0 G too much")):
+        for plans in ([plan], [plan, plan]):
+            text = fitting(memory, *plans)
+            assert cells(text, 8) == [[*row, said]] * len(plans)
+            # The plan's own bucket size has the same in the comparison, below.
+            assert [each[9] for each in cells(text, 11) if "this plan" in each[10]] == [said] * len(plans)
+    assert "the rank that needs most, on a device with 10.0 G, in MiB (M) and GiB (G)" in text
+    words = " ".join(text.split())
+    assert ("needed: between steps, under way and in a step together, or at start if that is more. Not counted: what "
+            "the forward and the backward pass keep, activations above all, and what drivers and libraries take for "
+            "themselves." in words)
+
+
+def test_more_may_be_needed_at_start():
+    # In float32 6 GiB more are there until they are kept in fewer bits.
+    text = fitting(16 * GIB, on_two_ranks(opened=(0, 7 * GIB)))
+    assert cells(text, 8) == [["2", "1", "9.0 G", "2.0 G", "4.0 G", "17.0 G", "17.0 G", "no, 1.0 G too much"]]
+
+
+def test_if_no_number_of_ranks_fits_that_is_said():
+    small = forecast(SPECS, ALIKE, RUN, 4)
+    assert "none of the numbers of ranks" not in fitting(12 * GIB, on_two_ranks(), small)
+    # Plans of other bucket sizes are made anew, for the few elements that there are.
+    text = fitting(12 * GIB, on_two_ranks())
+    assert "\nnone of the numbers of ranks asked for fits: 2; with another bucket size it does, see below\n" in text
+    assert "none of the sizes" not in text and "\nbest: of the sizes that fit" in text
+    told = [(row[9], row[10]) for row in cells(text, 11)]
+    assert sorted(told) == [("no, 3.0 G too much", "this plan"), *[("yes, 12.0 G left", "")] * 2,
+                            ("yes, 12.0 G left", "best")]
+    text = fitting(1, on_two_ranks(), small)
+    assert "\nnone of the numbers of ranks asked for fits: 2, 4\n" in text
+    assert text.endswith("\n2 ranks: none of the sizes fits, so none is best\n"
+                         "4 ranks: none of the sizes fits, so none is best")
+    assert not any("best" in row[10] for row in cells(text, 11))
+    assert "fits" not in plan_table(ALIKE, SPECS, [small], RUN.optimizer, predictions=[
+        predict(small, SPECS, ALIKE, RUN)])
+
+
+def test_no_cell_of_a_plans_tables_is_cut_off():
+    most = RankMemory(*[1000 * 2**20] * 4, host=1000 * 2**20)
+    wide = on_two_ranks(memory=(most,) * 2, in_float32=(replace(most, states=1999 * 2**20),) * 2,
+                        workspace=(1000 * 2**20,) * 2, traffic=(RankTraffic(0, 1000 * 2**20),) * 2)
+    text = fitting(GIB, wide, wide)
+    assert "…" not in text and len(cells(text, 16)) == len(cells(text, 8)) == 2
 
 
 class Square(Muon):
