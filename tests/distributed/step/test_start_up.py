@@ -16,7 +16,7 @@ pytestmark = rooms("buffers", "forecast", "start_up")
 
 
 class Stack(nn.Module):
-    """Ten equal matrices and a vector. ``together`` makes all matrices views into one piece of memory."""
+    """Ten equal matrices and a vector."""
 
     def __init__(self, dtype):
         super().__init__()
