@@ -38,8 +38,8 @@ from ds_layerwise.ranks.in_flight import Turn
 #: Up to so many ranks of one node gather by broadcasts, which are a launch a rank; see the note on gloo.
 _BROADCASTS_UP_TO = 8
 
-#: From so many rows on, one kernel adds them up also on a CPU: up to there a kernel a row is faster, and the same bits.
-_ONE_KERNEL_FROM = 17
+#: So many rows a kernel adds up on a device without sharing them out, which it would do otherwise by how long they are.
+_ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,25 @@ def gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, T
 
 
 def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
-    """The sum of ``rows`` over ``divide_by``, into ``out``, float32: in the order of rows up to 16 of them."""
-    if len(rows) >= _ONE_KERNEL_FROM or (len(rows) > 1 and out.device.type != "cpu"):
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
+    """The sum of ``rows`` over ``divide_by``, into ``out``, float32; the memory of rows may be written over.
+
+    On a CPU it is made in the order of rows, a kernel a row: the kernel for many adds up the first elements of a row in
+    another order than the last ones. On a device it is made in an order that depends on how many they are alone.
+    """
+    if len(rows) > 1 and out.device.type != "cpu":
+        _add_up_at_once(rows, out)
         rows = out.view(1, -1)
     _add_up(rows.unbind(), out, divide_by)
+
+
+def _add_up_at_once(rows: Tensor, out: Tensor) -> None:
+    first, *others = rows.split(_ROWS_AT_ONCE)
+    torch.sum(first, 0, dtype=out.dtype, out=out)
+    # Nobody needs what is added up.
+    spare = first.reshape(-1).view(out.dtype)[:out.numel()]
+    for some in others:
+        torch.sum(some, 0, dtype=out.dtype, out=spare)
+        out.add_(spare)
 
 
 def _add_up(rows: Sequence[Tensor], out: Tensor, divide_by: float) -> None:

@@ -1,16 +1,19 @@
-"""How ranks that differ find out where, and what they send for it."""
+"""How ranks that differ find out where, and what they send for it; and how what they send is added up."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
+import torch
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.wires import _add_up_at_once, average
 from tests.support.rooms import rooms
 
-pytestmark = rooms("comm")
+pytestmark = rooms("comm", "wires")
 
 MANY = [f"model.layers.{number}.mlp.down_proj.weight (4096, 11008) bfloat16" for number in range(10_000)]
 
@@ -68,3 +71,25 @@ def test_who_is_alike_sends_a_digest(monkeypatch):
     ranks = Ranks(monkeypatch, 3)
     assert ranks.run(lambda rank: comm.check_alike("the model", "ours", MANY, group=None)) == [None] * 3
     assert ranks.sent == ["ours"] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_made_in_the_order_of_rows_however_long_they_are(dtype):
+    for size in (1, 2, 3, 16, 17, 18, 33, 64):
+        rows = torch.randn(size, 300, generator=torch.Generator().manual_seed(size)).to(dtype)
+        expected = torch.zeros(300)
+        for row in rows:
+            expected += row
+        for numel in (1, 3, 7, 31, 64, 129, 300):
+            out = torch.full((numel,), torch.nan)
+            average(rows[:, :numel].clone(), out, 3.0)
+            assert torch.equal(out, expected[:numel] / 3.0), (size, numel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_that_a_device_makes_of_some_rows_at_a_time(dtype):
+    for size, numel in itertools.product((2, 15, 16, 17, 32, 33, 50), (2, 64, 130)):
+        rows = torch.randint(-9, 9, (size, numel), generator=torch.Generator().manual_seed(size)).to(dtype)
+        out, expected = torch.full((numel,), torch.nan), rows.float().sum(0)
+        _add_up_at_once(rows.clone(), out)
+        assert torch.equal(out, expected), (size, numel)
