@@ -24,6 +24,7 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.links import Links, group_of
+from ds_layerwise.plan.rounds import begun_backwards, deal, exchange_bytes
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, InLevels, Reduction, in_levels, itemsize, sum_dtype
 from ds_layerwise.recipes import bits
@@ -199,18 +200,20 @@ def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, stat
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Bytes that one rank holds for buckets under way, at the moment when they are most."""
+    """Bytes that one rank holds for buckets under way, and their exchange, at the moment when they are most."""
 
     sent: int
     """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
     received: int
     """What arrives from all ranks, the sums of a node, and at stage 2 those that a further micro-batch adds; or
     parameters that are gathered in two levels on a device, where those are more."""
+    exchanged: int = 0
+    """What goes from cuts to owners, or comes back: copies of it, and what does not arrive where it belongs."""
 
     @property
     def total(self) -> int:
-        """The bytes sent from copies, and received, together."""
-        return self.sent + self.received
+        """The bytes sent from copies, received, and exchanged, together."""
+        return self.sent + self.received + self.exchanged
 
 
 def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
@@ -221,7 +224,11 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
         reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
-        links: of them it counts which ranks share a node; None for a node each.
+        links: of them it counts which ranks share a node, and whether what travels lies in host memory, where that of
+            buckets stays when it comes to the exchange; None for a node each, on a host.
+
+    Not counted: at stage 2, where somebody asks for sums between two micro-batches, the next exchange adds what
+    arrives, and so has memory for all of it.
     """
     size = layout.world_size
     # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the sums of a node, of
@@ -261,8 +268,22 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
             gathered = max(gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype))
         received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
-    reduced = [RankTraffic(sum(sent), sum(sums) + each) for each in (received + added).sum(0).tolist()]
-    return tuple(each if each.total >= gathered else RankTraffic(0, gathered) for each in reduced)
+    sums_moved, params_moved = _exchanged(layout, stage=stage, wires=wires, reduction=reduction)
+    reduced = [(sum(sent), sum(sums) + each) for each in (received + added).sum(0).tolist()]
+    if links is None or links.on_host:
+        return tuple(RankTraffic(*each, moved) for each, moved in zip(
+            reduced, np.maximum(sums_moved, params_moved).tolist(), strict=True))
+    return tuple(max((RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
+                     key=lambda traffic: traffic.total)
+                 for each, there, back in zip(reduced, sums_moved.tolist(), params_moved.tolist(), strict=True))
+
+
+def _exchanged(layout: Layout, *, stage: int, wires: Sequence[str],
+               reduction: Reduction) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """By rank, the most bytes that the exchange of sums holds at a time, and that of parameters."""
+    there = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
+    return (exchange_bytes(there, layout.world_size, owners_have="float32"),
+            exchange_bytes(begun_backwards(layout.buckets), layout.world_size))
 
 
 def _held(layout: Layout, *, whole: bool | None = None) -> Iterator[tuple[int, str, int]]:

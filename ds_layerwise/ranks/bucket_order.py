@@ -137,12 +137,12 @@ class BucketOrder:
         self._side.follow()
         self._advance(wait=True)
         self._wait()
-        self._end_pass()
-        self._side.join()
         if self._side.exists:
-            # A device's allocator keeps it, for whoever needs it until the next pass.
+            # A device's allocator keeps it, for the exchange and whoever else needs it until the next pass.
             for turn in self._turns:
                 turn.release()
+        self._end_pass()
+        self._side.join()
 
     def finish(self, *, aside: bool = False) -> None:
         """Make sure that ``reduced`` holds the averages of this step. Every rank must call this at the same point.

@@ -1,14 +1,8 @@
-"""The way between equal cuts of buckets and the owners of what is in them.
-
-Note: rounds
-    An owner has shards in several buckets that travel in cuts. In one round it takes part with one of them, in each
-    round with the next, so that what arrives from all ranks, in rank order, is that shard as it lies in memory. Owners
-    are balanced over the model, and so is a round.
-"""
+"""The way between equal cuts of buckets and the owners of what is in them, in the rounds of :mod:`.plan.rounds`."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.plan.rounds import Deal, deal
 from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.wires import Wire
@@ -70,64 +65,31 @@ def rounds_of(buckets: Iterable[Bucket], rank: int,
         rank: of the layout.
         dtype_of: the layout's name for what travels of a bucket; that of parameters.
     """
-    rounds: list[Round] = []
-    kinds: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
-    for bucket in buckets:
-        if bucket.way == "cuts":
-            kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)
-    for (ep_size, dtype), alike in kinds.items():
-        drafts: list[_Draft] = []
-        turn: dict[int, int] = defaultdict(int)
-        for bucket in alike:
-            _deal(bucket, rank // ep_size, turn, drafts)
-        rounds += [draft.done(ep_size, dtype, rank // ep_size, alike[0].holders) for draft in drafts]
-    return rounds
+    return [_as_seen(each, rank // each.ep_size) for each in deal(buckets, dtype_of)]
 
 
-class _Draft:
-    def __init__(self) -> None:
-        self.own: Bucket | None = None
-        self.span = (0, 0)
-        self.runs: dict[int, Run] = {}
-        self.buckets: set[int] = set()
-
-    def done(self, ep_size: int, dtype: str, holder: int, holders: int) -> Round:
-        by_holder, by_owner = [0] * holders, [0] * holders
-        if self.own is not None:
-            (start, stop), cut = self.span, self.own.cut_numel
-            for other in range(start // cut, -(-stop // cut)):
-                by_holder[other] = min(stop, (other + 1) * cut) - max(start, other * cut)
-        for owner, run in self.runs.items():
-            by_owner[owner] = run.numel
-        before, stays, behind = sum(by_holder[:holder]), by_holder[holder], sum(by_holder[holder + 1:])
-        stay = None if before and behind and stays < before + behind else self.runs.get(holder)
-        if stay is None:
-            before, stays, behind = before + stays + behind, 0, 0
-        else:
-            by_holder[holder] = by_owner[holder] = 0
-        return Round(ep_size, dtype, None if self.own is None else self.own.index, tuple(by_holder), tuple(by_owner),
-                     tuple(run for owner, run in sorted(self.runs.items()) if stay is None or owner != holder), stay,
-                     (before, stays, behind), frozenset(self.buckets))
-
-
-def _deal(bucket: Bucket, holder: int, turn: dict[int, int], drafts: list[_Draft]) -> None:
-    """Let every owner in ``bucket`` take part in the round that is its turn."""
-    first, last = holder * bucket.cut_numel, (holder + 1) * bucket.cut_numel
-    stop = 0
-    for rank, numel in bucket.non_empty_shards():
-        if rank % bucket.ep_size:
-            continue
-        owner = rank // bucket.ep_size
-        start, stop = stop, stop + numel
-        if turn[owner] == len(drafts):
-            drafts.append(_Draft())
-        draft = drafts[turn[owner]]
-        turn[owner] += 1
-        draft.buckets.add(bucket.index)
-        if max(start, first) < min(stop, last):
-            draft.runs[owner] = Run(bucket.index, max(start, first) - first, min(stop, last) - max(start, first))
-        if owner == holder:
-            draft.own, draft.span = bucket, (start, stop)
+def _as_seen(each: Deal, holder: int) -> Round:
+    holders = each.shards[0].bucket.holders
+    by_holder, by_owner = [0] * holders, [0] * holders
+    runs: dict[int, Run] = {}
+    own: int | None = None
+    parts = (0, 0, 0)
+    for shard in each.shards:
+        cut = shard.bucket.cut_numel
+        first, last = max(shard.start, holder * cut), min(shard.stop, (holder + 1) * cut)
+        if first < last:
+            runs[shard.owner] = Run(shard.bucket.index, first - holder * cut, last - first)
+            by_owner[shard.owner] = last - first
+        if shard.owner == holder:
+            own, parts = shard.bucket.index, shard.split_by_cut()
+            for other in range(shard.start // cut, -(-shard.stop // cut)):
+                by_holder[other] = min(shard.stop, (other + 1) * cut) - max(shard.start, other * cut)
+    stay = runs.pop(holder) if parts[1] else None
+    if stay is not None:
+        by_holder[holder] = by_owner[holder] = 0
+    return Round(each.ep_size, each.dtype, own, tuple(by_holder), tuple(by_owner),
+                 tuple(run for _, run in sorted(runs.items())), stay, parts,
+                 frozenset(shard.bucket.index for shard in each.shards))
 
 
 class Exchange:

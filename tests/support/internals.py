@@ -72,6 +72,11 @@ def grad_sync(engine: Any) -> Any:
     return engine.optimizer._grad_sync
 
 
+def exchanges(engine: Any) -> tuple[Any, Any]:
+    """What moves sums from cuts to owners, and what moves parameters back."""
+    return grad_sync(engine)._exchange, engine.optimizer._param_sync._exchange
+
+
 def launched(engine: Any) -> int:
     """How many buckets of gradients are under way, or were, in this step."""
     return int(grad_sync(engine)._launched)

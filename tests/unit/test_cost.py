@@ -12,7 +12,7 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.cost import LayoutReport, RankMemory, RankTraffic, max_over_mean, traffic_bytes, wire_elements
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.links import NVLINK_IB
+from ds_layerwise.plan.links import NVLINK_IB, TCP
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.ways import sum_dtype
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
@@ -182,6 +182,38 @@ def test_what_a_node_adds_up_is_under_way_too():
     in_float32 = {"wire": "float32", "stored_as": {"bfloat16": "float32"}, "reduction": "native"}
     assert found(longer, **in_float32) == RankTraffic(0, 2 * (6 << 17))
     assert found(longer, **in_float32, links=slow) == RankTraffic(0, 0)
+
+
+def test_what_the_exchange_takes_by_hand():
+    settings = {"stage": 1, "stored_as": {"bfloat16": "bfloat16"}, "wires": ["bfloat16"] * 3}
+    # One round. The owner of the first bucket gets all of it in one piece, its own 4 included; the first rank sends 4
+    # and 1, and the last 4, whose 2 of the second bucket stay. Sums are float32, and arrive where owners have them.
+    sums = (4 + 1, 4 + 2, 4 + 2, 4 + 2, 4 + 2, 4 + 0)
+    assert [rank.exchanged for rank in traffic_bytes(in_cuts(), **settings)] == [4 * numel for numel in sums]
+    # In bfloat16 they arrive beside.
+    assert [rank.exchanged for rank in traffic_bytes(in_cuts(), reduction="native", **settings)] == [
+        2 * numel for numel in (5, 6, 6, 6 + 24, 6, 4 + 9)]
+
+
+def test_two_rounds_are_under_way_beside_buckets_on_a_host_and_after_them_on_a_device():
+    # Of 20 in the middle 12 stay, and 4 come from each side: they arrive, and return, in memory of their own.
+    layout = Layout("balanced", 3, 1, tuple(
+        Bucket(i, "bfloat16", True, 36 * i, (8, 20, 8), tuple(
+            Slot(f"{i}.{first}", 36 * i + first, numel) for first, numel in ((0, 8), (8, 20), (28, 8))), way="cuts")
+        for i in range(3)))
+    settings = {"stored_as": {"bfloat16": "float32"}, "wires": ["float32"] * 3}
+    rounds = [2 * 4 * numel for numel in (4, 8, 4)]
+    # In rank order each of two buckets receives 12 from three ranks.
+    for links, exchanged in ((None, rounds), (TCP, rounds), (NVLINK_IB, [0, 0, 0])):
+        assert traffic_bytes(layout, stage=1, links=links, **settings) == tuple(
+            RankTraffic(0, 2 * 4 * 3 * 12, numel) for numel in exchanged)
+    # The backend adds up in place.
+    native = traffic_bytes(layout, stage=1, links=NVLINK_IB, reduction="native", **settings)
+    assert native == tuple(RankTraffic(0, 0, numel) for numel in rounds)
+    # In bfloat16 it is half of that: what comes in two pieces has memory of its own whatever its dtype.
+    in_bfloat16 = traffic_bytes(layout, stage=1, links=NVLINK_IB, reduction="native",
+                                stored_as={"bfloat16": "bfloat16"}, wires=["bfloat16"] * 3)
+    assert in_bfloat16 == tuple(RankTraffic(0, 0, numel // 2) for numel in rounds)
 
 
 def test_sums_that_the_backend_made_stay_as_it_made_them():

@@ -1,21 +1,27 @@
 """What ranks send each other between cuts and owners, played without ranks."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from ds_layerwise.plan import ways
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
 from ds_layerwise.plan.links import TCP, Group, group_of
+from ds_layerwise.plan.rounds import begun_backwards, deal, exchange_bytes
 from ds_layerwise.plan.ways import Load
 from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.exchange import Exchange, rounds_of
+from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.wires import Wire
+from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("exchange")
+pytestmark = rooms("exchange", "rounds")
 
 
 def a_layout(seed, world_size=6):
@@ -181,3 +187,31 @@ def test_what_is_predicted_to_move_is_what_ranks_send(seed, monkeypatch):
             assert told[0] == (4 * max(sent + received), 4 * sum(received) / holders)
         else:
             assert not told
+
+
+@pytest.mark.parametrize("sums", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_it_holds_is_known_to_the_byte(seed, sums, monkeypatch):
+    layout = a_layout(seed)
+    # Nothing arrives: what counts is who has memory when.
+    monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(comm, "rank_of", lambda group: 0)
+    monkeypatch.setattr(comm, "size_of", lambda group: 2)
+    monkeypatch.setattr(ParamSync, "_gather", lambda sync, bucket, memory: sync._pending.update(
+        {bucket.index: comm.Pending()}))
+    wires = {1: Wire(1), 2: Wire(2)}
+    there = exchange_bytes(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
+    back = exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
+    assert any(bucket.way == "cuts" for bucket in layout.buckets) == any(there) == any(back)
+    for rank in range(layout.world_size):
+        shards, cuts = memory_of(layout, rank, shared=False)
+        cuts = {index: cut.to(DTYPES[sums]) for index, cut in cuts.items()}
+        held = [*shards, *cuts.values()]
+        with LiveMemory(held) as memory:
+            Exchange(layout.buckets, rank, wires, lambda bucket: sums).to_owners(cuts, shards.__getitem__)
+        assert memory.peak - bytes_of(held) == there[rank]
+        values = FlatBuffer(layout, torch.device("cpu"))
+        params = {slot.name: nn.Parameter(torch.zeros(1)) for bucket in layout.buckets for slot in bucket.slots}
+        with torch.no_grad(), LiveMemory(values.tensors) as memory:
+            ParamSync(layout, rank, params, values, wires=wires).send(reversed(range(len(layout.buckets))))
+        assert memory.peak - bytes_of(values.tensors) == back[rank]

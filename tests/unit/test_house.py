@@ -41,7 +41,7 @@ INSIDE = {
                 "client orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
     "plan": ("shards", "config_file ds_config layout links matching owners routes",
-             "by_kind drafts hosting kept listing rates run_config", "rows ways", "planner", "cost", "forecast",
+             "by_kind drafts hosting kept listing rates run_config", "rows ways", "planner rounds", "cost", "forecast",
              "link_fit model_file prediction tensor_cuts", "report"),
     "routing": ("held tensor_marks", "facts heads kernels", "parts", "attention rules"),
     "orthogonalize": ("batching norms parts symmetric", "newton_schulz", "spectral tensor_shards"),

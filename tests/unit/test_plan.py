@@ -70,9 +70,9 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     held = {"params": 2 * 5120, "grads": 2 * 5120 + 4 * 2560, "masters": 4 * 2560, "states": 4 * 2048 + 8 * 512}
     assert plan["memory_bytes"] == [{**held, "host": 0, "staging": 0, "total": sum(held.values())}] * 2
     # Of two buckets of 2048, shards of 1024 each arrive in bf16: as sums, or from the other rank.
-    assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "total": 4096}] * 2
+    assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "exchanged": 0, "total": 4096}] * 2
     ordered, = json.loads(run(*files(config(), "2", "--json", "--reduction", "ordered"))[1])
-    assert ordered["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "total": 4096}] * 2
+    assert ordered["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "exchanged": 0, "total": 4096}] * 2
     # More is held afterwards than while a bucket of parameters is there twice.
     assert plan["start_up_bytes"] == [sum(held.values())] * 2
     assert plan["dtypes"]["bfloat16"] == {

@@ -188,6 +188,24 @@ def test_one_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(mac
     assert waits_for == [max(0, bucket - 1) for bucket in range(len(waits_for))]
 
 
+def test_what_buckets_had_is_there_for_the_exchange(machine, monkeypatch):
+    with machine, torch.no_grad():
+        sync, _, params, _ = make_syncs(1, "cuts", "ordered")
+        to_owners, held = sync._exchange.to_owners, []
+
+        def exchanging(*args, **kwargs):
+            held.append([len(turn._memory) for turn in sync._turns])
+            to_owners(*args, **kwargs)
+
+        monkeypatch.setattr(sync._exchange, "to_owners", exchanging)
+        for name in params:
+            params[name].grad = torch.ones(SHAPES[name])
+            sync.accumulate(name, launch=True)
+        assert all(turn._memory for turn in sync._turns)
+        sync.reduce()
+    assert held == [[0, 0]]
+
+
 def test_a_race_is_seen():
     machine = Machine()
     other = machine.Stream()

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_layerwise.plan.rounds import deal
 from ds_layerwise.ranks import nodes
 from tests.support import internals
 from tests.support.harness import DistributedTest
@@ -246,9 +247,11 @@ class TestMemory(DistributedTest):
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("stage", [1, 2])
     def test_in_cuts(self, stage, monkeypatch):
-        plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
-        layout = self.compare(stage, {"bf16": {"enabled": True}})
+        plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 4)
+        layout = self.compare(stage, {"bf16": {"enabled": True}}, bucket_numel=1)
         assert {"cuts"} < {bucket.way for bucket in layout.buckets}
+        # Two rounds are under way, and there are more.
+        assert len(deal(layout.buckets)) > 2
 
     @pytest.mark.world_size(4)
     @pytest.mark.parametrize("stage", [1, 2])
@@ -259,8 +262,8 @@ class TestMemory(DistributedTest):
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
         self.compare(stage, sections, reduction=reduction)
 
-    def compare(self, stage, sections, **layerwise):
-        engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=600,
+    def compare(self, stage, sections, bucket_numel=600, **layerwise):
+        engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=bucket_numel,
                                                 layerwise={"alignment": 1, **layerwise}, **sections))
         optimizer = engine.optimizer
         forecast, sync = optimizer.forecast(), internals.grad_sync(engine)
@@ -269,10 +272,14 @@ class TestMemory(DistributedTest):
         def counting(do):
             def counted(*args, **kwargs):
                 with allocations:
-                    do(*args, **kwargs)
+                    return do(*args, **kwargs)
             return counted
 
         sync._advance, sync._wait = counting(sync._advance), counting(sync._wait)
+        sums, params = internals.exchanges(engine)
+        sums.to_owners, params.to_cuts = counting(sums.to_owners), counting(params.to_cuts)
+        assert any(traffic.exchanged for traffic in forecast.traffic) == any(
+            bucket.way == "cuts" for bucket in optimizer.layout.buckets)
         train_engine(engine, 2, gas=2)
         assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept(engine)}.values()
                    ) == forecast.memory[optimizer.rank].total
