@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ds_layerwise.plan.layout import Way
 from ds_layerwise.plan.owners import Item
-from ds_layerwise.plan.shards import Shards
+from ds_layerwise.plan.shards import Numels, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Draft:
     """A bucket whose offsets count from its own start; else as :class:`.plan.layout.Bucket` has it."""
 
     whole: bool
-    shard_numels: tuple[int, ...]
+    shard_numels: Numels
     items: Sequence[Item]
     """In memory order."""
     offsets: Sequence[int]
@@ -57,7 +57,7 @@ def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) 
     *offsets, total = accumulate((item.span for item in items), initial=0)
     shard = -(-total // holders)
     shard += -shard % alignment
-    numels = (shard,) * holders
+    numels = Numels.equal(shard, holders)
     return Draft(False, numels, items, offsets, wire, Shards.of(numels, 0))
 
 
@@ -69,7 +69,7 @@ def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, wire
         by_rank[owner].append(item)
     in_order: list[Item] = []
     offsets: list[int] = []
-    numels = [shard or 0] * holders
+    lengths: list[int] = []
     shard_start = 0
     for rank in sorted(by_rank):
         offset = shard_start if shard is None else rank * shard
@@ -78,10 +78,8 @@ def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, wire
             offsets.append(offset)
             offset += item.span
         if shard is None:
-            numels[rank] = offset - shard_start
+            lengths.append(offset - shard_start)
             shard_start = offset
-    if shard is not None or len(by_rank) == holders:
-        return Draft(True, tuple(numels), in_order, offsets, wire, Shards.of(tuple(numels), 0))
-    filled = tuple(sorted(by_rank))
-    return Draft(True, tuple(numels), in_order, offsets, wire,
-                 Shards.of_filled(filled, tuple(numels[rank] for rank in filled), 0))
+    numels = (Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths)) if shard is None
+              else Numels.equal(shard, holders))
+    return Draft(True, numels, in_order, offsets, wire, Shards.of(numels, 0))

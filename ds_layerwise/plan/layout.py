@@ -11,13 +11,12 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
 from typing import Any, Literal, cast, get_args
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.shards import Shards, run_lengths
+from ds_layerwise.plan.shards import Numels, Shards
 
 #: How a bucket gets to its owners and back; see :class:`Bucket`.
 Way = Literal["even", "ragged", "cuts"]
@@ -116,7 +115,8 @@ class Bucket:
     dtype: str
     whole: bool
     start: int
-    shard_numels: tuple[int, ...]
+    shard_numels: Sequence[int]
+    """How many elements each shard has; kept as :class:`.plan.shards.Numels`."""
     slots: tuple[Slot, ...]
     ep_size: int = 1
     way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
@@ -128,7 +128,9 @@ class Bucket:
             raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards, slots and ep_size at "
                               f"least 1, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} "
                               f"slots, ep_size {self.ep_size}")
-        shards = Shards.of(self.shard_numels, self.start)
+        numels = Numels.of(self.shard_numels)
+        object.__setattr__(self, "shard_numels", numels)
+        shards = Shards.of(numels, self.start)
         if shards.shortest < 0:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
                               f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}")
@@ -220,12 +222,14 @@ class Bucket:
         number = rank // self.ep_size
         i = bisect_left(self.shards.filled, number)
         start = self.shards.starts[i] if i < len(self.shards.starts) else self.stop
-        return start, start + self.shard_numels[number]
+        is_filled = i < len(self.shards.filled) and self.shards.filled[i] == number
+        return start, start + (self.shards.lengths[i] if is_filled else 0)
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """``(rank, numel)`` of every shard that has elements, in rank order."""
-        return ((number * self.ep_size + ep_rank, self.shard_numels[number])
-                for number in self.shards.filled for ep_rank in range(self.ep_size))
+        return ((number * self.ep_size + ep_rank, numel)
+                for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True)
+                for ep_rank in range(self.ep_size))
 
     def owners(self, slot: Slot) -> range:
         """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its name."""
@@ -345,7 +349,7 @@ class Layout:
         return json.dumps({
             "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
             "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start,
-                         "shards": run_lengths(b.shard_numels, b.shards),
+                         "shards": Numels.of(b.shard_numels).runs(),
                          "slots": [[s.name, s.start, s.numel] for s in b.slots],
                          **({"variants": b.ep_size} if b.ep_size > 1 else {}),
                          **({"way": b.way} if b.way != b._default_way else {})} for b in self.buckets],
@@ -373,7 +377,6 @@ class Layout:
 
 
 def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
-    shards = tuple(chain.from_iterable(repeat(numel, count) for count, numel in values["shards"]))
     way: Any = values.get("way")
-    return Bucket(index, values["dtype"], values["whole"], values["start"], shards,
+    return Bucket(index, values["dtype"], values["whole"], values["start"], Numels.of_runs(values["shards"]),
                   tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1), way)

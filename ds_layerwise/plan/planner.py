@@ -232,9 +232,8 @@ def _send(drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int
     for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
         numel = padded_for_cuts(load.numel, load.holders, alignment) if way == "cuts" else load.numel
         if way == "cuts":
-            numels = list(drafts[index].shard_numels)
-            numels[load.shards.filled[-1]] += numel - load.numel
-            drafts[index] = replace(drafts[index], shard_numels=tuple(numels))
+            numels = drafts[index].shard_numels.with_longer_last(numel - load.numel)
+            drafts[index] = replace(drafts[index], shard_numels=numels)
             loads[index] = replace(load, numel=numel)
         drafts[index] = replace(drafts[index], way=way)
     return drafts, wire_time(loads, ways, links, reduction).total

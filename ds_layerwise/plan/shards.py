@@ -1,19 +1,130 @@
-"""Lengths of the shards of a bucket, by number: which are empty, where the others start, and their short form."""
+"""Lengths of the shards of a bucket, by number: which are empty, where the others start, and their short form.
+
+At 4,096 ranks most shards of most buckets are empty, or all are equal: only the others are in memory, one by one. That
+keeps layouts of 10,000 buckets cheap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, compress
-from typing import NamedTuple
+from itertools import accumulate, compress, repeat
+from typing import Any, NamedTuple
+
+
+class Numels(Sequence[int]):
+    """How many elements each shard has, by number; as a tuple is, and equal to one.
+
+    ``each`` is how many all of them have, if it is the same; else those that are ``filled`` have ``lengths``.
+    """
+
+    __slots__ = ("_size", "each", "filled", "lengths")
+
+    def __init__(self, size: int, filled: Sequence[int], lengths: Sequence[int], each: int | None = None) -> None:
+        self._size, self.each, self.filled, self.lengths = size, each, filled, lengths
+
+    @classmethod
+    def equal(cls, each: int, size: int) -> Numels:
+        """Make those of ``size`` shards of ``each`` elements."""
+        return cls(size, range(size) if each else (), (), each)
+
+    @classmethod
+    def of_filled(cls, size: int, filled: Sequence[int], lengths: Sequence[int]) -> Numels:
+        """Make those of ``size`` shards of which all but ``filled`` are empty."""
+        if not lengths or len(lengths) == size and lengths.count(lengths[0]) == size:
+            return cls.equal(lengths[0] if lengths else 0, size)
+        return cls(size, filled, lengths)
+
+    @classmethod
+    def of(cls, numels: Sequence[int]) -> Numels:
+        """Make those that ``numels`` lists."""
+        if isinstance(numels, Numels):
+            return numels
+        return cls.of_filled(len(numels), tuple(compress(_count_to(len(numels)), numels)),
+                             tuple(compress(numels, numels)))
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[Sequence[int]]) -> Numels:
+        """Undo :meth:`runs`."""
+        size = 0
+        filled: list[int] = []
+        lengths: list[int] = []
+        for count, numel in runs:
+            if numel:
+                filled += range(size, size + count)
+                lengths += [numel] * count
+            size += count
+        return cls.of_filled(size, tuple(filled), tuple(lengths))
+
+    def runs(self) -> list[list[int]]:
+        """``[[how many, numel], ...]``: runs of equal lengths, each as long as it can be, so that equal shards have one
+        form."""
+        if self.each is not None:
+            return [[self._size, self.each]]
+        runs: list[list[int]] = []
+
+        def add(count: int, numel: int) -> None:
+            if count and runs and runs[-1][1] == numel:
+                runs[-1][0] += count
+            elif count:
+                runs.append([count, numel])
+
+        done = 0
+        for number, numel in zip(self.filled, self.lengths, strict=True):
+            add(number - done, 0)
+            add(1, numel)
+            done = number + 1
+        add(self._size - done, 0)
+        return runs
+
+    def with_longer_last(self, more: int) -> Numels:
+        """Make those of which the last that is not empty has ``more`` elements."""
+        lengths = self.lengths if self.each is None else tuple(self)
+        return Numels.of_filled(self._size, self.filled, (*lengths[:-1], lengths[-1] + more))
+
+    def __len__(self) -> int:
+        """How many shards there are."""
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        """Of each, in order."""
+        if self.each is not None:
+            return repeat(self.each, self._size)
+        numels = [0] * self._size
+        for number, numel in zip(self.filled, self.lengths, strict=True):
+            numels[number] = numel
+        return iter(numels)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Of one, or a tuple of some."""
+        if isinstance(number, slice) or number < 0:
+            return tuple(self)[number]
+        if number >= self._size:
+            raise IndexError(f"there are {self._size} shards, got number {number}")
+        if self.each is not None:
+            return self.each
+        i = bisect_left(self.filled, number)
+        return self.lengths[i] if i < len(self.filled) and self.filled[i] == number else 0
+
+    def __eq__(self, other: object) -> bool:
+        """Whether ``other`` lists the same."""
+        if isinstance(other, Numels):
+            return (self._size, self.each) == (other._size, other.each) and (self.each is not None or (
+                self.filled, self.lengths) == (other.filled, other.lengths))
+        return isinstance(other, (tuple, list)) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        """That of the tuple."""
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        """As runs; see :meth:`runs`."""
+        return f"Numels.of_runs({self.runs()})"
 
 
 class Shards(NamedTuple):
-    """What follows from the lengths of shards that lie back to back.
-
-    At 1024 ranks most shards of most buckets are empty, or all are equal and these are ranges: that keeps layouts of
-    10,000 buckets cheap.
-    """
+    """What follows from the lengths of shards that lie back to back."""
 
     filled: Sequence[int]
     """Numbers of the shards that are not empty."""
@@ -29,43 +140,16 @@ class Shards(NamedTuple):
     """The length of the shortest that is not empty, or of all; below 0 if any is."""
 
     @classmethod
-    def of(cls, numels: tuple[int, ...], start: int) -> Shards:
+    def of(cls, numels: Numels, start: int) -> Shards:
         """Make shards of ``numels`` elements, the first of which starts at ``start``."""
-        if numels.count(numels[0]) == len(numels):
-            count, each = len(numels), numels[0]
-            numel = count * each
-            return cls(range(count) if each else (), range(start, start + numel, each) if each else (),
-                       numels if each else (), numel, True, each)
-        return cls.of_filled(tuple(compress(_count_to(len(numels)), numels)), tuple(compress(numels, numels)), start)
-
-    @classmethod
-    def of_filled(cls, filled: Sequence[int], lengths: Sequence[int], start: int) -> Shards:
-        """Make shards of which all but ``filled`` are empty, and not all are equal; at least one is not empty."""
-        return cls(filled, tuple(accumulate(lengths[:-1], initial=start)), lengths, sum(lengths), False, min(lengths))
+        filled, lengths, each = numels.filled, numels.lengths, numels.each
+        if each is None:
+            return cls(filled, tuple(accumulate(lengths[:-1], initial=start)), lengths, sum(lengths), False,
+                       min(lengths))
+        numel = len(numels) * each
+        return cls(filled, range(start, start + numel, each) if each else (), numels if each else (), numel, True, each)
 
 
 @lru_cache(maxsize=4)
 def _count_to(size: int) -> tuple[int, ...]:
     return tuple(range(size))
-
-
-def run_lengths(numels: Sequence[int], shards: Shards) -> list[list[int]]:
-    """``[[how many, numel], ...]``: runs of equal lengths, each as long as it can be, so that equal shards have one
-    form."""
-    if shards.is_even:
-        return [[len(numels), numels[0]]]
-    runs: list[list[int]] = []
-
-    def add(count: int, numel: int) -> None:
-        if count and runs and runs[-1][1] == numel:
-            runs[-1][0] += count
-        elif count:
-            runs.append([count, numel])
-
-    done = 0
-    for number in shards.filled:
-        add(number - done, 0)
-        add(1, numels[number])
-        done = number + 1
-    add(len(numels) - done, 0)
-    return runs

@@ -58,15 +58,14 @@ def _write_out() -> None:
     found = [thing for thing in gc.get_objects() if io.IOBase.__base__ in type(thing).__mro__ and id(thing) not in kept]
     lost: dict[str, str] = {}
     for file in sorted(found, key=_depth):
-        try:
+        with (attempt := _Attempt()):
             if type(file) not in _IN_MEMORY and not file.closed and file.writable():
                 # A compressed file has its last bytes from close() alone, and one of an object store all of them.
                 file.flush() if _is_plain(file) else file.close()
-        except (BrokenPipeError, ValueError):
-            pass  # The process at the other end has what it wanted; what is detached from its file has nothing.
-        except Exception as error:
-            # Files of other packages fail with anything. One that a text goes through fails once more by itself.
-            lost.setdefault(_name_of(file), str(error))
+        # The process at the other end of a pipe has what it wanted; what is detached from its file has nothing.
+        if attempt.error is not None and not isinstance(attempt.error, (BrokenPipeError, ValueError)):
+            # A file that a text goes through fails once more by itself.
+            lost.setdefault(_name_of(file), str(attempt.error))
     for name, why in lost.items():
         _tell(f"{name} could not be written at the end: {why}")
     if os.name == "posix":
@@ -88,11 +87,24 @@ def _depth(file: Any) -> int:
     return 2 if _is_plain(file) else 1
 
 
+class _Attempt:
+    """Files of other packages fail with anything; none of it goes any further."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> _Attempt:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
 def _name_of(file: Any) -> str:
-    try:
-        return repr(file.name)
-    except Exception:
-        return f"a file of {type(file)}"
+    name = f"a file of {type(file)}"
+    with _Attempt():
+        name = repr(file.name)
+    return name
 
 
 def _tell(text: str) -> None:

@@ -97,7 +97,7 @@ class Wire:
         if self.size == 1:
             return Pending(finish=lambda: average(memory.view(1, -1), out, divide_by))
         if bucket.way == "ragged":
-            return self._reduce_ragged(turn, memory, bucket.shard_numels, out, divide_by, wire_dtype)
+            return self._reduce_ragged(turn, memory, tuple(bucket.shard_numels), out, divide_by, wire_dtype)
         if self.inside is not None and (not self.native or bucket.index in self.rings.reduce):
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
         if self.native:
@@ -175,16 +175,17 @@ class Wire:
             return Pending()
         cut = memory.numel() // self.size
         if self.on_host and self.one_node and self.size <= _BROADCASTS_UP_TO:
-            shards = memory.split_with_sizes(bucket.shard_numels if bucket.way == "ragged" else [cut] * self.size)
+            shards = memory.split_with_sizes([*bucket.shard_numels] if bucket.way == "ragged" else [cut] * self.size)
             return Pending([comm.broadcast(shard, out_of=rank, group=self.group)
                             for rank, shard in enumerate(shards) if shard.numel()])
         if bucket.way == "ragged":
-            shards = memory.split_with_sizes(bucket.shard_numels)
+            numels = [*bucket.shard_numels]
+            shards = memory.split_with_sizes(numels)
             own = shards[self.rank]
             if not self.on_host:
                 return Pending([comm.all_gather_ragged(shards, own, group=self.group)])
             copies = own.repeat(self.size)
-            return Pending([comm.all_to_all(memory, copies, group=self.group, received=bucket.shard_numels,
+            return Pending([comm.all_to_all(memory, copies, group=self.group, received=numels,
                                             sent_to=[own.numel()] * self.size)], keep=copies)
         own = memory[self.rank * cut:(self.rank + 1) * cut]
         if self.inside is not None and (self.on_host or bucket.index in self.rings.gather):
@@ -258,7 +259,7 @@ def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
 
 
 def _add_up_at_once(rows: Tensor, out: Tensor) -> None:
-    first, *others = rows.split(_ROWS_AT_ONCE)
+    first, *others = torch.split(rows, _ROWS_AT_ONCE)
     torch.sum(first, 0, dtype=out.dtype, out=out)
     # Nobody needs what is added up.
     spare = first.reshape(-1).view(out.dtype)[:out.numel()]
