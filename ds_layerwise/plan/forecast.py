@@ -122,7 +122,7 @@ class Forecast:
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction,
                                  links=links),
                    workspace_bytes(layout, routes, opened, tp_size=tp_size), in_float32,
-                   tuple(max((of[rank] for of in opened), default=0) for rank in range(layout.world_size)))
+                   _most_by_rank(opened, layout.world_size))
 
     @property
     def saved(self) -> tuple[int, ...]:
@@ -205,6 +205,15 @@ def opened_bytes(bucket: Bucket, routes: Mapping[str, Route], master_dtype: Mast
         opened[rank] += sum(spec.rule_nbytes for piece in bucket.pieces(rank)
                             for spec in routes[piece.name].states(piece.numel).values() if spec.kept_as)
     return opened
+
+
+def _most_by_rank(counts: Iterable[Counter[int]], world_size: int) -> tuple[int, ...]:
+    """The most of each rank. Few are in each of ``counts``, of which there may be ten thousand."""
+    most = [0] * world_size
+    for each in counts:
+        for rank, nbytes in each.items():
+            most[rank] = max(most[rank], nbytes)
+    return tuple(most)
 
 
 def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequence[Counter[int]] | None = None, *,

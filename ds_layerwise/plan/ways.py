@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import mul
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -236,17 +238,23 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
 
     What of a shard lies in its owner's own cut stays there. The busiest rank is the one that receives, or sends, most.
     """
+    loads = list(loads)
+    # All shards of all loads side by side: there may be ten thousand loads, each with few.
+    counts = [len(load.shards.filled) for load in loads]
+    filled, lengths = (np.fromiter(chain.from_iterable(each), np.int64, sum(counts)) for each in (
+        (load.shards.filled for load in loads), (load.shards.lengths for load in loads)))
+    cuts = [-(-load.numel // group.size) for load in loads]
+    before, cut = (np.repeat(np.array(each, np.int64), counts) for each in (
+        list(accumulate((load.shards.numel for load in loads), initial=0))[:-1], cuts))
+    stops = np.cumsum(lengths) - before
+    stays = np.maximum(np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut), 0)
     received: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
     sent = np.zeros_like(received)
-    for load in loads:
-        filled, lengths = np.array(load.shards.filled, np.int64), np.array(load.shards.lengths, np.int64)
-        stops, cut = np.cumsum(lengths), -(-load.numel // group.size)
-        stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
-        stays = np.maximum(stays, 0)
-        for row, nbytes in enumerate((load.sum_bytes, load.param_bytes)):
-            received[row, filled] += (lengths - stays) * nbytes
-            sent[row] += cut * nbytes
-            sent[row, filled] -= stays * nbytes
+    for row, nbytes in enumerate(([load.sum_bytes for load in loads], [load.param_bytes for load in loads])):
+        of_each = np.repeat(np.array(nbytes, np.int64), counts)
+        np.add.at(received[row], filled, (lengths - stays) * of_each)
+        sent[row] = sum(map(mul, cuts, nbytes))
+        np.subtract.at(sent[row], filled, stays * of_each)
     if not sent.any():
         return Exchange(0, 0)
     return Exchange(*(group.all_to_all(int(max(one.max(), other.max())), int(one.sum()) / group.size)
