@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from cluster_ranks import (
     one_matrix_a_bucket,
     whole_steps,
 )
+from conditions import commit, processor
 from namespaces import Cluster, be_the_switch, run
 
 from ds_layerwise.plan.links import Links
@@ -154,7 +154,6 @@ def main() -> None:
     rounds, small = args.rounds, args.small
     config = GPTConfig(layers=2, width=64) if small else GPTConfig(layers=6, width=384, heads=6)
     larger = GPTConfig(layers=2, width=64) if small else GPTConfig(layers=9, width=512, heads=8)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     load = os.getloadavg()[0]
     report = Report()
     bytes_of_steps(report, config, min(3, rounds))
@@ -163,8 +162,8 @@ def main() -> None:
     steps = steps_of_two_nodes(report, larger, larger.context * (1 if small else 4), rounds)
     numels = [sum(param.numel() for param in GPT(each).parameters()) / MB for each in (config, larger)]
     print("Steps over slow links, against stock DeepSpeed. " + " ".join(["sudo python", *sys.argv]))
-    print(f"{os.cpu_count()} cores, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
-          f"{commit}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numels[0]:.1f} M parameters, "
+    print(f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
+          f"{commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numels[0]:.1f} M parameters, "
           f"for whole steps {numels[1]:.1f} M, float32; medians of {rounds} rounds.\n")
     report.print()
     print("| whole step | s | MB out of a node |\n|---|---|---|\n" + "\n".join(steps))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections import Counter
 from datetime import timedelta
@@ -17,12 +18,16 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from conditions import conditions
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_layerwise
 
 WIDTH, LAYERS, HEADS, TOKENS, LENGTH = 128, 12, 4, 512, 32
+
+#: How many a step may take, and a backward pass for each of the bare module's.
+MOST_IN_STEP, MOST_IN_BACKWARD = 1300, 1.2
 
 
 class Operations(TorchDispatchMode):
@@ -109,12 +114,16 @@ def main() -> None:
                               init_method=f"file://{folder}/store", rank=0, world_size=1)
         found = counted(args.bucket_numel)
         dist.destroy_process_group()
-    print("| | operations |\n|---|---|")
+    print(f"\nOperations that torch dispatches. python examples/benchmarks/dispatches.py\n{conditions()}; torch "
+          f"{torch.__version__}\n\n| | operations | at most |\n|---|---|---|")
+    bounds = {"backward": int(MOST_IN_BACKWARD * sum(found["backward, bare"].values())), "step": MOST_IN_STEP}
     for where, counts in found.items():
-        print(f"| {where} | {sum(counts.values())} |")
+        print(f"| {where} | {sum(counts.values())} | {bounds.get(where, '')} |")
         if args.by_name:
             for name, count in counts.most_common(25):
-                print(f"| - {name} | {count} |")
+                print(f"| - {name} | {count} | |")
+    if more := [where for where, bound in bounds.items() if sum(found[where].values()) > bound]:
+        sys.exit(f"more operations than there may be: {', '.join(more)}")
 
 
 if __name__ == "__main__":

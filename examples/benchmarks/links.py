@@ -8,11 +8,12 @@ A calculation: it needs no network, no accelerator and no torch, and nothing in 
 from __future__ import annotations
 
 import argparse
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from conditions import commit
 
 from ds_layerwise.plan.drafts import cut_stream
 from ds_layerwise.plan.layout import Layout, ParamSpec
@@ -111,10 +112,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     args = parser.parse_args()
-    described = subprocess.run(["git", "-C", str(MODELS), "rev-parse", "--short", "HEAD"], capture_output=True,
-                               text=True, check=False)
     print("Layouts on links: predicted reduce and gather over ring reduce-scatter and all-gather. python "
-          f"examples/benchmarks/links.py\nCalculated, nothing measured; commit {described.stdout.strip() or 'none'}; "
+          f"examples/benchmarks/links.py\nCalculated, nothing measured; commit {commit()}; "
           "bfloat16 parameters; alignment 64; ways: buckets of matrices, even / ragged / cuts.")
     print("""
 ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and gather: over these.

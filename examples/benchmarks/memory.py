@@ -18,7 +18,6 @@ import gc
 import importlib.util
 import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from conditions import conditions
 from measuring import anonymous_mb, run_ranks, settle
 from torch import Tensor, nn
 
@@ -203,7 +203,7 @@ def main() -> None:
                 run_ranks(folder, job.ranks, functools.partial(measure, job))
                 results += [json.loads(Path(folder, f"{job.name}-{rank}").read_text()) for rank in range(job.ranks)]
     print("Memory of a rank between two steps and in a backward pass, in MB. python examples/benchmarks/memory.py")
-    print(f"{os.cpu_count()} CPUs {platform.machine()}, deepspeed {deepspeed.__version__}, torch {torch.__version__}. "
+    print(f"{conditions()}; deepspeed {deepspeed.__version__}, torch {torch.__version__}. "
           f"{results[0]['numel'] / 1e6:.1f} M parameters in {results[0]['buckets']} buckets, {job.ranks} ranks over "
           f"gloo, two micro-batches a step, overlap_comm.\n")
     print("\n".join(rows(results)))

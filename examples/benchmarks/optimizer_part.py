@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from conditions import commit, processor
 from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 from measuring import run_ranks
 from torch import Tensor, nn
@@ -163,13 +163,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs; its times say nothing")
     args = parser.parse_args()
     config = GPTConfig(layers=2, width=64) if args.small else GPTConfig(layers=9, width=512, heads=8)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     load = os.getloadavg()[0]
     taken = {ranks: seconds_on(ranks, config, args.rounds) for ranks in args.ranks}
     numel = sum(param.numel() for param in GPT(config).parameters()) / 1e6
     print("The optimizer's part of a step, ours over stock Muon's. " + " ".join(["python", *sys.argv]))
-    print(f"{os.cpu_count()} cores, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
-          f"{commit}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numel:.1f} M parameters; "
+    print(f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
+          f"{commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numel:.1f} M parameters; "
           f"medians of {args.rounds} turns.\n")
     print("| what | found | at most | reached |\n|---|---|---|---|")
     print("\n".join(row for ranks, each in taken.items() for row in rows_of(ranks, each)), end="\n\n")

@@ -1,6 +1,6 @@
 """What a step costs in Python between the gradients and the collectives, at sizes that no machine at hand has.
 
-    python examples/benchmarks/step_overhead.py
+    python examples/benchmarks/step_overhead.py > examples/benchmarks/results/YYYY-MM_<hardware>_step_overhead.md
 
 Real layouts and the real synchronisation of one rank, on tensors without memory; collectives, which a device does by
 itself, are stubs, and so is what packs and divides. What is left is the launching: every bucket reduced and gathered
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from conditions import conditions
 from torch import nn
 
 from ds_layerwise.plan.layout import Layout
@@ -32,7 +34,8 @@ from ds_layerwise.ranks.wires import Wire
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 META = torch.device("meta")
 #: Model, ranks, elements of a bucket, and the bound in milliseconds.
-CASES = (("llama-3-8b", 64, 50_000_000, None), ("llama-3-70b", 1024, 50_000_000, 5),
+CASES = (("llama-3-8b", 64, 50_000_000, None), ("llama-3-70b", 64, 50_000_000, None),
+         ("llama-3-405b", 64, 50_000_000, None), ("llama-3-70b", 1024, 50_000_000, 5),
          ("llama-3-70b", 1024, 500_000_000, 5), ("llama-3-405b", 16384, 500_000_000, 20))
 
 
@@ -42,8 +45,9 @@ class Stubs:
     def __init__(self) -> None:
         self.calls = 0
         self.work = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-        for name in ("all_to_all", "reduce_scatter", "reduce_scatter_ragged", "all_gather", "all_gather_ragged"):
-            setattr(comm, name, self.collective)
+        comm.dist = SimpleNamespace(**dict.fromkeys((
+            "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather"),
+            self.collective))
         # Without memory torch writes them out in Python, for milliseconds.
         exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
         exchange.unpack = lambda packed, places: None
@@ -87,10 +91,14 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=9)
     args = parser.parse_args()
     stubs = Stubs()
-    print("| model | ranks | bucket | buckets, in cuts | collectives a step | reduce, ms | gather, ms | both | bound |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("Python of a step between gradients and collectives. python examples/benchmarks/step_overhead.py\n"
+          f"{conditions()}\nSums of the backend, buckets on NVLink and InfiniBand; CPU time of one thread, medians of "
+          f"{args.times}.\n")
+    print("| model | ranks | bucket | buckets: even, ragged, in cuts | collectives a step | reduce, ms | gather, ms | "
+          "both | bound |\n|---|---|---|---|---|---|---|---|---|")
     for model, ranks, bucket_numel, bound in CASES:
-        layout = plan_layout(load_model_specs(MODELS / f"{model}.yaml"), ranks, bucket_numel=bucket_numel)
+        layout = plan_layout(load_model_specs(MODELS / f"{model}.yaml"), ranks, bucket_numel=bucket_numel,
+                             reduction="native")
         grad_sync, param_sync = syncs(layout, ranks // 2)
         everything = {slot.name for bucket in layout.buckets for slot in bucket.slots}
 
@@ -108,8 +116,9 @@ def main() -> None:
         stubs.calls = 0
         reduce(), gather()
         calls, times = stubs.calls, [median_ms(action, args.times) for action in (reduce, gather)]
-        in_cuts = sum(bucket.way == "cuts" for bucket in layout.buckets)
-        print(f"| {model} | {ranks} | {bucket_numel:.0e} | {len(layout.buckets)}, {in_cuts} | {calls} | "
+        ways = Counter(bucket.way for bucket in layout.buckets)
+        counts = ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts"))
+        print(f"| {model} | {ranks} | {bucket_numel:.0e} | {len(layout.buckets)}: {counts} | {calls} | "
               f"{times[0]:.1f} | {times[1]:.1f} | {sum(times):.1f} | {'' if bound is None else bound} |", flush=True)
 
 
