@@ -207,21 +207,33 @@ class TestWhatIsLoaded(DistributedTest):
 
 
 class TestDisksOfNodes(DistributedTest):
-    world_size = 2
+    """Two nodes, of a rank each and of two."""
+
+    world_size = [2, 4]
+
+    @property
+    def per_node(self):
+        return dist.get_world_size() // 2
+
+    @property
+    def node(self):
+        return dist.get_rank() // self.per_node
 
     def started(self, **config):
         engine = start(Net(), ds_config(**OWN_DISKS, **config))
-        engine.local_rank = 0  # as on two nodes with a rank each
+        engine.local_rank = dist.get_rank() % self.per_node
         return engine
 
     def test_each_has_what_its_ranks_resume_from(self, tmp_path):
-        mine, rank = tmp_path / f"node {dist.get_rank()}", dist.get_rank()
+        mine = tmp_path / f"node {self.node}"
         engine = self.started(bf16={"enabled": True})
         for step in range(3):
             train_engine(engine, 1, first=step)
             engine.save_checkpoint(mine, tag=("a", "b", "b")[step])
             assert names_in(mine / engine_tag(mine)) == {
-                FILE_NAME, "mp_rank_00_model_states.pt", f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"}
+                FILE_NAME, "mp_rank_00_model_states.pt", *(
+                    f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+                    for rank in range(dist.get_world_size()) if rank // self.per_node == self.node)}
         assert names_in(mine) == {"a", "b", "latest"}
         other = self.started(bf16={"enabled": True})
         other.load_checkpoint(mine)
@@ -235,14 +247,14 @@ class TestDisksOfNodes(DistributedTest):
         for _ in range(2):
             engine.save_checkpoint(tmp_path, tag="tag")
         assert names_in(tmp_path) == {"tag", "latest"}
-        assert len(Manifest.read(tmp_path / "tag").files) == 3
+        assert len(Manifest.read(tmp_path / "tag").files) == dist.get_world_size() + 1
         other = self.started()
         other.load_checkpoint(tmp_path)
         assert_equal_states(states(other), states(engine))
 
     @pytest.mark.parametrize("victim", [0, 1])
     def test_a_save_that_is_in_place_on_one_of_them(self, victim, tmp_path, monkeypatch):
-        mine = tmp_path / f"node {dist.get_rank()}"
+        mine = tmp_path / f"node {self.node}"
         engine = self.started()
         train_engine(engine, 1)
         engine.save_checkpoint(mine, tag="tag")
@@ -251,7 +263,7 @@ class TestDisksOfNodes(DistributedTest):
         def fails(folder):
             raise OSError("not now")
 
-        if dist.get_rank() == victim:
+        if self.node == victim:
             monkeypatch.setattr(aside, "publish", fails)
         with pytest.raises((OSError, LayerWiseError), match="not now"):
             engine.save_checkpoint(mine, tag="tag")
@@ -263,7 +275,7 @@ class TestDisksOfNodes(DistributedTest):
         assert names_in(mine) == {"tag", "latest"}
 
     def test_a_save_that_is_whole_on_one_of_them(self, tmp_path, monkeypatch):
-        mine = tmp_path / f"node {dist.get_rank()}"
+        mine = tmp_path / f"node {self.node}"
         engine = self.started()
         train_engine(engine, 1)
         engine.save_checkpoint(mine, tag="tag")
@@ -273,7 +285,7 @@ class TestDisksOfNodes(DistributedTest):
         def fails(folder, manifest):
             raise OSError("no room")
 
-        if dist.get_rank() == 1:
+        if self.node == 1:
             monkeypatch.setattr(aside, "seal", fails)
         with pytest.raises((OSError, LayerWiseError), match="no room"):
             engine.save_checkpoint(mine, tag="tag")
