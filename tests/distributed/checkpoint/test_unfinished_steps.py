@@ -126,6 +126,22 @@ class TestEveryPoint(DistributedTest):
         run(resumed, 6, gas=2)
         assert_same_run(resumed, unbroken)
 
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_after_a_backward_pass_that_an_exception_ended_the_step_is_repeated(self, stage, tmp_path):
+        """What an exception handler saves before it gives up."""
+        config = ds_config(stage=stage, gas=2, overlap=False)
+        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
+        run(unbroken, 6, gas=2)
+        run(engine, 3, gas=2)
+        engine.module.square.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(engine, 4, gas=2)
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.global_steps == 1 and resumed.micro_steps % 2 == 0
+        run(resumed, 6, gas=2)
+        assert_same_run(resumed, unbroken)
+
     def test_inside_an_update_it_is_refused_on_every_rank(self, tmp_path):
         engine = start(Net(), ds_config())
         train_engine(engine, 1)
