@@ -29,7 +29,7 @@ STEPS = 20
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZERS = {
     "stock": {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}},
-    "scalar": {"optimizer": {"type": "LayerWiseMuon", "params": {**ADAMW, "muon_lr": 1e-3}},
+    "scalar": {"optimizer": {"type": "LayerWiseMuon", "params": {**ADAMW, "muon_lr": 1e-3, "decay_vectors": True}},
                "layerwise": {"overrides": [{"name": "*", "optimizer": "scalar"}]}},
     "muon": {"optimizer": {"type": "LayerWiseMuon", "params": {**ADAMW, "muon_lr": 0.01}}},
 }

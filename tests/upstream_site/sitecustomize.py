@@ -28,7 +28,8 @@ def replaced(given):
     if kind not in ("adam", "adamw") or not isinstance(zero, dict) or zero.get("stage") not in (1, 2):
         return given
     params = optimizer.get("params") or {}
-    ours = {**STOCK, **{key: params[key] for key in STOCK if key in params}, "muon_lr": 0.02}
+    # Stock decays vectors, too.
+    ours = {**STOCK, **{key: params[key] for key in STOCK if key in params}, "muon_lr": 0.02, "decay_vectors": True}
     decoupled = kind == "adamw" or params.get("adam_w_mode", True)
     ours["scalar_optimizer"] = "adamw" if decoupled else "adam"
     changed = {**config, "optimizer": {"type": "LayerWiseMuon", "params": ours}}
