@@ -112,6 +112,21 @@ class TestReduce(DistributedTest):
             wire.reduce(memory, bucket, out, divide_by=4.0, wire_dtype=dtype).wait()
             assert torch.equal(out, rows.float().sum(0)[start:stop] / 4.0)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("levels", [False, True])
+    def test_native_sums_are_ordered_ones_within_rounding(self, levels, dtype):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        native, ordered = wires_of(2, native=True, rings=IN_LEVELS if levels else None), wires_of(1)
+        for seed, bucket in enumerate(buckets_of(size)):
+            rows = torch.randn(size, bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            start, stop = span(bucket, rank, size)
+            outs = torch.full((2, stop - start), torch.nan)
+            for wire, out in zip((native, ordered), outs, strict=True):
+                wire.reduce(rows[rank].clone(), bucket, out, divide_by=4.0, wire_dtype=dtype).wait()
+            # Each of the additions rounds once, in the dtype that travels.
+            bound = rows.float().abs().sum(0)[start:stop] / 4 * (size - 1) * torch.finfo(dtype).eps
+            assert ((outs[0] - outs[1]).abs() <= bound).all()
+
     @pytest.mark.world_size(4)
     def test_those_alone_go_in_two_levels_that_are_to(self, monkeypatch):
         groups, wire = [], wires_of(2, native=True, rings=InLevels(frozenset((0,)), frozenset((1,))))
