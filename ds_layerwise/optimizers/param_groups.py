@@ -70,6 +70,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             whole run and says something else there.
     """
 
+    fixed_keys: frozenset[str] = frozenset()
+    """What a group may say as the whole run does, and never otherwise."""
+
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig, *,
                  scheduler: object = None, schedules: object = None) -> None:
         self.config = config
@@ -88,6 +91,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._built = tuple(self.param_groups)
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
+        self.fixed_keys = _of_no_group(config)
+        self._fixed = tuple(self._fixed_in(group) for group in self.param_groups)
         self.built_with = tuple({key: group[key] for key in HYPER_KEYS} for group in self.param_groups)
         """What config and script have given each group, whatever schedules or a checkpoint make of it."""
         self.configured = [dict(group) for group in self.built_with]
@@ -123,6 +128,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 raise StepError(f"{where}.use_muon is {group.get('use_muon')!r} and was {use_muon!r} when this engine "
                                 "was made; parameters keep their optimizers for the whole run; set it back, or save, "
                                 "and resume in a new engine with on_optimizer_change")
+            fixed, before = self._fixed_in(group), self._fixed[i]
+            for key in fixed.keys() | before.keys() if fixed != before else ():
+                if (value := fixed.get(key)) != before.get(key):
+                    raise StepError(f"{where}.{key} is {value!r} and was {before.get(key)!r} when this engine was "
+                                    "made, and no group can change it: set it back, or set it in optimizer.params or "
+                                    "layerwise.overrides, and resume in a new engine")
             try:
                 for key in HYPER_KEYS:
                     value = group.get(key)
@@ -134,6 +145,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                         known[key] = check_hyper(f"{where}.{key}", "lr" if key in RATIOS.values() else key, value)
             except ConfigError as error:
                 raise StepError(f"{error}; nothing was updated, so set it and call engine.step() again") from error
+
+    def _fixed_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: normalised(group[key]) for key in group.keys() & self.fixed_keys}
 
     @property
     def recipes_by_group(self) -> tuple[Recipe, ...]:
@@ -269,6 +283,11 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
                       f"set optimizer.params.{key}")
 
 
+def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
+    """What holds for the whole run, or is said of parameters by their names."""
+    return frozenset((*config.for_the_run(), *merged_keys(recipes_of_settings()), *_OF_OVERRIDES))
+
+
 def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
     checked = dict(group)
     for key in group:
@@ -278,7 +297,7 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
         elif key in config.for_the_run() or key in _OF_OTHER_OPTIMIZERS:
             _require_as_the_run(where, key, plain(group[key]), config)
-        elif key in _OF_OVERRIDES or key in merged_keys(recipes_of_settings()):
+        elif key in _of_no_group(config):
             if group[key] is not None:
                 raise ConfigError(f"{where}.{key} is {normalised(group[key])!r}, which no parameter group can set; "
                                   "write it into an entry of layerwise.overrides for these parameters")

@@ -75,7 +75,7 @@ def take_over(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperCha
     """
     changes: dict[tuple[str, str, str, bool], list[int]] = {}
     others: list[str] = []
-    stays = _OF_THIS_RUN | (_put_by(scheduler) if goes_on is False else frozenset())
+    stays = _OF_THIS_RUN | optimizer.fixed_keys | (_put_by(scheduler) if goes_on is False else frozenset())
     is_fed = scheduler is not None and bool(goes_on) and type(scheduler).__module__ != lr_schedules.__name__
     for index, saved in enumerate(header.param_groups or ()):
         group, built = optimizer.param_groups[index], optimizer.built_with[index]

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
 from ds_layerwise.optimizers.muon import Muon
 from ds_layerwise.optimizers.orthogonalized import scale_factor
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
@@ -19,6 +20,7 @@ from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes import elementwise as scalar_recipes
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.elementwise import AdamW
+from ds_layerwise.zero.resumed_groups import take_over
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
@@ -231,6 +233,36 @@ class TestParamGroups:
     def test_what_is_misspelt_is_not_ignored_in_a_group(self, key, meant):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is not an option; did you mean '{meant}'"):
             LayerWiseOptimizer([{"params": params(1), key: 1}], self.config)
+
+    def test_what_no_group_can_change_is_not_ignored_in_a_running_one(self):
+        optimizer = LayerWiseOptimizer([{"params": params(1)}, {"params": params(1), "nesterov": np.bool_(True)}],
+                                       self.config)
+        one, other = optimizer.param_groups
+        one["initial_lr"] = other["my_own"] = 3
+        optimizer.check_groups()
+        for group, key, value, was in ((one, "ns_steps", np.int64(7), None), (one, "split", [4, 4], None),
+                                       (other, "nesterov", False, True), (one, "beta3", 0.9, None)):
+            before = group.get(key)
+            group[key] = value
+            told = (rf"param_groups\[{int(group is other)}\].{key} is .* and was {was} when this engine was made, and no "
+                    "group can change it: set it back, or set it in optim")
+            with pytest.raises(StepError, match=told):
+                optimizer.check_groups()
+            group[key] = before
+            optimizer.check_groups()
+        del other["nesterov"]
+        with pytest.raises(StepError, match="nesterov is None and was True"):
+            optimizer.check_groups()
+
+    def test_what_no_group_can_change_is_this_runs_after_a_load(self):
+        optimizer = LayerWiseOptimizer([{"params": params(1), "nesterov": True}], self.config)
+        saved = {**{key: optimizer.param_groups[0][key] for key in HYPER_KEYS}, "momentum": 0.5, "nesterov": False,
+                 "ns_steps": 9, "my_own": 3}
+        take_over(optimizer, Header(step=1, shapes={}, rules={}, param_groups=[saved], dtypes=None), wins="checkpoint",
+                  scheduler=None, goes_on=None, otherwise={})
+        group, = optimizer.param_groups
+        assert (group["momentum"], group["nesterov"], group["my_own"], "ns_steps" in group) == (0.5, True, 3, False)
+        optimizer.check_groups()
 
     def test_what_schedulers_and_scripts_keep_in_a_group_is_carried_along(self):
         # Of torch's schedulers and optimizers, timm, and Megatron-LM.
