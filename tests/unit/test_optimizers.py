@@ -244,8 +244,8 @@ class TestParamGroups:
                                        (other, "nesterov", False, True), (one, "beta3", 0.9, None)):
             before = group.get(key)
             group[key] = value
-            told = (rf"param_groups\[{int(group is other)}\].{key} is .* and was {was} when this engine was made, and no "
-                    "group can change it: set it back, or set it in optim")
+            told = (rf"param_groups\[{int(group is other)}\].{key} is .* and was {was} when this engine was made, and "
+                    "no group can change it: set it back, or set it in optim")
             with pytest.raises(StepError, match=told):
                 optimizer.check_groups()
             group[key] = before
