@@ -44,14 +44,14 @@ def main(argv: list[str]) -> dict[str, object]:
 def main_and_leave(argv: list[str]) -> NoReturn:
     """:func:`main`, then :func:`leave` unless it has failed."""
     # A text file in garbage may be closed below before what it holds back is written.
-    kept: list[object] = []
+    kept: object
     try:
-        kept.append(main(argv))
+        kept = main(argv)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-        kept.append(end)
-    leave(kept=kept)
+        kept = end  # noqa: F841
+    leave()
 
 
 if __name__ == "__main__":

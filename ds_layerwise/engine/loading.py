@@ -30,6 +30,7 @@ from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.safe_load import load_safely
 from ds_layerwise.engine.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks import comm, disks
 from ds_layerwise.zero.load import Load
@@ -294,7 +295,10 @@ def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> 
     load: Load | None = engine.optimizer.checkpointing.load
     wants = load is not None and load.wants_scheduler
     if engine.lr_scheduler is not None and wants:
-        check_scheduler(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
+        more = check_scheduler(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
+        if more and comm.rank_of(None) == 0:
+            announce(f"ds_layerwise: the checkpoint's learning rate scheduler has {', '.join(more)}, which this run's "
+                     f"{type(engine.lr_scheduler).__name__} has not so far, and takes over")
 
 
 def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed.runtime import lr_schedules
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 from ds_layerwise.errors import LayerWiseError
 
@@ -31,17 +31,20 @@ _OF_TORCH = frozenset((
     "cycle_momentum", "max_lrs", "patience", "cooldown", "num_bad_epochs"))
 
 #: Whose schedulers say at their start all that their states have.
-_WELL_KNOWN = (lr_scheduler.__name__, lr_schedules.__name__)
+_WELL_KNOWN = (lr_scheduler.__name__, swa_utils.__name__, lr_schedules.__name__)
 
 _INNER = "_schedulers"
 
 
-def check_scheduler(scheduler: Any, saved: Any) -> None:
+def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
     """Refuse the state ``saved`` of a scheduler if it is of another kind than this run's ``scheduler``.
 
     What torch's versions name otherwise is no difference. Of a class of the script, neither is an attribute that it
     takes when something happens, such as the end of a warm-up, and that the state has beside all of this one's; nor, if
     it loads as torch's do, one that the state lacks and that keeps its value. Both at once are another name, or class.
+
+    Returns:
+        What the state has, this one has not so far, and takes over.
 
     Raises:
         LayerWiseError: there is none, or it has what this one lacks, or lacks what this one has; names that.
@@ -50,16 +53,18 @@ def check_scheduler(scheduler: Any, saved: Any) -> None:
         raise LayerWiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
                              "with load_lr_scheduler_states=False to start the schedule afresh")
     if not hasattr(scheduler, "state_dict"):
-        return
+        return []
     own = scheduler.state_dict()
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
         found = [] if isinstance(saved, type(own)) else [f"is a {type(saved).__name__}, not a {type(own).__name__}"]
     else:
         found = _differences(scheduler, own, saved, "")
+    more = [] if found or not isinstance(own, Mapping) else sorted(filter(_counts, map(str, saved.keys() - own.keys())))
     if found:
         raise LayerWiseError(f"the checkpoint's learning rate scheduler is another one than this run's "
                              f"{type(scheduler).__name__}: its state {'; '.join(found)}; make the scheduler as the run "
                              "that was saved did, or load with load_lr_scheduler_states=False to start this one afresh")
+    return more
 
 
 def _differences(scheduler: Any, own: Mapping[Any, Any], saved: Mapping[Any, Any], where: str) -> list[str]:
@@ -89,5 +94,5 @@ def _counts(key: str) -> bool:
 def _takes_what_there_is(scheduler: Any) -> bool:
     """Whether it is of a class of the script, and lets torch load it."""
     kind = type(scheduler)
-    return kind.__module__ != lr_scheduler.__name__ and getattr(
+    return kind.__module__ not in _WELL_KNOWN and getattr(
         kind, "load_state_dict", None) is lr_scheduler.LRScheduler.load_state_dict

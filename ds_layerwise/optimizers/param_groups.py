@@ -38,6 +38,9 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "optimizer": (None, ), "max_grad_norm": (None, 0), "torch_adam": (True, ), "adam_w_mode": (True, ),
     "fp32_optimizer_states": (True, )}
 
+#: What torch's schedulers keep in a group, under names that are near to those of others.
+_OF_SCHEDULERS = ("base_momentum", "max_momentum")
+
 #: What is said of parameters by their names, and is no setting of an optimizer.
 _OF_OVERRIDES = ("num_heads", "split", "split_axis", "split_groups")
 
@@ -92,7 +95,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.fixed_keys = _of_no_group(config)
-        self._fixed = tuple(self._fixed_in(group) for group in self.param_groups)
         self.built_with = tuple({key: group[key] for key in HYPER_KEYS} for group in self.param_groups)
         """What config and script have given each group, whatever schedules or a checkpoint make of it."""
         self.configured = [dict(group) for group in self.built_with]
@@ -128,13 +130,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 raise StepError(f"{where}.use_muon is {group.get('use_muon')!r} and was {use_muon!r} when this engine "
                                 "was made; parameters keep their optimizers for the whole run; set it back, or save, "
                                 "and resume in a new engine with on_optimizer_change")
-            fixed, before = self._fixed_in(group), self._fixed[i]
-            for key in fixed.keys() | before.keys() if fixed != before else ():
-                if (value := fixed.get(key)) != before.get(key):
-                    raise StepError(f"{where}.{key} is {value!r} and was {before.get(key)!r} when this engine was "
-                                    "made, and no group can change it: set it back, or set it in optimizer.params or "
-                                    "layerwise.overrides, and resume in a new engine")
             try:
+                for key in group.keys() & self.fixed_keys:
+                    if key not in known or known[key] is not group[key]:
+                        _require_as_the_run(where, key, plain(group[key]), self.config)
+                        known[key] = group[key]
                 for key in HYPER_KEYS:
                     value = group.get(key)
                     # torch's LinearLR comes down to -7e-20 in place of 0.
@@ -145,9 +145,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                         known[key] = check_hyper(f"{where}.{key}", "lr" if key in RATIOS.values() else key, value)
             except ConfigError as error:
                 raise StepError(f"{error}; nothing was updated, so set it and call engine.step() again") from error
-
-    def _fixed_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: normalised(group[key]) for key in group.keys() & self.fixed_keys}
 
     @property
     def recipes_by_group(self) -> tuple[Recipe, ...]:
@@ -263,6 +260,11 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
         ConfigError: names both values and the way out.
     """
     value, for_the_run = normalised(value), config.for_the_run()
+    if key not in for_the_run and key not in _OF_OTHER_OPTIMIZERS:
+        if value is None:
+            return
+        raise ConfigError(f"{where}.{key} is {value!r}, which no parameter group can set; write it into an entry of "
+                          "layerwise.overrides for these parameters")
     if key not in for_the_run:
         held = _OF_OTHER_OPTIMIZERS[key]
         if value is None or value in held:
@@ -295,13 +297,10 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
             checked[key] = check(bool, f"{where}.{key}", group[key])
         elif key in GROUP_KEYS:
             checked[key] = check_hyper(f"{where}.{key}", key, group[key])
-        elif key in config.for_the_run() or key in _OF_OTHER_OPTIMIZERS:
+        elif key in _OF_OTHER_OPTIMIZERS or key in _of_no_group(config):
             _require_as_the_run(where, key, plain(group[key]), config)
-        elif key in _of_no_group(config):
-            if group[key] is not None:
-                raise ConfigError(f"{where}.{key} is {normalised(group[key])!r}, which no parameter group can set; "
-                                  "write it into an entry of layerwise.overrides for these parameters")
-        elif close := nearest(key, (*GROUP_KEYS, *config.for_the_run()), cutoff=0.85):
+        elif key not in _OF_SCHEDULERS and (
+                close := nearest(key, GROUP_KEYS, cutoff=0.8) or nearest(key, config.for_the_run(), cutoff=0.85)):
             raise ConfigError(f"{where}.{key} is not an option; did you mean '{close}'?")
     lr = checked.get("lr")
     if lr == 0:

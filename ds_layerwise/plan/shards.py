@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import accumulate, compress, repeat
 from typing import Any, NamedTuple
 
+from ds_layerwise.errors import LayoutError
+
 
 class Numels(Sequence[int]):
     """How many elements each shard has, by number; as a tuple is, and equal to one.
@@ -46,11 +48,17 @@ class Numels(Sequence[int]):
 
     @classmethod
     def of_runs(cls, runs: Iterable[Sequence[int]]) -> Numels:
-        """Undo :meth:`runs`."""
+        """Undo :meth:`runs`.
+
+        Raises:
+            LayoutError: a run is not of at least one shard of at least no elements.
+        """
         size = 0
         filled: list[int] = []
         lengths: list[int] = []
         for count, numel in runs:
+            if type(count) is not int or type(numel) is not int or count < 1 or numel < 0:
+                raise LayoutError(f"a run of shards is [how many, numel], at least 1 and 0, got [{count!r}, {numel!r}]")
             if numel:
                 filled += range(size, size + count)
                 lengths += [numel] * count
@@ -81,7 +89,7 @@ class Numels(Sequence[int]):
     def with_longer_last(self, more: int) -> Numels:
         """Make those of which the last that is not empty has ``more`` elements."""
         lengths = self.lengths if self.each is None else tuple(self)
-        return Numels.of_filled(self._size, self.filled, (*lengths[:-1], lengths[-1] + more))
+        return Numels.of_filled(self._size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
 
     def __len__(self) -> int:
         """How many shards there are."""

@@ -20,15 +20,14 @@ import threading
 from typing import Any, NoReturn
 
 
-def leave(code: int = 0, *, kept: list[Any] | None = None) -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
     """End the process once its threads, and what ``atexit`` knows of, are done, groups ended and open files written.
 
     For the last line of a script. The interpreter is not taken apart: of what a destructor would do, only the end of
-    files is done.
+    files, of zip archives and of shelves is done.
 
     Args:
         code: the exit code; every rank leaves, with whatever code.
-        kept: emptied once files are written: what nothing else holds ends as it would without this.
     """
     # As multiprocessing ends its processes.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -42,8 +41,6 @@ def leave(code: int = 0, *, kept: list[Any] | None = None) -> NoReturn:
         except (OSError, ValueError):
             code = code or 120  # as the interpreter's own
     _write_out()
-    if kept:
-        kept.clear()
     os._exit(code)
 
 
@@ -55,8 +52,14 @@ def _write_out() -> None:
     gc.unfreeze()
     kept = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
     # By the classes: isinstance() asks a proxy for what it stands for, which may run anything.
-    found = [thing for thing in gc.get_objects() if io.IOBase.__base__ in type(thing).__mro__ and id(thing) not in kept]
+    everything = gc.get_objects()
+    found = [thing for thing in everything if io.IOBase.__base__ in type(thing).__mro__ and id(thing) not in kept]
     lost: dict[str, str] = {}
+    for whole in _wholes(everything):
+        with (attempt := _Attempt()):
+            whole.close()
+        if attempt.error is not None:
+            lost[f"{type(whole).__name__} {getattr(whole, 'filename', '')}".strip()] = str(attempt.error)
     for file in sorted(found, key=_depth):
         with (attempt := _Attempt()):
             if type(file) not in _IN_MEMORY and not file.closed and file.writable():
@@ -70,6 +73,13 @@ def _write_out() -> None:
         _tell(f"{name} could not be written at the end: {why}")
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
+
+
+def _wholes(things: list[Any]) -> list[Any]:
+    """Those of ``things`` that their destructors complete, in the library that comes with Python."""
+    kinds = [kind for module, name in (("zipfile", "ZipFile"), ("shelve", "Shelf"))
+             if (kind := getattr(sys.modules.get(module), name, None)) is not None]
+    return [thing for thing in things if any(kind in type(thing).__mro__ for kind in kinds)]
 
 
 _IN_MEMORY = (io.BytesIO, io.StringIO)

@@ -261,11 +261,12 @@ def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
 def _add_up_at_once(rows: Tensor, out: Tensor) -> None:
     first, *others = torch.split(rows, _ROWS_AT_ONCE)
     torch.sum(first, 0, dtype=out.dtype, out=out)
-    # Nobody needs what is added up.
-    spare = first.reshape(-1).view(out.dtype)[:out.numel()]
-    for some in others:
-        torch.sum(some, 0, dtype=out.dtype, out=spare)
-        out.add_(spare)
+    if others:
+        # Nobody needs what is added up.
+        spare = first.reshape(-1).view(out.dtype)[:out.numel()]
+        for some in others:
+            torch.sum(some, 0, dtype=out.dtype, out=spare)
+            out.add_(spare)
 
 
 def _add_up(rows: Sequence[Tensor], out: Tensor, divide_by: float) -> None:

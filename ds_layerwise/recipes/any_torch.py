@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import PurePath
 from types import new_class
 from typing import Annotated, Any, ClassVar, Literal
@@ -172,11 +174,20 @@ def are_one_family(saved: str, own: str) -> bool:
     """Whether the family ``saved`` of a checkpoint is ``own`` of this run, both as :func:`family_at` has them.
 
     A script may have another name by now, or be started as a module: a class of the script at hand is the one of its
-    name in a module that is not there.
+    name in a module that is neither loaded nor of an installed package.
     """
     was, _, name = saved.rpartition(":")
     script, _, own_name = own.rpartition(":")
-    return saved == own or bool(was) and name == own_name and script == _name_of_script() and was not in sys.modules
+    return saved == own or (bool(was) and name == own_name and script == _name_of_script() and was not in sys.modules
+                            and not _is_installed(was.partition(".")[0]))
+
+
+@lru_cache(maxsize=None)
+def _is_installed(module: str) -> bool:
+    found = find_spec(module)
+    folders = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
+    return any(place.startswith(folder) for place in places for folder in folders)
 
 
 def _name_of_script() -> str:

@@ -41,7 +41,8 @@ class BeforeUpdate:
         self._owned, self._grad_sync, self._check_groups = owned, grad_sync, check_groups
         self._offloading, self._interrupted, self._progress = offloading, interrupted, progress
         self._judge = Judge(owned, planned, config, settings)
-        self.guard = Guard(model, params, values, may_be_unused=settings.may_be_unused)
+        self.guard = Guard(model, params, values, may_be_unused=settings.may_be_unused,
+                           tells=comm.rank_of(settings.group) == 0)
         self.agreement = Agreement(ep_size, group=settings.group, model_group=settings.model_group,
                                    tensor_group=settings.tensor_group, tied=tied)
         self.same_weights = SameWeights(params, ep_size, group=settings.group)

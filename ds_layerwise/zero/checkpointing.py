@@ -147,6 +147,7 @@ class Checkpointing:
     def _check_settled(self) -> None:
         self.offloading.check_not_offloaded()
         self.guard.check_places()
+        self.guard.check_names()
         self.interrupted.check()
 
     def _point_alone(self) -> unfinished.Point:

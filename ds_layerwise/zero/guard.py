@@ -10,7 +10,6 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.zero.takeover import has_optimizer
 
@@ -22,11 +21,12 @@ class Guard:
         params: the trained parameters of ``model`` by name. What else requires a gradient now is left to the user.
         values: the buffer that they look into.
         may_be_unused: whether a step may be without a gradient of a parameter that requires one.
+        tells: whether this rank says what is no error.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
-                 may_be_unused: bool) -> None:
-        self._model, self._may_be_unused = model, may_be_unused
+                 may_be_unused: bool, tells: bool) -> None:
+        self._model, self._may_be_unused, self._tells = model, may_be_unused, tells
         self._trained = [(name, param, values.param(name)) for name, param in params.items()]
         self._content = _Content(model)
         self._at_start = dict(model.named_parameters(remove_duplicate=False))
@@ -76,6 +76,20 @@ class Guard:
             if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
                 raise _replaced(name)
 
+    def check_names(self) -> None:
+        """Refuse a save of a model in which a trained parameter has the name of another by now: its weights would be
+        saved by that name, and its masters and states by its own.
+
+        Raises:
+            StepError: names the first.
+        """
+        here = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, param, _ in self._trained:
+            if here.get(name, param) is not param:
+                raise StepError(f"{name} is another parameter than when this engine was made, so that a checkpoint "
+                                "would have the weights of one and the masters of the other under this name; put it "
+                                "back for the save, or make a new engine")
+
     def _outside(self) -> dict[str, nn.Parameter]:
         """By name, the parameters that are in the model, and neither trained here nor left to the user."""
         return {name: param for name, param in self._model.named_parameters() if param not in self._known}
@@ -102,7 +116,7 @@ class Guard:
 
     def _tell_of(self, gone: Sequence[str]) -> None:
         """Say once of each of ``gone`` that it is not in the model any more."""
-        if (new := [name for name in gone if name not in self._told]) and comm.rank_of(None) == 0:
+        if (new := [name for name in gone if name not in self._told]) and self._tells:
             more = f" and {len(new) - 5} more" * (len(new) > 5)
             logger.warning(f"ds_layerwise: {', '.join(new[:5])}{more} got no gradient, and no module of the model has "
                            "it any more: it counts as not used, as if its gradient were zeros; freeze it to "

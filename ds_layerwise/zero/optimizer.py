@@ -289,6 +289,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this step, reduced or not."""
         self._grad_sync.reset()
+        self._skipped.begin_step()
         if self._first_step is not None:
             self._first_step.forget()
         self.progress.restart()

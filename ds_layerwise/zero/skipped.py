@@ -3,6 +3,7 @@ look healthy."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ class SkippedSteps:
     def see(self, gradient: Tensor | None) -> None:
         """Look at what a backward pass has left of one parameter on this rank. The device is not waited for."""
         if self._looks and gradient is not None:
-            self._finite.logical_and_(gradient.isfinite().all())
+            # What isfinite() makes on its way is larger than the gradient.
+            self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
 
     def note(self, decision: Decision, scaler: Any, step: int) -> None:
         """Take note of a step, and let the loss scale follow. Every rank must call this with the same arguments.
@@ -74,9 +76,13 @@ class SkippedSteps:
         self._in_a_row = 0
         self._look(False)
 
-    def _look(self, looks: bool) -> None:
+    def begin_step(self) -> None:
+        """Forget what :meth:`see` has seen: gradients begin anew."""
         if self._looks:
             self._finite.fill_(True)
+
+    def _look(self, looks: bool) -> None:
+        self.begin_step()
         self._looks = looks
 
     def _judge_norm(self, norm: float, step: int) -> None:

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
+from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.shards import Numels, Shards
 from tests.support.rooms import rooms
 
@@ -34,7 +35,14 @@ def test_they_are_as_a_tuple(numels):
     assert all((Numels.of(other) == short) == (other == numels) for other in EVERY)
     if any(numels):
         last = max(i for i in range(size) if numels[i])
-        assert short.with_longer_last(64) == (*numels[:last], numels[last] + 64, *numels[last + 1:])
+        longer = (*numels[:last], numels[last] + 64, *numels[last + 1:])
+        assert short.with_longer_last(64) == longer and short.with_longer_last(64) == Numels.of(longer)
+
+
+@pytest.mark.parametrize("runs", [[[0, 64]], [[5, 64], [-2, 0]], [[2, -64]], [[4, None]], [["2", 64]], [[2, 1.5]]])
+def test_runs_that_are_none(runs):
+    with pytest.raises(LayoutError, match="a run of shards is .how many, numel., at least 1 and 0, got"):
+        Numels.of_runs(runs)
 
 
 @pytest.mark.parametrize("numels", EVERY, ids=str)

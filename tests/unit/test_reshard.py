@@ -328,7 +328,8 @@ def test_a_class_of_the_script_goes_by_the_name_of_that(script, name, monkeypatc
 
 @pytest.mark.parametrize("saved, is_own", [
     ("train:Own", True), ("package.older:Own", True), ("train:Other", False), ("json:Own", False), ("Own", False),
-    ("muon", False)])
+    # Not loaded, but there: of Python, and installed.
+    ("this:Own", False), ("xdist.nobody:Own", False), ("muon", False)])
 def test_a_script_by_another_name_has_the_states_of_its_class(saved, is_own, monkeypatch):
     kind = type("Own", (), {"__module__": "__main__"})
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(Own=kind, __file__="/a/train_2.py", __spec__=None))

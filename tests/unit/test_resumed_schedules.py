@@ -4,6 +4,7 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler as of_torch
+from torch.optim.swa_utils import SWALR
 
 from ds_layerwise.engine.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
@@ -54,6 +55,7 @@ KINDS = {
     "polynomial": lambda o: of_torch.PolynomialLR(o, 5),
     "cosine": lambda o: of_torch.CosineAnnealingLR(o, 10),
     "restarts": lambda o: of_torch.CosineAnnealingWarmRestarts(o, 10),
+    "averaging": lambda o: SWALR(o, 0.01),
     "plateau": lambda o: of_torch.ReduceLROnPlateau(o),
     "cyclic": lambda o: of_torch.CyclicLR(o, 0.1, 0.2),
     "one cycle": lambda o: of_torch.OneCycleLR(o, 0.1, total_steps=5),
@@ -114,7 +116,7 @@ def test_what_versions_and_options_name_otherwise_is_no_difference(kind, less, m
     state = made(kind).state_dict()
     state = {key: value for key, value in state.items() if key not in less} | dict.fromkeys(more)
     scheduler = made(kind)
-    check_scheduler(scheduler, state)
+    assert check_scheduler(scheduler, state) == [key for key in more if key.startswith(("since", "of_its"))]
     scheduler.load_state_dict(state)
 
 

@@ -4,6 +4,7 @@ import atexit
 import gzip
 import multiprocessing
 import os
+import shelve
 import subprocess
 import sys
 import zipfile
@@ -162,17 +163,24 @@ def test_what_a_script_wrote_to_files_that_it_left_open_is_there(ending, tmp_pat
     assert [(tmp_path / name).read_text() for name in names] == ["01234"] * len(names)
 
 
-@pytest.mark.parametrize("ending", ["", "import sys; sys.exit()"])
-def test_what_ends_itself_when_nothing_holds_it_does(ending, tmp_path):
+@pytest.mark.parametrize("ending", ["", "import sys; sys.exit()", "from ds_layerwise.run import leave; leave()"])
+def test_what_destructors_of_pythons_own_library_complete_is_complete(ending, tmp_path):
     (tmp_path / "script.py").write_text(f"""
-import zipfile
-archive = zipfile.ZipFile("archive", "w")
+import shelve, zipfile
+def main():
+    return zipfile.ZipFile("archive", "w"), zipfile.ZipFile("closed", "w"), shelve.open("shelf", writeback=True)
+archive, closed, shelf = main()
 archive.writestr("name", "text")
+closed.close()
+shelf["list"] = []
+shelf["list"].append(3)
 {ending}""")
     done = run(str(tmp_path / "script.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(tmp_path / "archive") as archive:
         assert archive.read("name") == b"text"
+    with shelve.open(str(tmp_path / "shelf")) as shelf:
+        assert shelf["list"] == [3]
 
 
 def test_memory_that_somebody_looks_into_and_files_that_fail_with_anything_do_not_fail_a_finished_run(tmp_path):

@@ -669,6 +669,24 @@ class TestContents(DistributedTest):
         for one, other in zip(*(module.all[0] for module in modules), strict=True):
             assert torch.equal(one.weight, other.weight)
 
+    @pytest.mark.parametrize("how", ["checkpoint", "one file"])
+    def test_weights_that_would_be_saved_by_the_name_of_others_are_refused(self, how, tmp_path):
+        engine = start(Layered(), ds_config())
+        save = engine.save_checkpoint if how == "checkpoint" else (
+            lambda folder: engine.optimizer.save_state_dict_to_file(folder / "file"))
+        layers, one, other = engine.module.layers, *engine.module.all[0][:2]
+        engine.module.layers = nn.ModuleList(engine.module.all[0][1:])
+        with pytest.raises(StepError, match="layers.0.weight is another parameter than when .*; put it back for the "):
+            save(tmp_path)
+        dist.barrier()
+        assert not list(tmp_path.iterdir())
+        engine.module.layers, own = layers, other.weight
+        other.weight = one.weight
+        with pytest.raises(StepError, match="layers.1.weight is another parameter than when"):
+            save(tmp_path)
+        other.weight = own
+        save(tmp_path)
+
     def test_what_trains_the_same_goes_on(self):
         module, oracle = Steady(), start_oracle(Net())
         engine, net = start_on([*module.parameters()], module, ds_config()), module.net
