@@ -14,7 +14,10 @@ from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.remainders import merge_, split_
 from ds_layerwise.optimizers.rounding import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
 from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.plan.forecast import forecast, opened_bytes, specs_of
 from ds_layerwise.plan.report import as_json, plan_table
+from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks.kept_states import KeptStates
 from ds_layerwise.recipes.bits import BLOCK, SCALED, master_bytes, state_bytes
 from ds_layerwise.recipes.elementwise import AdamW, Lion
@@ -380,3 +383,15 @@ class TestPlans:
     def test_remainders_refused(self, changes, message, tmp_path):
         with pytest.raises(ConfigError, match=r"layerwise.master_dtype is 'bfloat16\+remainder', and " + message):
             planned(tmp_path, **{"layerwise": REMAINDER, **changes})
+
+
+def test_what_is_opened_is_that_of_the_largest_bucket_of_a_rank():
+    """At start all are made, one after the other; buckets come in backward order, and these get smaller."""
+    run = RunConfig.from_ds_config({
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1},
+        "optimizer": {"type": "LayerWiseMuon", "params": {}}, "layerwise": {"master_dtype": "bfloat16+remainder"}})
+    routes = {name: Route(name=name, recipe=AdamW(), reason="", group=0) for name in "abc"}
+    specs = specs_of(((name, (numel,), "bfloat16") for name, numel in zip("abc", (64, 128, 256), strict=True)), routes)
+    found = forecast(specs, routes, run, 1)
+    by_bucket = [opened_bytes(bucket, routes, "bfloat16+remainder")[0] for bucket in found.layout.buckets]
+    assert by_bucket == [4 * 256, 4 * 128, 4 * 64] and found.opened == (4 * 256,)
