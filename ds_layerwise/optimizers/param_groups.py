@@ -8,6 +8,7 @@ writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to ``adam_lr``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -287,7 +288,12 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
     """What holds for the whole run, or is said of parameters by their names."""
-    return frozenset((*config.for_the_run(), *merged_keys(recipes_of_settings()), *_OF_OVERRIDES))
+    return _said_by_overrides() | config.for_the_run().keys()
+
+
+@lru_cache(maxsize=None)
+def _said_by_overrides() -> frozenset[str]:
+    return frozenset((*merged_keys(recipes_of_settings()), *_OF_OVERRIDES))
 
 
 def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:

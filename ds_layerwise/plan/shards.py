@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, compress, repeat
 from typing import Any, NamedTuple
@@ -15,16 +16,18 @@ from typing import Any, NamedTuple
 from ds_layerwise.errors import LayoutError
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Numels(Sequence[int]):
-    """How many elements each shard has, by number; as a tuple is, and equal to one.
+    """How many elements each shard has, by number; as a tuple is, and equal to one."""
 
-    ``each`` is how many all of them have, if it is the same; else those that are ``filled`` have ``lengths``.
-    """
-
-    __slots__ = ("_size", "each", "filled", "lengths")
-
-    def __init__(self, size: int, filled: Sequence[int], lengths: Sequence[int], each: int | None = None) -> None:
-        self._size, self.each, self.filled, self.lengths = size, each, filled, lengths
+    size: int
+    """How many shards there are."""
+    filled: Sequence[int]
+    """Numbers of those that are not empty."""
+    lengths: Sequence[int]
+    """How many elements these have, where not all shards have the same."""
+    each: int | None = None
+    """How many all shards have, where it is the same."""
 
     @classmethod
     def equal(cls, each: int, size: int) -> Numels:
@@ -69,7 +72,7 @@ class Numels(Sequence[int]):
         """``[[how many, numel], ...]``: runs of equal lengths, each as long as it can be, so that equal shards have one
         form."""
         if self.each is not None:
-            return [[self._size, self.each]]
+            return [[self.size, self.each]]
         runs: list[list[int]] = []
 
         def add(count: int, numel: int) -> None:
@@ -83,23 +86,23 @@ class Numels(Sequence[int]):
             add(number - done, 0)
             add(1, numel)
             done = number + 1
-        add(self._size - done, 0)
+        add(self.size - done, 0)
         return runs
 
     def with_longer_last(self, more: int) -> Numels:
         """Make those of which the last that is not empty has ``more`` elements."""
         lengths = self.lengths if self.each is None else tuple(self)
-        return Numels.of_filled(self._size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
+        return Numels.of_filled(self.size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
 
     def __len__(self) -> int:
         """How many shards there are."""
-        return self._size
+        return self.size
 
     def __iter__(self) -> Iterator[int]:
         """Of each, in order."""
         if self.each is not None:
-            return repeat(self.each, self._size)
-        numels = [0] * self._size
+            return repeat(self.each, self.size)
+        numels = [0] * self.size
         for number, numel in zip(self.filled, self.lengths, strict=True):
             numels[number] = numel
         return iter(numels)
@@ -108,8 +111,8 @@ class Numels(Sequence[int]):
         """Of one, or a tuple of some."""
         if isinstance(number, slice) or number < 0:
             return tuple(self)[number]
-        if number >= self._size:
-            raise IndexError(f"there are {self._size} shards, got number {number}")
+        if number >= self.size:
+            raise IndexError(f"there are {self.size} shards, got number {number}")
         if self.each is not None:
             return self.each
         i = bisect_left(self.filled, number)
@@ -118,7 +121,7 @@ class Numels(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         """Whether ``other`` lists the same."""
         if isinstance(other, Numels):
-            return (self._size, self.each) == (other._size, other.each) and (self.each is not None or (
+            return (self.size, self.each) == (other.size, other.each) and (self.each is not None or (
                 self.filled, self.lengths) == (other.filled, other.lengths))
         return isinstance(other, (tuple, list)) and tuple(self) == tuple(other)
 
