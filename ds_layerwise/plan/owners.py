@@ -16,8 +16,9 @@ Note: how owners are chosen
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -271,33 +272,85 @@ class _Swaps:
 
 def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
     """Let equal parameters change owners so that the shards of each bucket become even, and no rank's total changes."""
-    quotas: dict[tuple[int, int], NDArray[np.int64]] = defaultdict(lambda: np.zeros(world_size, np.int64))
-    left: NDArray[np.int64] = np.zeros(world_size, np.int64)
+    quotas: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    left = [0] * world_size
     for bucket in buckets:
         for item in bucket:
             quotas[item.numel, item.work][owners[item.position]] += 1
             left[owners[item.position]] += item.numel
+    takers = {size: _Takers(quota, left) for size, quota in quotas.items()}
     spread: dict[int, int] = {}
     for bucket in buckets:
         by_size: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         for item in bucket:
             by_size[item.numel, item.work].append(item)
-        held: NDArray[np.int64] = np.zeros(world_size, np.int64)
+        held: dict[int, int] = {}
         for size in sorted(by_size, reverse=True):
-            equal, quota = by_size[size], quotas[size]
+            equal = by_size[size]
             while equal:
-                # To the emptiest ranks, and of these to those that still have most to take: else the last buckets
-                # would be left with a few ranks that must take everything.
-                open_to = quota.nonzero()[0]
-                loads = held[open_to]
-                ranks = open_to[loads == loads.min()]
-                if len(ranks) > len(equal):
-                    ranks = ranks[np.lexsort((-left[ranks], -quota[ranks]))[:len(equal)]]
-                quota[ranks] -= 1
-                left[ranks] -= size[0]
-                held[ranks] += equal[0].span
-                spread.update((equal.popleft().position, rank) for rank in ranks.tolist())
+                for rank in takers[size].take(len(equal), held):
+                    item = equal.popleft()
+                    left[rank] -= item.numel
+                    held[rank] = held.get(rank, 0) + item.span
+                    spread[item.position] = rank
     return min(owners, spread, key=lambda candidate: _longest_shards(buckets, candidate))
+
+
+class _Takers:
+    """The ranks that parameters of one size go to, and how many of them each has to take before all have their place.
+
+    Args:
+        quota: by rank, how many.
+        left: by rank, the elements of all sizes that it has to take; it gets less while they are taken.
+    """
+
+    def __init__(self, quota: Mapping[int, int], left: list[int]) -> None:
+        self._quota = {rank: quota[rank] for rank in sorted(quota)}
+        self._left = left
+        # An entry may be from before the rank took something: it is earlier then than where the rank belongs.
+        self._heap = [self._key(rank) for rank in self._quota]
+        heapq.heapify(self._heap)
+
+    def _key(self, rank: int) -> tuple[int, int, int]:
+        return -self._quota[rank], -self._left[rank], rank
+
+    def take(self, num: int, held: Mapping[int, int]) -> list[int]:
+        """Up to ``num`` ranks, which take one each: the emptiest by what is ``held`` in this bucket.
+
+        Of these, those that still have most to take: else the last buckets would be left with a few ranks that must
+        take everything.
+        """
+        found, passed = self._most_to_take(num + 1, held)
+        if not found:
+            loads = [held[rank] for rank in self._quota]
+            least = min(loads)
+            found = sorted((rank for rank, load in zip(self._quota, loads, strict=True) if load == least),
+                           key=self._key)
+        taken = found[:num] if len(found) > num else sorted(found)
+        for rank in taken:
+            self._quota[rank] -= 1
+        for rank in passed:
+            if self._quota[rank]:
+                heapq.heappush(self._heap, self._key(rank))
+            else:
+                del self._quota[rank]
+        return taken
+
+    def _most_to_take(self, num: int, held: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """Up to ``num`` ranks that hold nothing, most to take first; and all that were looked at, now out of the heap.
+        """
+        found: list[int] = []
+        passed: list[int] = []
+        while self._heap and len(found) < num:
+            entry = heapq.heappop(self._heap)
+            rank = entry[2]
+            if entry != (key := self._key(rank)):
+                heapq.heappush(self._heap, key)
+                continue
+            passed.append(rank)
+            if rank not in held:
+                found.append(rank)
+        return found, passed
 
 
 def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -> int:

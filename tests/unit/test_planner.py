@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, product
@@ -13,6 +14,7 @@ from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.plan.cost import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.model_file import deal_out_experts, load_model_specs
+from ds_layerwise.plan.owners import Item, spread
 from ds_layerwise.plan.planner import plan_layout
 from tests.support.rooms import rooms
 
@@ -364,6 +366,46 @@ def test_spreading_never_makes_the_longest_shards_longer():
                     for bucket in layout.buckets)
         assert sum(max(held(bucket)) for bucket in layout.buckets) <= plain
     assert compared >= 300
+
+
+def spread_by_looking_at_all(buckets, owners, world_size):
+    """What :func:`spread` chooses before it compares, with all ranks looked at for each parameter's size."""
+    quota, left, chosen = Counter(), Counter(), {}
+    for item in (item for bucket in buckets for item in bucket):
+        quota[item.numel, owners[item.position]] += 1
+        left[owners[item.position]] += item.numel
+    for bucket in buckets:
+        load = Counter()
+        for size in sorted({item.numel for item in bucket}, reverse=True):
+            equal = [item for item in bucket if item.numel == size]
+            while equal:
+                open_to = [rank for rank in range(world_size) if quota[size, rank]]
+                emptiest = [rank for rank in open_to if load[rank] == min(load[other] for other in open_to)]
+                if len(emptiest) > len(equal):
+                    emptiest = sorted(emptiest, key=lambda rank: (-quota[size, rank], -left[rank]))[:len(equal)]
+                for rank in emptiest:
+                    item = equal.pop(0)
+                    chosen[item.position] = rank
+                    quota[size, rank] -= 1
+                    left[rank] -= size
+                    load[rank] += item.span
+    return chosen
+
+
+def test_those_that_have_most_to_take_come_first():
+    rng, spread_out = random.Random(11), 0
+    for _ in range(400):
+        sizes, world_size = [64 * rng.randint(1, 4) for _ in range(3)], rng.randint(1, 12)
+        items = [Item(f"w{i}", i, numel, numel, numel, "bfloat16", 1)
+                 for i, numel in enumerate(rng.choices(sizes, k=rng.randint(1, 60)))]
+        cuts = sorted(rng.sample(range(1, len(items)), min(len(items) - 1, rng.randint(0, 6))))
+        buckets = [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True)]
+        before = {item.position: rng.randrange(world_size) for item in items}
+        found, expected = spread(buckets, dict(before), world_size), spread_by_looking_at_all(
+            buckets, before, world_size)
+        assert found in (before, expected)
+        spread_out += found == expected != before
+    assert spread_out >= 200
 
 
 # --- real models -----------------------------------------------------------------------------------------------------
