@@ -8,6 +8,7 @@ Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -171,6 +172,19 @@ class _Bars:
 # and mistakes in the arguments should not.
 
 
+@contextmanager
+def _all_stays() -> Iterator[None]:
+    """Keep Python from looking for garbage among millions of objects of which none is, again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_all_stays()
 def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.listing import as_text
     from ds_layerwise.plan.report import as_json, plan_table

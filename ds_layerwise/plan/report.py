@@ -270,15 +270,15 @@ def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
 
 
 def _span(values: Iterable[float]) -> str:
-    found = sorted({f"{float(value):g}" for value in values}, key=float)
+    found = sorted({f"{float(value):g}" for value in {*values}}, key=float)
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
 def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig,
                 groups: Sequence[Mapping[str, Any]]) -> Table:
-    def hyper(spec: ParamSpec, key: str) -> float:
+    def hyper(spec: ParamSpec) -> Mapping[str, Any]:
         route = routes[spec.name]
-        return float(route.hyper(groups[route.group])[key])
+        return route.hyper(groups[route.group])
 
     place = {recipe: i for i, recipe in enumerate(_recipes(routes, specs))}
     rows: dict[tuple[int, str], list[ParamSpec]] = {}
@@ -290,11 +290,10 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen:
         table.add_column(header, justify="left" if header in ("optimizer", "because", "for example") else "right",
                          overflow="fold")
     for (_, reason), members in sorted(rows.items()):
-        recipe = routes[members[0].name].recipe
+        recipe, hypers = routes[members[0].name].recipe, [hyper(spec) for spec in members]
         table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})", reason,
                       str(len(members)), f"{sum(spec.numel for spec in members):,}",
-                      _span(hyper(spec, "lr") for spec in members),
-                      _span(hyper(spec, "weight_decay") for spec in members), members[0].name)
+                      *(_span(each[key] for each in hypers) for key in ("lr", "weight_decay")), members[0].name)
     return table
 
 

@@ -2,6 +2,7 @@
 in tests/distributed/ecosystem/test_plan.py."""
 
 import copy
+import gc
 import json
 import math
 import re
@@ -380,6 +381,13 @@ def test_a_bad_model_file_is_refused(content, message, files):
     arguments = files(config())
     arguments[2].write_text(content)
     assert_refused(message, *arguments)
+
+
+def test_garbage_is_collected_again_after_a_plan(files, tmp_path):
+    run(*files(config(), "2"))
+    assert gc.isenabled()
+    run("plan", "--model", tmp_path / "none.yaml", "--config", tmp_path / "none.json", "--ranks", "2")
+    assert gc.isenabled()
 
 
 def test_a_config_that_is_not_there_is_refused(files, tmp_path):
