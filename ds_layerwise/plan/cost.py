@@ -13,6 +13,7 @@ Note: what travels, and who counts it
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +27,7 @@ from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.links import Links, group_of
 from ds_layerwise.plan.rounds import begun_backwards, deal, exchange_bytes
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.plan.shards import in_own_cuts
 from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, InLevels, Reduction, in_levels, itemsize, sum_dtype
 from ds_layerwise.recipes import bits
 from ds_layerwise.recipes.bits import MasterDtype
@@ -49,31 +51,33 @@ class Wire:
 
 def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int] | None = None) -> Wire:
     """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by index."""
+    # What all ranks send alike is one number, and what some send beside it an array.
+    alike: NDArray[np.int64] = np.zeros(3, np.int64)
     sent: dict[int, NDArray[np.int64]] = {}
+    in_cuts: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in layout.buckets:
         if dtype not in (None, bucket.dtype) or (only is not None and bucket.index not in only):
             continue
-        holders, numel = bucket.holders, bucket.numel
-        reduce, gather, forward = sent.setdefault(bucket.ep_size, np.zeros((3, holders), np.int64))
-        if bucket.way == "even":
-            reduce += numel - bucket.cut_numel
-            gather += (holders - 1) * bucket.cut_numel
-            continue
-        filled, own = _filled_shards(bucket)
+        holders, numel, cut = bucket.holders, bucket.numel, bucket.cut_numel
+        if bucket.ep_size not in sent:
+            sent[bucket.ep_size] = np.zeros((3, holders), np.int64)
         if bucket.way == "ragged":
-            reduce += numel
+            reduce, gather, _ = sent[bucket.ep_size]
+            filled, own = _filled_shards(bucket)
+            alike += numel, 0, 0
             reduce[filled] -= own
             gather[filled] += (holders - 1) * own
             continue
-        cut, starts = bucket.cut_numel, np.cumsum(own) - own
-        both = np.maximum(np.minimum((filled + 1) * cut, starts + own) - np.maximum(filled * cut, starts), 0)
-        reduce += numel - cut
-        forward += cut
-        forward[filled] -= both
-        gather += (holders - 1) * cut
-        gather[filled] += own - both
+        alike += numel - cut, (holders - 1) * cut, cut if bucket.way == "cuts" else 0
+        if bucket.way == "cuts":
+            in_cuts[bucket.ep_size].append(bucket)
+    for ep_size, buckets in in_cuts.items():
+        _, gather, forward = sent[ep_size]
+        _, filled, own, stays = in_own_cuts([b.shards for b in buckets], [b.cut_numel for b in buckets])
+        np.subtract.at(forward, filled, stays)
+        np.add.at(gather, filled, own - stays)
     total = sum((np.repeat(each, ep_size, axis=1) for ep_size, each in sent.items()),
-                start=np.zeros((3, layout.world_size), np.int64))
+                start=np.repeat(alike[:, None], layout.world_size, axis=1))
     return Wire(*(tuple(elements.tolist()) for elements in total))
 
 
@@ -240,22 +244,16 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         turn = bucket.index % MAX_UNDER_WAY
         holders, wire_bytes = bucket.holders, itemsize(wire)
-        own: NDArray[np.int64] = np.zeros(holders, np.int64)
-        filled, lengths = _filled_shards(bucket)
-        own[filled] = lengths
         copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
-        if bucket.way == "cuts":
-            own[:] = bucket.cut_numel
         if stage == 2:
-            added[turn] = np.maximum(added[turn], np.repeat(own * SUM_BYTES, bucket.ep_size))
+            _raise_to_own(added[turn], bucket, SUM_BYTES)
         # The backend may write straight to where sums stay.
         stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
-        arrives = own * 0
         if holders > 1 and reduction == "ordered":
             # Of two ranks each reads its own where they are.
-            arrives = own * wire_bytes * (holders if holders > 2 else 1)
+            _raise_to_own(received[turn], bucket, wire_bytes * (holders if holders > 2 else 1))
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
-            arrives = own * wire_bytes
+            _raise_to_own(received[turn], bucket, wire_bytes)
         copies = int(copied)
         group = None if links is None else group_of(holders, links, bucket.ep_size)
         if group and (bucket.index in rings.reduce if reduction == "native" else bucket.way != "ragged"
@@ -266,7 +264,6 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
             sums[turn] = max(sums[turn], of_node)
         if group and bucket.index in rings.gather:
             gathered = max(gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype))
-        received[turn] = np.maximum(received[turn], np.repeat(arrives, bucket.ep_size))
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
     sums_moved, params_moved = _exchanged(layout, stage=stage, wires=wires, reduction=reduction)
     reduced = [(sum(sent), sum(sums) + each) for each in (received + added).sum(0).tolist()]
@@ -276,6 +273,16 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
     return tuple(max((RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
                      key=lambda traffic: traffic.total)
                  for each, there, back in zip(reduced, sums_moved.tolist(), params_moved.tolist(), strict=True))
+
+
+def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
+    """Raise ``most``, by rank, to ``nbytes`` an element of the rank's own shard of ``bucket``, or of its cut."""
+    if bucket.way != "ragged":
+        np.maximum(most, bucket.cut_numel * nbytes, out=most)
+        return
+    filled, lengths = _filled_shards(bucket)
+    by_shard = most.reshape(bucket.holders, bucket.ep_size)
+    by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
 
 
 def _exchanged(layout: Layout, *, stage: int, wires: Sequence[str],

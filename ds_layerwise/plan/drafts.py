@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ds_layerwise.plan.layout import Way
@@ -24,9 +24,14 @@ class Draft:
     wire: str
     """The dtype that its gradients travel in."""
     shards: Shards
-    """The shards of ``shard_numels``, before they are padded for a way."""
+    """The shards of ``shard_numels``."""
     way: Way = "even"
     """Until it is chosen, which it must be where shards differ in length, ``even``."""
+
+    def with_longer_last(self, more: int) -> Draft:
+        """The same with ``more`` elements of padding in the last shard that is not empty."""
+        numels = self.shard_numels.with_longer_last(more)
+        return replace(self, shard_numels=numels, shards=Shards.of(numels, 0))
 
     @property
     def position(self) -> int:

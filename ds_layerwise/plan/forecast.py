@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import NamedTuple, TypedDict
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.cost import (
@@ -113,11 +113,12 @@ class Forecast:
             master_dtype: what masters are kept in.
         """
         wires = wires_of(layout, specs)
-        memory, in_float32 = (
-            memory_bytes(layout, state_bytes=state_bytes_by(routes, specs, in_float32=wide), stage=stage,
-                         grads_stored_as=stored_as, wires=wires, reduction=reduction, host_ratio=host_ratio,
-                         master_dtype="float32" if wide else master_dtype) for wide in (False, True))
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
+        bytes_of = partial(memory_bytes, layout, stage=stage, grads_stored_as=stored_as, wires=wires,
+                           reduction=reduction, host_ratio=host_ratio)
+        memory = in_float32 = bytes_of(state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype)
+        if any(opened):
+            in_float32 = bytes_of(state_bytes=state_bytes_by(routes, specs, in_float32=True))
         return cls(layout, stage, reduction, stored_as, wires, LayoutReport.of(layout, specs), memory,
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction,
                                  links=links),
@@ -252,22 +253,23 @@ def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequenc
     return tuple(most)
 
 
-def planned(specs: Iterable[ParamSpec], run: RunConfig, num_ranks: int, *, bucket_numel: int | None = None,
-            links: Links | None = None, reduction: Reduction = "ordered") -> tuple[Layout, tuple[str, ...]]:
-    """Where training would place ``specs`` over ``num_ranks``, and what gradients travel in, by bucket.
+class Placing(TypedDict):
+    """The settings of a run that :func:`.plan.planner.plan_layout` takes."""
 
-    Args:
-        bucket_numel: the run's own if None.
-        links, reduction: see :func:`.plan.planner.plan_layout`.
+    policy: str
+    alignment: int
+    stage: int
 
-    Raises:
-        LayoutError: ``num_ranks`` is less than 1.
-    """
-    specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
-    layout = plan_layout(specs, num_ranks, bucket_numel=bucket_numel or run.bucket_numel,
-                         policy=run.layerwise.layout, alignment=run.layerwise.alignment, links=links,
-                         reduction=reduction, stage=run.stage)
-    return layout, wires_of(layout, specs)
+
+def placing(run: RunConfig) -> Placing:
+    """Those of ``run``."""
+    return {"policy": run.layerwise.layout, "alignment": run.layerwise.alignment, "stage": run.stage}
+
+
+def on_the_wire(specs: Iterable[ParamSpec], run: RunConfig) -> list[ParamSpec]:
+    """``specs`` with the dtype that ``run`` sends their gradients in; those that have it are not copied."""
+    sent_as = cache(run.sent_as)
+    return [spec if spec.wire == sent_as(spec.dtype) else replace(spec, wire=sent_as(spec.dtype)) for spec in specs]
 
 
 def forecast(specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunConfig, num_ranks: int, *,
@@ -283,8 +285,9 @@ def forecast(specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunCo
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
     """
-    specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
-    layout, _ = planned(specs, run, num_ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
+    specs = on_the_wire(specs, run)
+    layout = plan_layout(specs, num_ranks, bucket_numel=bucket_numel or run.bucket_numel, links=links,
+                         reduction=reduction, **placing(run))
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
                        links=links or NVLINK_IB, master_dtype=run.layerwise.master_dtype,
                        tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

@@ -174,12 +174,14 @@ class Bucket:
             self._check_owners()
 
     def _check_owners(self) -> None:
+        filled, starts, lengths = self.shards[:3]
+        i = 0
         for slot in self.slots:
-            owner = self.owner(slot)
-            start, stop = self.shard(owner)
-            if slot.stop > stop:
-                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{start}, {stop}) of "
-                                  f"rank {owner} in bucket {self.index}")
+            i = bisect_right(starts, slot.start, i) - 1
+            if slot.stop > starts[i] + lengths[i]:
+                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{starts[i]}, "
+                                  f"{starts[i] + lengths[i]}) of rank {filled[i] * self.ep_size} in bucket "
+                                  f"{self.index}")
 
     @property
     def is_even(self) -> bool:

@@ -54,6 +54,18 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
+    return Layout(policy, world_size, alignment, _assemble(draft_layout(
+        specs, world_size, bucket_numel=bucket_numel, policy=policy, alignment=alignment, links=links,
+        reduction=reduction, stage=stage)))
+
+
+def draft_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: int, policy: str = "balanced",
+                 alignment: int = 64, links: Links | None = None, reduction: Reduction = "ordered",
+                 stage: int = 1) -> list[Draft]:
+    """The buckets of :func:`plan_layout`, which takes the same and raises the same, in launch order.
+
+    They are all that a prediction asks for, and take half the time.
+    """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
     streams: dict[_Stream, list[Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
@@ -77,7 +89,8 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
     limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if stage == 1 else 0
     drafts += _balance(owned, world_size, bucket_numel, limit,
                        partial(_send, links=links or NVLINK_IB, reduction=reduction, stage=stage, alignment=alignment))
-    return Layout(policy, world_size, alignment, _assemble(drafts))
+    # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for a later one.
+    return sorted(drafts, key=lambda draft: draft.position)
 
 
 class _Stream(NamedTuple):
@@ -107,8 +120,6 @@ def _check(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, polic
 
 
 def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
-    # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for a later one.
-    drafts.sort(key=lambda draft: draft.position)
     ends: dict[str, int] = defaultdict(int)
     buckets: list[Bucket] = []
     for index, draft in enumerate(drafts):
@@ -231,9 +242,9 @@ def _send(drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int
     ways = choose_ways(loads, links, reduction, alignment)
     for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
         numel = padded_for_cuts(load.numel, load.holders, alignment) if way == "cuts" else load.numel
-        if way == "cuts":
-            numels = drafts[index].shard_numels.with_longer_last(numel - load.numel)
-            drafts[index] = replace(drafts[index], shard_numels=numels)
-            loads[index] = replace(load, numel=numel)
-        drafts[index] = replace(drafts[index], way=way)
+        if numel > load.numel:
+            drafts[index] = drafts[index].with_longer_last(numel - load.numel)
+            loads[index] = Load.of_draft(drafts[index], reduction, stage)
+        if way != drafts[index].way:
+            drafts[index] = replace(drafts[index], way=way)
     return drafts, wire_time(loads, ways, links, reduction).total

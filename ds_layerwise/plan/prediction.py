@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_layerwise.plan.forecast import Forecast, forecast, planned
-from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.forecast import Forecast, forecast, on_the_wire, placing
+from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import NVLINK_IB, Links
+from ds_layerwise.plan.planner import draft_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.ways import Load, Reduction, WireTime, wire_time
@@ -93,30 +94,30 @@ def predict(plan: Forecast, specs: Sequence[ParamSpec], routes: Mapping[str, Rou
         memory_bytes: what one device has; if None, nothing is asked whether it fits.
         bucket_numels: sizes that the plan's own is compared with.
     """
-    links, layout = links or NVLINK_IB, plan.layout
+    links, layout, specs = links or NVLINK_IB, plan.layout, on_the_wire(specs, run)
 
-    def size_of(bucket_numel: int, layout: Layout, wires: Sequence[str], needed: Sequence[int]) -> BucketSize:
-        return BucketSize(bucket_numel, len(layout.buckets), _wire_time(layout, wires, links, reduction, run.stage),
-                          None if memory_bytes is None else memory_bytes - max(needed))
+    def size_of(costs: Forecast, bucket_numel: int) -> BucketSize:
+        buckets = costs.layout.buckets
+        loads = [Load.of_bucket(bucket, wire, reduction, run.stage)
+                 for bucket, wire in zip(buckets, costs.wires, strict=True)]
+        return BucketSize(bucket_numel, len(buckets),
+                          wire_time(loads, [bucket.way for bucket in buckets], links, reduction),
+                          None if memory_bytes is None else memory_bytes - max(costs.needed))
 
-    own = size_of(run.bucket_numel, layout, plan.wires, plan.needed)
+    own = size_of(plan, run.bucket_numel)
     sizes = [own]
     for bucket_numel in sorted({*bucket_numels} - {run.bucket_numel}):
         if memory_bytes is None:
-            other, wires = planned(specs, run, layout.world_size, bucket_numel=bucket_numel, links=links,
-                                   reduction=reduction)
-            sizes.append(size_of(bucket_numel, other, wires, ()))
+            drafts = draft_layout(specs, layout.world_size, bucket_numel=bucket_numel, links=links,
+                                  reduction=reduction, **placing(run))
+            wire = wire_time([Load.of_draft(draft, reduction, run.stage) for draft in drafts],
+                             [draft.way for draft in drafts], links, reduction)
+            sizes.append(BucketSize(bucket_numel, len(drafts), wire))
         else:
-            costs = forecast(specs, routes, run, layout.world_size, bucket_numel=bucket_numel, links=links,
-                             reduction=reduction, tp_size=tp_size)
-            sizes.append(size_of(bucket_numel, costs.layout, costs.wires, costs.needed))
+            sizes.append(size_of(forecast(specs, routes, run, layout.world_size, bucket_numel=bucket_numel, links=links,
+                                          reduction=reduction, tp_size=tp_size), bucket_numel))
     ways = Counter(bucket.way for bucket in layout.buckets if bucket.whole)
     # TFLOP/s are 1,000 FLOPs a nanosecond.
     return Prediction(links, reduction, {way: ways[way] for way in ("even", "ragged", "cuts") if ways[way]}, own.wire,
                       round(max(plan.report.work) / (1000 * links.tflops)),
                       sorted(sizes, key=lambda size: size.bucket_numel), memory_bytes)
-
-
-def _wire_time(layout: Layout, wires: Sequence[str], links: Links, reduction: Reduction, stage: int) -> WireTime:
-    loads = [Load.of_bucket(bucket, wire, reduction, stage) for bucket, wire in zip(layout.buckets, wires, strict=True)]
-    return wire_time(loads, [bucket.way for bucket in layout.buckets], links, reduction)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ds_layerwise.config import Recipes
@@ -86,11 +88,9 @@ class Route:
             return {"": self.matrix_shape or (numel,)}
         return self.parts.shapes(self.matrix_shape)
 
-    def states(self, numel: int) -> dict[str, StateSpec]:
+    def states(self, numel: int) -> Mapping[str, StateSpec]:
         """What its recipe keeps of ``numel`` elements of it; see :meth:`.recipes.parts.Parts.states`."""
-        if self.parts is None or self.matrix_shape is None:
-            return self.recipe.states(self.matrix_shape or (numel,))
-        return self.parts.states(self.recipe, self.matrix_shape)
+        return _states(self.recipe, self.parts, self.matrix_shape, numel if self.matrix_shape is None else 0)
 
     @property
     def meaning(self) -> str:
@@ -154,6 +154,15 @@ class Route:
         return rows, batch, cols
 
 
+@lru_cache(maxsize=1024)
+def _states(recipe: Recipe, parts: Parts | None, matrix_shape: tuple[int, ...] | None,
+            numel: int) -> Mapping[str, StateSpec]:
+    """The same for all layers of a model; a plan asks for each several times."""
+    if parts is None or matrix_shape is None:
+        return MappingProxyType(recipe.states(matrix_shape or (numel,)))
+    return MappingProxyType(parts.states(recipe, matrix_shape))
+
+
 def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
     """The shape of matrices of which each of ``size`` ranks has a part of ``shape``; None: ``shape`` itself."""
     return tuple(n * size if axis is not None and i == len(shape) + axis else n for i, n in enumerate(shape))
@@ -192,6 +201,8 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     Raises:
         RoutingError: one is no setting of its recipe, or it would take a learning rate of another size.
     """
+    if not changes:
+        return route
     if "split" in changes and "num_heads" in changes:
         raise RoutingError(f"{route.name}: layerwise.overrides sets split to {changes['split']!r} and num_heads to "
                            f"{changes['num_heads']}; count the heads of each part in split, or narrow a pattern")

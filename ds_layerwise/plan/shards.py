@@ -10,8 +10,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, compress, repeat
+from itertools import accumulate, chain, compress, repeat
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
 
@@ -159,6 +162,30 @@ class Shards(NamedTuple):
                        min(lengths))
         numel = len(numels) * each
         return cls(filled, range(start, start + numel, each) if each else (), numels if each else (), numel, True, each)
+
+
+class InOwnCuts(NamedTuple):
+    """All shards of many buckets side by side, and what of each lies in the cut that its own holder gets."""
+
+    counts: list[int]
+    """How many of them each bucket has."""
+    filled: NDArray[np.int64]
+    """Their numbers."""
+    lengths: NDArray[np.int64]
+    stays: NDArray[np.int64]
+    """How many of their elements lie there."""
+
+
+def in_own_cuts(buckets: Sequence[Shards], cuts: Sequence[int]) -> InOwnCuts:
+    """Of ``buckets``, each of which travels in equal cuts of so many elements: there may be ten thousand."""
+    counts = [len(shards.filled) for shards in buckets]
+    filled, lengths = (np.fromiter(chain.from_iterable(each), np.int64, sum(counts)) for each in (
+        (shards.filled for shards in buckets), (shards.lengths for shards in buckets)))
+    before, cut = (np.repeat(np.array(each, np.int64), counts) for each in (
+        list(accumulate((shards.numel for shards in buckets), initial=0))[:-1], cuts))
+    stops = np.cumsum(lengths) - before
+    stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
+    return InOwnCuts(counts, filled, lengths, np.maximum(stays, 0))
 
 
 @lru_cache(maxsize=4)

@@ -21,11 +21,10 @@ Note: rings in two levels
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from operator import mul
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +33,10 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.drafts import Draft
 from ds_layerwise.plan.layout import Bucket, Way
 from ds_layerwise.plan.links import Group, Links, group_of
-from ds_layerwise.plan.shards import Shards
+from ds_layerwise.plan.shards import Shards, in_own_cuts
 from ds_layerwise.recipes.bits import DTYPE_BYTES
+
+_T = TypeVar("_T")
 
 #: How sums are made; see the note.
 Reduction = Literal["native", "ordered"]
@@ -77,7 +78,7 @@ class Load:
 
     @classmethod
     def of_draft(cls, draft: Draft, reduction: Reduction = "ordered", stage: int = 1) -> Load:
-        """Make the load of a bucket that is being planned."""
+        """Make the load of a bucket that has no place in a layout yet."""
         item = draft.items[0]
         return cls(draft.shards.numel, draft.shards, len(draft.shard_numels), item.ep_size, itemsize(draft.wire),
                    itemsize(item.dtype), itemsize(sum_dtype(draft.wire, reduction, stage)))
@@ -91,12 +92,18 @@ class Load:
     @property
     def longest(self) -> int:
         """Elements of the longest shard."""
-        return max(self.shards.lengths, default=0)
+        return self.shards.shortest if self.shards.is_even else max(self.shards.lengths)
 
     @property
     def spread(self) -> int:
         """Ranks of the group from the first that has a shard to the last."""
         return self.shards.filled[-1] - self.shards.filled[0] if self.shards.filled else 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What decides how long its reduction and its gather take, whichever way it goes."""
+        return (self.numel, self.holders, self.ep_size, self.wire_bytes, self.param_bytes, self.sum_bytes, self.longest,
+                len(self.shards.filled), self.spread)
 
 
 def itemsize(dtype: str) -> int:
@@ -150,15 +157,18 @@ def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, redu
     """From the gradients of all ranks to sums at the owners, or in cuts, of buckets that start in this order."""
     # When the first level of the latest is over, and all levels of those that are under way.
     first, over = 0, deque([0] * MAX_UNDER_WAY)
-    for load, way in zip(loads, ways, strict=True):
+
+    @_once
+    def levels(load: Load, way: Way) -> tuple[int, int]:
         group = group_of(load.holders, links, load.ep_size)
         if way == "ragged":
-            took, beside = reduce_ns(load, way, load.numel, group, reduction), 0
-        else:
-            took, beside = reduce_levels(load, load.numel, group, reduction)
-            if links.on_host or not took:
-                # Nothing is beside it, or it has the second level alone.
-                took, beside = took + beside, 0
+            return reduce_ns(load, way, load.numel, group, reduction), 0
+        inside, between = reduce_levels(load, load.numel, group, reduction)
+        # Nothing is beside it, or it has the second level alone.
+        return (inside + between, 0) if links.on_host or not inside else (inside, between)
+
+    for load, way in zip(loads, ways, strict=True):
+        took, beside = levels(load, way)
         first = max(first, over.popleft()) + took
         over.append(max(first, over[-1]) + beside if beside else first)
     return max(over)
@@ -224,6 +234,19 @@ def _ragged_ring(load: Load, itemsize: int, group: Group) -> int:
                              spread=load.spread)
 
 
+def _once(of: Callable[[Load, Way], _T]) -> Callable[[Load, Way], _T]:
+    """``of``, called once for all loads of the same sizes that go the same way: there may be 50,000 of them."""
+    known: dict[tuple[tuple[int, ...], Way], _T] = {}
+
+    def looked_up(load: Load, way: Way) -> _T:
+        key = load.sizes, way
+        if key not in known:
+            known[key] = of(load, way)
+        return known[key]
+
+    return looked_up
+
+
 # --- all buckets ----------------------------------------------------------------------------------------------------
 
 class Exchange(NamedTuple):
@@ -239,15 +262,8 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
     What of a shard lies in its owner's own cut stays there. The busiest rank is the one that receives, or sends, most.
     """
     loads = list(loads)
-    # All shards of all loads side by side: there may be ten thousand loads, each with few.
-    counts = [len(load.shards.filled) for load in loads]
-    filled, lengths = (np.fromiter(chain.from_iterable(each), np.int64, sum(counts)) for each in (
-        (load.shards.filled for load in loads), (load.shards.lengths for load in loads)))
     cuts = [-(-load.numel // group.size) for load in loads]
-    before, cut = (np.repeat(np.array(each, np.int64), counts) for each in (
-        list(accumulate((load.shards.numel for load in loads), initial=0))[:-1], cuts))
-    stops = np.cumsum(lengths) - before
-    stays = np.maximum(np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut), 0)
+    counts, filled, lengths, stays = in_own_cuts([load.shards for load in loads], cuts)
     received: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
     sent = np.zeros_like(received)
     for row, nbytes in enumerate(([load.sum_bytes for load in loads], [load.param_bytes for load in loads])):
@@ -270,16 +286,20 @@ def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, align
     ways: list[Way] = ["even" if load.shards.is_even else "ragged" for load in loads]
     cuts: Way = "cuts"
     gains: dict[int, dict[int, int]] = defaultdict(dict)
-    for index, load in enumerate(loads):
-        if ways[index] == "even":
-            continue
+
+    @_once
+    def gain(load: Load, way: Way) -> int:
+        """What cuts gain without their part of an exchange that is on its way anyhow; 0 if less than that takes."""
         group, numel = group_of(load.holders, links, load.ep_size), padded_for_cuts(load.numel, load.holders, alignment)
-        straight, cut = (reduce_ns(load, way, n, group, reduction) + gather_ns(load, way, n, group)
-                         for way, n in ((ways[index], load.numel), (cuts, numel)))
+        straight, cut = (reduce_ns(load, each, n, group, reduction) + gather_ns(load, each, n, group)
+                         for each, n in ((way, load.numel), (cuts, numel)))
         moved = load.numel / load.holders * (load.holders - 1) / load.holders
         part = sum(group.all_to_all(moved * each) - group.all_to_all(0) for each in (load.sum_bytes, load.param_bytes))
-        if cut + part < straight:
-            gains[load.ep_size][index] = straight - cut
+        return straight - cut if cut + part < straight else 0
+
+    for index, load in enumerate(loads):
+        if ways[index] != "even" and (gained := gain(load, ways[index])):
+            gains[load.ep_size][index] = gained
     for ep_size, of in gains.items():
         group = group_of(loads[next(iter(of))].holders, links, ep_size)
         if sum(of.values()) > sum(exchange((loads[index] for index in of), group)):
@@ -317,10 +337,15 @@ def wire_time(loads: Sequence[Load], ways: Sequence[Way], links: Links, reductio
     """What ``loads`` take in a step, of which each goes its way; the last of them is reduced last."""
     gather = last = 0
     in_cuts: dict[int, list[Load]] = defaultdict(list)
-    for load, way in zip(loads, ways, strict=True):
+
+    @_once
+    def reduced_and_gathered(load: Load, way: Way) -> tuple[int, int]:
         group = group_of(load.holders, links, load.ep_size)
-        last = reduce_ns(load, way, load.numel, group, reduction)
-        gather += gather_ns(load, way, load.numel, group)
+        return reduce_ns(load, way, load.numel, group, reduction), gather_ns(load, way, load.numel, group)
+
+    for load, way in zip(loads, ways, strict=True):
+        last, gathered = reduced_and_gathered(load, way)
+        gather += gathered
         if way == "cuts":
             in_cuts[load.ep_size].append(load)
     moved = [exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()]

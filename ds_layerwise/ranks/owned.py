@@ -128,7 +128,7 @@ class Owned:
                 else:
                     self.states[name][key] = tensor
 
-    def _specs_of_states(self, name: str) -> dict[str, StateSpec]:
+    def _specs_of_states(self, name: str) -> Mapping[str, StateSpec]:
         """What the recipe of ``name`` keeps of this rank's piece, as its rule sees that."""
         return self._routes[name].states(self._values.piece(name).numel())
 

@@ -94,7 +94,7 @@ class DryRun:
             hf.check_heads(tp_size)
         shapes, routes = cut(shapes, {name: routes[name] for name, _ in shapes if name in routes}, tp_size, cutter)
         specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts,
-                         tp_size=tp_size)
+                         wires=dict.fromkeys(routes, run.sent_as(run.param_dtype)), tp_size=tp_size)
         check_kept(routes, specs, [run.optimizer.group()], run.layerwise, host_ratio=run.host_ratio)
         forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums, tp_size=tp_size)
                      for num_ranks in ranks]

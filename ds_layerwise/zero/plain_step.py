@@ -42,7 +42,7 @@ class PlainStep:
         self._route = route
         self._rule = rule_of(route.recipe).on_device(fast_dtypes)
         self._shape = route.stored_shape or (numel,)
-        self.states: dict[str, StateSpec] = route.states(numel)
+        self.states: Mapping[str, StateSpec] = route.states(numel)
         """What is kept of the whole parameter, by name."""
 
     def shape_of(self, key: str) -> tuple[int, ...]:

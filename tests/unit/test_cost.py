@@ -123,6 +123,55 @@ def test_experts_in_cuts_send_on_among_the_ranks_that_hold_the_same_ones():
     assert (wire.reduce, wire.forward, wire.gather) == ((4,) * 6, (4,) * 3 + (0,) * 3, (4,) * 3 + (8,) * 3)
 
 
+def some_layout(random):
+    """Buckets of any lengths that go any way, of which one rank owns parts of several, and what sums are sent as."""
+    ranks, buckets, stop = random.choice([2, 4, 6]), [], 0
+    for index in range(random.randint(1, 9)):
+        ep_size = random.choice([1, 2])
+        holders = ranks // ep_size
+        way = random.choice(["even", "ragged", "cuts"]) if holders > 1 else "even"
+        numels = [random.choice([0, 0, 1, 5, 9]) for _ in range(holders)]
+        numels[random.randrange(holders)] += 2
+        if way == "cuts":
+            last = max(i for i, numel in enumerate(numels) if numel)
+            numels[last] += -sum(numels) % holders
+        numels = numels if way != "even" and len({*numels}) > 1 else [3] * holders
+        way = way if len({*numels}) > 1 else "even"
+        first = next(i for i, numel in enumerate(numels) if numel)
+        slot = Slot(f"p{index}", stop + sum(numels[:first]), numels[first])
+        buckets.append(Bucket(index, "bfloat16", True, stop, tuple(numels), (slot,), ep_size, way))
+        stop = buckets[-1].stop
+    return Layout("balanced", ranks, 1, tuple(buckets))
+
+
+def test_any_buckets_are_counted_rank_by_rank_and_element_by_element():
+    random = Random(3)
+    for _ in range(200):
+        found = some_layout(random)
+        wire, traffic = wire_elements(found), traffic_bytes(
+            found, stage=(stage := random.choice([1, 2])), stored_as={"bfloat16": "bfloat16"},
+            wires=["bfloat16"] * len(found.buckets), reduction="ordered")
+        for rank in range(found.world_size):
+            reduce = gather = forward = 0
+            received, added = [0, 0], [0, 0]
+            for bucket in found.buckets:
+                number, others = rank // bucket.ep_size, bucket.holders - 1
+                start, stop = bucket.shard(rank)
+                shard, cut = range(start, stop), range(bucket.start + number * bucket.cut_numel,
+                                                       bucket.start + (number + 1) * bucket.cut_numel)
+                own = cut if bucket.way == "cuts" else shard
+                reduce += bucket.numel - len(own)
+                gather += others * len(own)
+                if bucket.way == "cuts":
+                    forward += len({*cut} - {*shard})
+                    gather += len({*shard} - {*cut})
+                turn, rows = bucket.index % 2, bucket.holders if bucket.holders > 2 else min(others, 1)
+                received[turn] = max(received[turn], 2 * rows * len(own))
+                added[turn] = max(added[turn], 4 * len(own) * (stage == 2))
+            assert (wire.reduce[rank], wire.gather[rank], wire.forward[rank]) == (reduce, gather, forward)
+            assert traffic[rank].received == sum(received) + sum(added)
+
+
 def test_what_is_received_does_not_grow_with_the_ranks():
     def most(size, way):
         own = (0,) * (size - 1) + (1024,)

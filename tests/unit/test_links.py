@@ -38,6 +38,7 @@ from ds_layerwise.plan.ways import (
     takes_levels,
     wire_time,
 )
+from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
 from tests.support.rooms import rooms
 
@@ -493,6 +494,44 @@ def test_a_step_takes_what_its_collectives_take_and_the_busiest_rank():
     one = sum(ordered_levels(128, 2, group))
     assert predicted.wire == (2 * one, 0, 0, 2 * group.ring(256), one)
     assert predicted.total == 2 * one + 2 * group.ring(256) + predicted.update and predicted.wire.tail == one
+
+
+def test_a_bucket_takes_the_same_beside_others():
+    # The same elements: on other ranks, on ranks further apart, on more of them, longest shards of other lengths.
+    loads = [load(*numels) for numels in ((800_000, 0, 0, 0), (400_000, 400_000, 0, 0), (400_000, 0, 0, 400_000),
+                                          (400_000, 200_000, 0, 200_000), (700_000, 0, 0, 100_000))]
+    loads += [replace(loads[1], wire_bytes=4), replace(loads[1], param_bytes=4), replace(loads[1], sum_bytes=2)]
+    for reduction, links in itertools.product(("native", "ordered"), (SMALL, TCP)):
+        for way in ("ragged", "cuts"):
+            alone = [wire_time([each], [way], links, reduction) for each in loads]
+            together = wire_time(loads, [way] * len(loads), links, reduction)
+            assert (together.gather, together.last) == (sum(each.gather for each in alone), alone[-1].last)
+            if way == "ragged":
+                assert together.reduce == sum(each.reduce for each in alone)
+                assert len({(each.reduce, each.gather) for each in alone}) >= 4
+
+
+def test_other_sizes_take_what_their_layouts_take():
+    specs = [ParamSpec(f"w{i}", (numel,), "bfloat16", True, numel)
+             for i, numel in enumerate((*[10**7] * 4, 640, 640, 640, 576))]
+    specs.append(ParamSpec("v", (1000,), "bfloat16", False))
+    no_latency = SMALL.model_copy(update={"inside_us": 0.0, "between_us": 0.0, "peer_us": 0.0})
+    run = RunConfig.from_ds_config({**CONFIG, "communication_data_type": "bf16"})
+    routes = {spec.name: Route(name=spec.name, recipe=Muon() if spec.whole else AdamW(), reason="", group=0,
+                               matrix_shape=(1, spec.numel) if spec.whole else None) for spec in specs}
+    sizes = (2496, 10**6, 10**9)
+    ways = set()
+    for links, reduction in itertools.product((SMALL, TCP, no_latency), ("native", "ordered")):
+        plan = forecast(specs, routes, run, 4, links=links, reduction=reduction)
+        predicted = predict(plan, specs, routes, run, links=links, reduction=reduction, bucket_numels=sizes)
+        for size, found in zip(sizes, predicted.sizes[1:], strict=True):
+            other = forecast(specs, routes, run, 4, links=links, reduction=reduction, bucket_numel=size)
+            buckets = other.layout.buckets
+            ways.update(bucket.way for bucket in buckets)
+            loads = [Load.of_bucket(bucket, wire, reduction) for bucket, wire in zip(buckets, other.wires, strict=True)]
+            assert (found.bucket_numel, found.num_buckets) == (size, len(buckets))
+            assert found.wire == wire_time(loads, [bucket.way for bucket in buckets], links, reduction)
+    assert ways == {"even", "ragged", "cuts"}
 
 
 def test_the_best_size_leaves_least_to_the_end_of_those_that_are_about_as_fast():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.shards import Numels, Shards
+from ds_layerwise.plan.shards import Numels, Shards, in_own_cuts
 from tests.support.rooms import rooms
 
 pytestmark = rooms("shards")
@@ -52,6 +52,18 @@ def test_what_follows_from_them(numels):
     assert list(shards.starts) == [1000 + sum(numels[:i]) for i in filled]
     assert (shards.numel, shards.is_even) == (sum(numels), len(set(numels)) == 1)
     assert shards.shortest == min(filter(None, numels), default=0)
+
+
+def test_what_stays_in_the_own_cut_of_its_holder():
+    for cuts in (1, 32, 64, 100):
+        found = in_own_cuts([Shards.of(Numels.of(numels), 1000) for numels in EVERY], [cuts] * len(EVERY))
+        expected = []
+        for numels in EVERY:
+            for i, numel in enumerate(numels):
+                mine = range(sum(numels[:i]), sum(numels[:i + 1]))
+                expected += [(i, numel, sum(i * cuts <= at < (i + 1) * cuts for at in mine))] if numel else []
+        assert list(zip(*(each.tolist() for each in found[1:]), strict=True)) == expected
+        assert found.counts == [sum(map(bool, numels)) for numels in EVERY]
 
 
 def test_only_those_that_are_filled_are_in_memory():
