@@ -122,6 +122,10 @@ class Bucket:
     way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
     shards: Shards = field(init=False, repr=False, compare=False)
     """What follows from ``shard_numels``; where they start is an offset in the buffer."""
+    holders: int = field(init=False, repr=False, compare=False)
+    """How many shards there are: the size of a group of ranks that hold the bucket together."""
+    cut_numel: int = field(init=False, repr=False, compare=False)
+    """The length of each of as many equal cuts as there are shards; of use where the way is ``cuts``."""
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.ep_size < 1:
@@ -135,6 +139,8 @@ class Bucket:
             raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
                               f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}")
         object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "holders", numels.size)
+        object.__setattr__(self, "cut_numel", shards.numel // numels.size)
         if cast("Way | None", self.way) is None:
             object.__setattr__(self, "way", self._default_way)
         self._check_slots()
@@ -199,19 +205,9 @@ class Bucket:
         return self.start + self.shards.numel
 
     @property
-    def holders(self) -> int:
-        """How many shards there are: the size of a group of ranks that hold the bucket together."""
-        return len(self.shard_numels)
-
-    @property
-    def cut_numel(self) -> int:
-        """The length of each of as many equal cuts as there are shards; of use where the way is ``cuts``."""
-        return self.shards.numel // len(self.shard_numels)
-
-    @property
     def world_size(self) -> int:
         """The number of ranks of the layout."""
-        return len(self.shard_numels) * self.ep_size
+        return self.holders * self.ep_size
 
     def shard(self, rank: int) -> tuple[int, int]:
         """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is empty.

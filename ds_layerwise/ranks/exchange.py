@@ -26,7 +26,8 @@ class Run(NamedTuple):
 
     def of(self, cuts: Mapping[int, Tensor]) -> Tensor:
         """The elements meant, of this rank's ``cuts`` by bucket; a view."""
-        return cuts[self.bucket][self.first:self.first + self.numel]
+        cut = cuts[self.bucket]
+        return cut if self.numel == cut.numel() else cut[self.first:self.first + self.numel]
 
 
 @dataclass(frozen=True, slots=True)

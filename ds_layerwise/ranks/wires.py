@@ -108,6 +108,8 @@ class Wire:
         """The backend's sum over ``group`` of equal parts, in the dtype of ``sent``."""
         received = out if out.dtype == sent.dtype else turn.empty("received", out.numel(), sent.dtype)
         work = comm.reduce_scatter(received, sent, group=group)
+        if received is out and divide_by == 1:
+            return Pending([work], keep=sent)
         return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
 
     def _reduce_ragged(self, turn: Turn, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
