@@ -20,7 +20,7 @@ from ds_layerwise.ranks.exchange import Exchange
 from ds_layerwise.ranks.in_flight import Turn
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import LaunchStream, SideStream
-from ds_layerwise.ranks.under_way import can_mark, mark, references, unmark
+from ds_layerwise.ranks.under_way import can_mark, mark, references, transforms, unmark
 from ds_layerwise.ranks.wires import Wires
 
 
@@ -35,9 +35,10 @@ class ParamSync:
         goes through torch, which asks the parameter: see :mod:`.ranks.under_way`. That leaves who looks at the memory
         past the parameter. So the step waits for everything where there may be any: another tensor into the same
         memory, as ``param.data`` or a ``state_dict`` that was kept; parameters of a class of their own; scripted
-        modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A forward
-        pass within a transform of torch.func, which unpacks parameters unasked, waits for everything at its start.
-        Nobody sees C++ code that a module hands the weight of another one: docs/training.md says so.
+        modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A
+        transform of torch.func unpacks parameters unasked: it waits for everything when it begins, and so does a
+        forward pass within one. Nobody sees C++ code that a module hands the weight of another one: docs/training.md
+        says so.
 
     Note: buckets in cuts
         Owners send what the cuts of all ranks hold of their shards, in the rounds of an
@@ -162,6 +163,8 @@ class ParamSync:
                     self._launched_on.follow()
                     unmark(self._params[index])
                     del self._pending[index]
+            if not self._pending:
+                transforms.leave(self)
 
     def finish(self) -> None:
         """Wait for everything under way."""
@@ -174,7 +177,7 @@ class ParamSync:
     def may_be_late(self) -> bool:
         """Whether everybody who uses parameters after this step will wait for them; ask before :meth:`launch`."""
         return (self._views is not None and self._views == self._count_views() and not _has_compiled()
-                and all(can_mark(param) for params in self._params for param in params))
+                and transforms.can_be_noticed and all(can_mark(param) for params in self._params for param in params))
 
     def _begin_last(self) -> None:
         """Let the last collective of everything under way begin, in the order of launching."""
@@ -188,6 +191,8 @@ class ParamSync:
         self._turn.release()
         for index in self._pending:
             mark(self._params[index], functools.partial(self.wait, (index, )))
+        if self._pending:
+            transforms.listen(self, self.finish)
 
     def _count_views(self) -> list[int]:
         return [references(memory) for memory in self._values.tensors]

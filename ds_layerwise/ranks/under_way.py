@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 
 #: What says nothing of a value, and what hands a gradient over.
 _PROPERTIES = ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
@@ -17,6 +20,11 @@ _METHODS = ("__hash__", "dim", "element_size", "get_device", "is_complex", "is_c
             "requires_grad_", "size", "storage_offset", "stride")
 _HARMLESS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS} | {
     getattr(Tensor, name).__set__ for name in ("_backward_hooks", "grad", "requires_grad")}
+
+
+#: Where transforms of torch.func begin. They unpack what they are given, and ask nobody.
+_BEGINNINGS = ((eager_transforms, "_grad_increment_nesting"), (eager_transforms, "_jvp_increment_nesting"),
+               (eager_transforms, "_func_increment_nesting"), (vmap, "_vmap_increment_nesting"))
 
 
 class UnderWay(nn.Parameter):
@@ -62,6 +70,51 @@ def unmark(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if param.__dict__.pop("_arrive", None) is not None:
             param.__class__ = nn.Parameter
+
+
+class Transforms:
+    """Whoever must hear of a transform of torch.func before it begins, while there is anybody.
+
+    There is nothing in torch that says so: the functions that begin one are replaced, and put back when the last has
+    heard enough, so that a compiler meets those that it knows.
+    """
+
+    def __init__(self) -> None:
+        # Who is not needed any more does not live on for this.
+        self._listeners: weakref.WeakKeyDictionary[object, weakref.WeakMethod[Callable[[], None]]] = (
+            weakref.WeakKeyDictionary())
+        self._own: list[Any] = []
+
+    @property
+    def can_be_noticed(self) -> bool:
+        """Whether this torch has those functions."""
+        return all(hasattr(module, name) for module, name in _BEGINNINGS)
+
+    def listen(self, who: object, arrive: Callable[[], None]) -> None:
+        """Let ``arrive``, a method of ``who``, be called before each transform that begins, until ``who`` leaves."""
+        self._listeners[who] = weakref.WeakMethod(arrive)
+        if not self._own:
+            self._own = [getattr(module, name) for module, name in _BEGINNINGS]
+            for (module, name), begin in zip(_BEGINNINGS, self._own, strict=True):
+                setattr(module, name, functools.partial(self._begin, begin))
+
+    def leave(self, who: object) -> None:
+        """Undo :meth:`listen`, if there was one."""
+        self._listeners.pop(who, None)
+        if self._own and not self._listeners:
+            for (module, name), begin in zip(_BEGINNINGS, self._own, strict=True):
+                setattr(module, name, begin)
+            self._own = []
+
+    def _begin(self, begin: Callable[..., Any], *args: Any) -> Any:
+        for arrive in [method() for method in self._listeners.values()]:
+            if arrive is not None:
+                arrive()
+        return begin(*args)
+
+
+#: Those of this process.
+transforms = Transforms()
 
 
 def _found_in(value: Any) -> Iterator[UnderWay]:

@@ -4,6 +4,7 @@ import copy
 import ctypes
 import gc
 import threading
+import warnings
 import weakref
 
 import deepspeed.comm as dist
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import eager_transforms
 
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.wires import Wire
@@ -96,6 +98,12 @@ def written(model):
     return found
 
 
+def linearized(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a graph that it makes itself
+        return torch.func.linearize(torch.square, model.head.weight)[1](torch.ones(8, 8))
+
+
 X = torch.linspace(-1, 1, 16).view(2, 8)
 READERS = {
     "an embedding": lambda m: F.embedding(torch.tensor([0, 5]), m.head.weight),
@@ -106,6 +114,13 @@ READERS = {
     "a functional call": plain(lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X, ))),
     "a transform": plain(lambda m: torch.func.grad(lambda p: torch.func.functional_call(m, p, (X, )))(
         dict(m.named_parameters()))["second.weight"]),
+    "a transform of a weight": lambda m: torch.func.grad(lambda weight: weight.square().sum())(m.head.weight),
+    "a map": lambda m: torch.func.vmap(torch.sum)(m.head.weight),
+    "a map of a closure": lambda m: torch.func.vmap(lambda x: m.head.weight @ x)(X),
+    "forward mode": lambda m: torch.func.jvp(torch.square, (m.head.weight, ), (torch.ones(8, 8), ))[1],
+    "a Jacobian": lambda m: torch.func.jacrev(lambda weight: weight.square().sum(0))(m.head.weight),
+    "a functionalized function": lambda m: torch.func.functionalize(lambda weight: weight * 2)(m.head.weight),
+    "a linearized function": linearized,
     "a function of autograd": lambda m: Product.apply(X, m.head.weight),
     "numpy": lambda m: torch.from_numpy(m.head.weight.detach().numpy().copy()),
     "a pointer": by_pointer,
@@ -189,6 +204,7 @@ class TestReaders(DistributedTest):
         assert late[1:] == [expected] * (STEPS - 1), late
         engine.optimizer.wait_for_params()
         assert all(type(p) is nn.Parameter for p in module.parameters())
+        assert type(eager_transforms._grad_increment_nesting) is type(torch._C._functorch._grad_increment_nesting)
         assert_same_on_all_ranks(module)
         return [*found, weights(module)]
 
