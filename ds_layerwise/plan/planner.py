@@ -64,7 +64,7 @@ def draft_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: i
                  stage: int = 1) -> list[Draft]:
     """The buckets of :func:`plan_layout`, which takes the same and raises the same, in launch order.
 
-    They are all that a prediction asks for, and take half the time.
+    They are all that a prediction of times asks for, without the memory, and take half the time.
     """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
     streams: dict[_Stream, list[Item]] = defaultdict(list)

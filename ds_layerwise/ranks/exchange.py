@@ -25,7 +25,7 @@ class Run(NamedTuple):
     numel: int
 
     def of(self, cuts: Mapping[int, Tensor]) -> Tensor:
-        """The elements meant, of this rank's ``cuts`` by bucket; a view."""
+        """The elements meant, of this rank's ``cuts`` by bucket: a view, or where they are all of a cut, the cut."""
         cut = cuts[self.bucket]
         return cut if self.numel == cut.numel() else cut[self.first:self.first + self.numel]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from ds_layerwise.output import announce
 from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer, cut_of
@@ -71,6 +72,7 @@ class ParamSync:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: list[int] | None = None
         self._apart: list[Tensor] = []
+        self._told = False
         # Another thread than the one that trains may be the one that reads.
         self._lock = threading.RLock()
 
@@ -166,9 +168,21 @@ class ParamSync:
             if not self._pending:
                 transforms.leave(self)
 
+    def _wait_for_all(self) -> None:
+        with self._lock:
+            self.wait(sorted(self._pending, reverse=True))
+
+    def _before_transform(self) -> None:
+        if self._pending and self.rank == 0 and not self._told:
+            self._told = True
+            announce("ds_layerwise: overlap_param_gather: a transform of torch.func (vmap, grad, ...) began before all "
+                     "updated parameters had arrived, and waited for all of them; where each forward pass begins with "
+                     "one, nothing is left to overlap")
+        self._wait_for_all()
+
     def finish(self) -> None:
         """Wait for everything under way."""
-        self.wait(sorted(self._pending, reverse=True))
+        self._wait_for_all()
         self._turn.release()
         if self._memory:
             # An update that was left half-way launched some of the buckets of a round.
@@ -192,7 +206,7 @@ class ParamSync:
         for index in self._pending:
             mark(self._params[index], functools.partial(self.wait, (index, )))
         if self._pending:
-            transforms.listen(self, self.finish)
+            transforms.listen(self, self._before_transform)
 
     def _count_views(self) -> list[int]:
         return [references(memory) for memory in self._values.tensors]
@@ -216,7 +230,7 @@ class ParamSync:
         def before_model(module: nn.Module, _args: object) -> None:
             sync = this()
             if sync is not None and module is root() and torch._C._functorch.maybe_current_level() is not None:
-                sync.finish()
+                sync._wait_for_all()
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_module(module: nn.Module, _args: object) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -23,7 +25,7 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(T
 
 
 #: Where transforms of torch.func begin. They unpack what they are given, and ask nobody.
-_BEGINNINGS = ((eager_transforms, "_grad_increment_nesting"), (eager_transforms, "_jvp_increment_nesting"),
+_BEGINNINGS = ((eager_transforms, "_grad_increment_nesting"), (eager_transforms, "enter_jvp_nesting"),
                (eager_transforms, "_func_increment_nesting"), (vmap, "_vmap_increment_nesting"))
 
 
@@ -84,6 +86,7 @@ class Transforms:
         self._listeners: weakref.WeakKeyDictionary[object, weakref.WeakMethod[Callable[[], None]]] = (
             weakref.WeakKeyDictionary())
         self._own: list[Any] = []
+        self._lock = threading.Lock()
 
     @property
     def can_be_noticed(self) -> bool:
@@ -91,30 +94,52 @@ class Transforms:
         return all(hasattr(module, name) for module, name in _BEGINNINGS)
 
     def listen(self, who: object, arrive: Callable[[], None]) -> None:
-        """Let ``arrive``, a method of ``who``, be called before each transform that begins, until ``who`` leaves."""
-        self._listeners[who] = weakref.WeakMethod(arrive)
-        if not self._own:
-            self._own = [getattr(module, name) for module, name in _BEGINNINGS]
-            for (module, name), begin in zip(_BEGINNINGS, self._own, strict=True):
-                setattr(module, name, functools.partial(self._begin, begin))
+        """Let ``arrive``, a method of ``who``, be called before each transform that begins, until ``who`` leaves.
+
+        It may be called on any thread.
+        """
+        with self._lock:
+            self._listeners[who] = weakref.WeakMethod(arrive)
+            if not self._own:
+                self._own = [getattr(module, name) for module, name in _BEGINNINGS]
+                for (module, name), begin in zip(_BEGINNINGS, self._own, strict=True):
+                    setattr(module, name, functools.partial(self._begin, begin))
 
     def leave(self, who: object) -> None:
         """Undo :meth:`listen`, if there was one."""
-        self._listeners.pop(who, None)
+        with self._lock:
+            self._listeners.pop(who, None)
+            self._put_back_if_nobody_listens()
+
+    def forget(self) -> None:
+        """Leave for all: in a forked process nobody can arrive, and the lock may be another thread's for ever."""
+        self._lock = threading.Lock()
+        self._listeners.clear()
+        self._put_back_if_nobody_listens()
+
+    def _put_back_if_nobody_listens(self) -> None:
         if self._own and not self._listeners:
             for (module, name), begin in zip(_BEGINNINGS, self._own, strict=True):
                 setattr(module, name, begin)
             self._own = []
 
     def _begin(self, begin: Callable[..., Any], *args: Any) -> Any:
-        for arrive in [method() for method in self._listeners.values()]:
-            if arrive is not None:
-                arrive()
-        return begin(*args)
+        with self._lock:
+            self._put_back_if_nobody_listens()
+            found = [method() for method in self._listeners.values()]
+        try:
+            for arrive in found:
+                if arrive is not None:
+                    arrive()
+        finally:
+            # After an error, too: torch ends what it takes to have begun, and would fail at that instead.
+            begun = begin(*args)
+        return begun
 
 
 #: Those of this process.
 transforms = Transforms()
+os.register_at_fork(after_in_child=transforms.forget)
 
 
 def _found_in(value: Any) -> Iterator[UnderWay]:

@@ -23,6 +23,7 @@ from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
 from ds_layerwise.plan.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.tools import dry_run
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
@@ -383,11 +384,26 @@ def test_a_bad_model_file_is_refused(content, message, files):
     assert_refused(message, *arguments)
 
 
-def test_garbage_is_collected_again_after_a_plan(files, tmp_path):
+def test_no_garbage_is_looked_for_during_a_plan_and_it_is_again_after(files, tmp_path, monkeypatch):
+    plan_of, during = dry_run.DryRun.of, []
+
+    def of(*args, **kwargs):
+        during.append(gc.isenabled())
+        return plan_of(*args, **kwargs)
+
+    monkeypatch.setattr(dry_run.DryRun, "of", of)
     run(*files(config(), "2"))
     assert gc.isenabled()
-    run("plan", "--model", tmp_path / "none.yaml", "--config", tmp_path / "none.json", "--ranks", "2")
+    missing = tmp_path / "none"
+    assert_refused("none", "plan", "--model", missing, "--config", missing, "--ranks", "2")
     assert gc.isenabled()
+    gc.disable()
+    try:
+        run(*files(config(), "2"))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert during == [False] * 3
 
 
 def test_a_config_that_is_not_there_is_refused(files, tmp_path):

@@ -212,6 +212,15 @@ class TestReaders(DistributedTest):
         for found, expected in zip(self.runs(True, *args, **kwargs), self.runs(False, *args, **kwargs), strict=True):
             assert torch.equal(found, expected)
 
+    def test_that_nothing_is_left_to_overlap_is_said_once(self, capsys):
+        engine = engine_of(True)
+        capsys.readouterr()
+        for _ in range(3):
+            train(engine)
+            torch.func.vmap(torch.square)(X)
+            assert not under_way(engine)
+        assert capsys.readouterr().out.count("a transform of torch.func") == (dist.get_rank() == 0)
+
     @pytest.mark.parametrize("inside", [False, True], ids=["after a step", "before its module runs"])
     def test_every_reader_has_what_is_new(self, inside, monkeypatch):
         arrive_late(monkeypatch)
