@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.plan import planner
 from ds_layerwise.plan.cost import LayoutReport
 from ds_layerwise.plan.drafts import draft_owned
 from ds_layerwise.plan.forecast import forecast
@@ -453,6 +454,20 @@ def test_cuts_pad_the_last_shard_that_is_not_empty():
     # 10,000,064 elements and 64 more are a multiple of 4 x 64.
     assert bucket.way == "cuts" and bucket.shard_numels == (10_000_000, 64 + 64, 0, 0)
     assert bucket.cut_numel == 2_500_032
+
+
+def test_the_padding_of_cuts_counts_where_plans_are_compared(monkeypatch):
+    compared = []
+
+    def counted(loads, ways, *rest):
+        compared.extend((load.numel, load.shards.numel) for load, way in zip(loads, ways, strict=True) if way == "cuts")
+        return wire_time(loads, ways, *rest)
+
+    monkeypatch.setattr(planner, "wire_time", counted)
+    specs = [ParamSpec(name, (numel,), "bfloat16", True, numel) for name, numel in (("a", 10**7), ("b", 64))]
+    links = SMALL.model_copy(update={"inside_us": 0.0, "between_us": 0.0, "peer_us": 0.0})
+    (bucket,) = plan_layout(specs, 4, bucket_numel=10**9, links=links).buckets
+    assert {*compared} == {(bucket.numel, bucket.numel)} and bucket.numel == 4 * 2_500_032
 
 
 @pytest.mark.parametrize("links", [NVLINK_IB, PCIE_ETHERNET], ids=["nvlink-ib", "pcie-ethernet"])
