@@ -168,10 +168,6 @@ class _Bars:
             yield bar.update
 
 
-# The commands load what they need themselves. That is torch and deepspeed for all but plan, which takes seconds: help
-# and mistakes in the arguments should not.
-
-
 @contextmanager
 def _all_stays() -> Iterator[None]:
     """Keep Python from looking for garbage among millions of objects of which none is, again and again."""
@@ -182,6 +178,10 @@ def _all_stays() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+# The commands load what they need themselves. That is torch and deepspeed for all but plan, which takes seconds: help
+# and mistakes in the arguments should not.
 
 
 @_all_stays()

@@ -37,9 +37,9 @@ class ParamSync:
         past the parameter. So the step waits for everything where there may be any: another tensor into the same
         memory, as ``param.data`` or a ``state_dict`` that was kept; parameters of a class of their own; scripted
         modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A
-        transform of torch.func unpacks parameters unasked: it waits for everything when it begins, and so does a
-        forward pass within one. Nobody sees C++ code that a module hands the weight of another one: docs/training.md
-        says so.
+        transform of torch.func unpacks parameters unasked, and so waits for everything when it begins; where nobody
+        can notice that, the step waits. Nobody sees C++ code that a module hands the weight of another one:
+        docs/training.md says so.
 
     Note: buckets in cuts
         Owners send what the cuts of all ranks hold of their shards, in the rounds of an
@@ -212,7 +212,7 @@ class ParamSync:
         return [references(memory) for memory in self._values.tensors]
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """Hook ``model`` and every module of it that holds parameters of the layout."""
+        """Hook every module of ``model`` that holds parameters of the layout."""
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             return
         # A backend holds on to what it has sent for a moment that nobody can wait for: not to what is counted.
@@ -223,22 +223,15 @@ class ParamSync:
         needs = weakref.WeakKeyDictionary({
             module: indices for module in model.modules()
             if (indices := sorted({index_of[p] for p in module._parameters.values() if p in index_of}, reverse=True))})
-        root, this = weakref.ref(model), weakref.ref(self)
+        this = weakref.ref(self)
 
         # A compiler would trace these with the modules that they hook, and cannot: they wait for collectives.
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_model(module: nn.Module, _args: object) -> None:
-            sync = this()
-            if sync is not None and module is root() and torch._C._functorch.maybe_current_level() is not None:
-                sync._wait_for_all()
-
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_module(module: nn.Module, _args: object) -> None:
             sync = this()
             if sync is not None:
                 sync.wait(needs.get(module, ()))
 
-        self._hooks.append(model.register_forward_pre_hook(before_model, prepend=True))
         self._hooks += [module.register_forward_pre_hook(before_module, prepend=True) for module in needs]
 
     def remove_hooks(self) -> None:
