@@ -15,7 +15,7 @@ from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import require
 from ds_layerwise.optimizers.rule import Hyper, State, zeros
 from ds_layerwise.optimizers.update_hooks import step_
-from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL_CPU, Some, batches, stack, unstack
+from ds_layerwise.orthogonalize.batching import Some, batches, max_batch_numel, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
     Coefficients,
@@ -28,7 +28,6 @@ from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
 from ds_layerwise.plan.routes import Axis, whole_shape
 from ds_layerwise.recipes import orthogonalized as recipes
-from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
 from ds_layerwise.recipes.orthogonalized import NsDtype, ScaleMode
 
 T = TypeVar("T", bound="Orthogonalized")
@@ -140,8 +139,7 @@ class Orthogonalized:
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
         """Update momenta, then the parameters, batch by batch of equal shape."""
-        max_numel = MAX_BATCH_NUMEL_CPU if params[0].device.type == "cpu" else MAX_BATCH_NUMEL
-        groups = batches([(*p.shape[:-2], *self._whole(p.shape)) for p in params], max_numel)
+        groups = batches([(*p.shape[:-2], *self._whole(p.shape)) for p in params], max_batch_numel(params[0].device))
         for group in groups:
             self._update_batch(group, params, grads, states, hyper)
         if self.recipe.spectral_clip is not None:

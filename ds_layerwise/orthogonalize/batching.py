@@ -15,6 +15,11 @@ from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
 MAX_BATCH_NUMEL_CPU = 2**17
 
 
+def max_batch_numel(device: torch.device) -> int:
+    """Elements of matrices that go through the products together on ``device``; one may be larger."""
+    return MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
+
+
 class Some(NamedTuple):
     """Matrices ``start`` to ``stop`` of the tensor number ``tensor``; a matrix is a tensor of one."""
 

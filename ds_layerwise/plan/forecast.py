@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple, TypedDict
@@ -23,11 +23,12 @@ from ds_layerwise.plan.cost import (
     traffic_bytes,
     wire_elements,
 )
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
+from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.together import most_together
 from ds_layerwise.plan.ways import Reduction, sum_dtype
 from ds_layerwise.recipes.bits import DTYPE_BYTES, MasterDtype
 from ds_layerwise.recipes.recipe import Recipe
@@ -122,7 +123,7 @@ class Forecast:
         return cls(layout, stage, reduction, stored_as, wires, LayoutReport.of(layout, specs), memory,
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction,
                                  links=links),
-                   workspace_bytes(layout, routes, opened, tp_size=tp_size), in_float32,
+                   workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0), in_float32,
                    _most_by_rank(opened, layout.world_size))
 
     @property
@@ -217,39 +218,77 @@ def _most_by_rank(counts: Iterable[Counter[int]], world_size: int) -> tuple[int,
     return tuple(most)
 
 
+class _Kind(NamedTuple):
+    """Matrices that an owner may update together."""
+
+    recipe: Recipe
+    rows: int
+    cols: int
+    numel: int
+    """Elements of one of them that are here: of matrices that tensor parallelism cuts, a part."""
+    alone: str
+    """The parameter that is updated alone; else empty."""
+    copied: int
+    """Bytes of what is copied for its update."""
+
+
+def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, int]]:
+    """What an owner of ``slot`` updates, and how many matrices of it."""
+    # What is copied for its update is updated alone.
+    alone = slot.name if route.copied else ""
+    for seen in route.seen(slot.numel).values():
+        own = seen if len(seen) > 1 else (1, *seen)
+        *batch, rows, cols = whole_shape(own, None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
+        yield _Kind(route.recipe, rows, cols, own[-2] * own[-1], alone, route.copied), math.prod(batch)
+
+
 def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequence[Counter[int]] | None = None, *,
-                    tp_size: int = 1) -> tuple[int, ...]:
+                    tp_size: int = 1, hosted: bool = False) -> tuple[int, ...]:
     """What each rank takes at most while it updates what it owns, beside parameters, gradients, masters and states.
 
-    Buckets are updated one after another, and in them matrices of each shape; all pieces of split parameters together.
+    Buckets are updated one after another, and in them matrices of each shape, with those of other buckets that are
+    taken along, see :mod:`.plan.together`; all pieces of split parameters together.
 
     Args:
         opened: by bucket, see :func:`opened_bytes`; None if all is kept in float32.
+        hosted: whether something comes from the host for its update, so that nothing is taken along.
     """
     opened = opened or [Counter() for _ in layout.buckets]
     most = [0] * layout.world_size
+    # There may be ten thousand buckets, and recipes take long to tell apart: once a slot.
+    kinds: list[_Kind] = []
+    number_of: dict[_Kind, int] = {}
+    along: Counter[tuple[int, int]] = Counter()
+
+    @cache
+    def works_in(number: int, count: int) -> int:
+        kind = kinds[number]
+        return kind.recipe.workspace((count, kind.rows, kind.cols)) + kind.copied
+
     for bucket in layout.buckets:
-        recipes = {routes[slot.name].recipe for slot in bucket.slots}
+        own = opened[bucket.index]
         if not bucket.whole:
+            recipes = {routes[slot.name].recipe for slot in bucket.slots}
             for rank, numel in bucket.non_empty_shards():
-                most[rank] = max(most[rank], opened[bucket.index][rank] + max(
-                    recipe.workspace((numel,)) for recipe in recipes))
+                most[rank] = max(most[rank], own[rank] + max(recipe.workspace((numel,)) for recipe in recipes))
             continue
-        together: Counter[tuple[int, Recipe, int, int, str]] = Counter()
-        copied: dict[str, int] = {"": 0}
+        together: Counter[tuple[int, int]] = Counter()
         for slot in bucket.slots:
-            route = routes[slot.name]
-            # What is copied for its update is updated alone.
-            alone = slot.name if route.copied else ""
-            copied[alone] = route.copied
-            for seen in route.seen(slot.numel).values():
-                *batch, rows, cols = whole_shape(seen if len(seen) > 1 else (1, *seen),
-                                                 None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
-                for owner in bucket.owners(slot):
-                    together[owner, route.recipe, rows, cols, alone] += math.prod(batch)
-        for (owner, recipe, rows, cols, alone), count in together.items():
-            most[owner] = max(most[owner], recipe.workspace((count, rows, cols)) + copied[alone]
-                              + opened[bucket.index][owner])
+            owners = bucket.owners(slot)
+            for kind, count in _kinds_of(slot, routes[slot.name], tp_size):
+                number = number_of.setdefault(kind, len(kinds))
+                if number == len(kinds):
+                    kinds.append(kind)
+                for owner in owners:
+                    together[owner, number] += count
+        for (owner, number), count in together.items():
+            most[owner] = max(most[owner], works_in(number, count) + own[owner])
+            if not (hosted or own[owner]):
+                along[owner, number] += count
+    for (owner, number), count in along.items():
+        kind = kinds[number]
+        most[owner] = max(most[owner], works_in(number, most_together(
+            count, kind.numel, kind.recipe.full_batch_numel)))
     return tuple(most)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
+from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.parts import Seen, first_state, seen_parts
-from ds_layerwise.plan.layout import Layout, Piece
+from ds_layerwise.plan.layout import Layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.host_memory import HostMemory
@@ -21,6 +22,7 @@ from ds_layerwise.ranks.kept_states import KeptStates
 from ds_layerwise.ranks.remaindered import Remaindered
 from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.ranks.sums import ReducedGradients
+from ds_layerwise.ranks.update_sets import update_sets
 from ds_layerwise.ranks.watch import Watch
 from ds_layerwise.ranks.writes import follow_, followed
 from ds_layerwise.recipes.bits import MasterDtype
@@ -29,16 +31,6 @@ from ds_layerwise.recipes.recipe import StateSpec
 
 #: Beside the names of states, what a master goes by on the host.
 MASTER = "fp32"
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSet:
-    """Parameters of one bucket that one rule updates with the same hyper-parameters."""
-
-    rule: UpdateRule
-    route: Route
-    """The route of the first; the others' differ in nothing that an update asks for."""
-    names: tuple[str, ...]
 
 
 class Owned:
@@ -52,7 +44,7 @@ class Owned:
         grads: the gradient buffer; None if averaged gradients have memory of their own.
         rules: by parameter, what updates it.
         names: by parameter, those that its experts have in a checkpoint; see :func:`.checkpoint.names.expert_names`.
-        batch_matrices: whether a rule gets all whole parameters of a bucket at once, or one by one.
+        batch_matrices: whether a rule gets whole parameters together, or one by one.
         on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
             parameter is the parameter, which stays on the device.
         pin_memory: whether that memory is page-locked.
@@ -80,7 +72,6 @@ class Owned:
         self.device = self._values.bucket(0).device
         """Where the work is done."""
         self.host = HostMemory(self.device, pin_memory=pin_memory)
-        """Open while buckets are updated."""
         self.states: dict[str, State] = {}
         """By parameter name, shaped as the parameter's rule sees it, or like the whole of which it sees parts."""
         self._kept, self._remaindered = KeptStates(rounding_seed), Remaindered(layout, rank, self._values, [
@@ -100,11 +91,13 @@ class Owned:
         self._masters = ShardBuffer(layout, rank, shards, apart)
         self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
         """Whether masters had to follow values since somebody has set this to False."""
-        self._updates = [self._update_sets(pieces) for pieces in self.pieces]
         # Made before anybody counts who looks into the memory of the parameters, see ParamSync.
         self._seen_once = {piece.name: self._make_views(piece.name, {}) for pieces in self.pieces for piece in pieces
                            if piece.name not in on_host and not self._remaindered.has(piece.name)
                            and not any(self._kept.of(piece.name))}
+        self._updates = update_sets(self.pieces, routes, rules, batch_matrices=batch_matrices,
+                                    in_place=self._seen_once, most=max_batch_numel(self.device))
+        self._begun: set[int] = set()
 
     def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:
         """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the host."""
@@ -141,17 +134,6 @@ class Owned:
         return {key: value.transpose(0, 1).contiguous() if route.by_columns and value.shape == seen.shape else value
                 for key, value in init(seen).items()}
 
-    def _update_sets(self, pieces: Sequence[Piece]) -> list[UpdateSet]:
-        sets: dict[object, list[str]] = {}
-        for piece in pieces:
-            route = self._routes[piece.name]
-            # Copies are as large as what is copied: one parameter after another.
-            alone = piece.name if route.copied or (route.whole and not self._batch_matrices) else None
-            same = replace(route, name="", reason="", matrix_shape=None, transposed=False, parts=None, is_cut=False,
-                           by_user=False, sent_away=False)
-            sets.setdefault((same, alone), []).append(piece.name)
-        return [UpdateSet(self._rules[names[0]], self._routes[names[0]], tuple(names)) for names in sets.values()]
-
     def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
         """This rank's piece of ``name``: a matrix, a batch of them, or 1-D; blocks of columns as they lie."""
         shape = self._routes[name].stored_shape
@@ -165,13 +147,21 @@ class Owned:
         """One of the states of ``name`` as its rule sees it."""
         return self._seen(name, value) if value.shape == self._routes[name].stored_shape else value
 
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Open while all buckets are updated, once each."""
+        # An update that was left half-way may have begun some.
+        self._begun.clear()
+        with self.host:
+            yield
+
     def update(self, index: int, param_groups: Sequence[Mapping[str, Any]], factor: float, *, step: int,
                factors: Mapping[str, float] | None = None, leave_out: Collection[str] = (),
                scaled: Mapping[str, Factors] | None = None, watch: Watch | None = None) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and write the values.
 
-        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.host:``, last bucket first. It is update
-        number ``step`` of the run.
+        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.updating():``, last bucket first: some
+        parameters of others are updated with them. It is update number ``step`` of the run.
 
         Args:
             factors: by parameter, what replaces ``factor``.
@@ -181,11 +171,12 @@ class Owned:
         Raises:
             StepError: a rule cannot update a parameter, which it names; others are updated.
         """
-        self.reduced.multiply_(index, factor, factors or {})
         brought = self.host.bring(index)
-        self.follow_values(index, brought)
+        self._begin(index, brought, factor, factors or {})
         masters, opened = self._open(index, brought, leave_out)
         for update in self._updates[index]:
+            for ahead in update.buckets:
+                self._begin(ahead, {}, factor, factors or {})
             hyper = update.route.hyper(param_groups[update.route.group])
             seen = [(name, each) for name in update.names if name not in leave_out
                     for each in self._views_of(name, opened)]
@@ -217,6 +208,14 @@ class Owned:
         else:
             self._remaindered.close(index, masters)
         self.host.send_back(index)
+
+    def _begin(self, index: int, brought: Mapping[tuple[str, str], Tensor], factor: float,
+               factors: Mapping[str, float]) -> None:
+        """Multiply the gradients of bucket ``index``, and let its masters follow, unless it was done ahead."""
+        if index not in self._begun:
+            self._begun.add(index)
+            self.reduced.multiply_(index, factor, factors)
+            self.follow_values(index, brought)
 
     def _open(self, index: int, brought: Mapping[tuple[str, str], Tensor],
               leave_out: Collection[str]) -> tuple[Tensor | None, dict[tuple[str, str], Tensor]]:

@@ -9,7 +9,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ds_layerwise.recipes.kept import KeptMomentum
-from ds_layerwise.recipes.newton_schulz import NsMethod, newton_schulz_flops, newton_schulz_workspace
+from ds_layerwise.recipes.newton_schulz import (
+    FULL_BATCH_NUMEL,
+    NsMethod,
+    newton_schulz_flops,
+    newton_schulz_workspace,
+)
 from ds_layerwise.recipes.recipe import StateSpec
 from ds_layerwise.recipes.settings import Decay, Positive
 from ds_layerwise.recipes.update_hooks import UpdateHooks
@@ -28,6 +33,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     gradient_average: ClassVar[str | None] = "momentum_buffer"
     as_adamw: ClassVar[str] = "matrix_optimizer to 'adamuon'"
     hyper: ClassVar[tuple[str, ...]] = ("momentum",)
+    full_batch_numel: ClassVar[int] = FULL_BATCH_NUMEL
 
     nesterov: bool = True
     ns_method: NsMethod = "gram"

@@ -64,6 +64,9 @@ class Recipe(Section):
     hyper: ClassVar[tuple[str, ...]] = ()
     """What a rule takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
 
+    full_batch_numel: ClassVar[int] = 0
+    """Elements of matrices of one shape up to which it gains from updating more of them together; 0: nothing."""
+
     weight_decay_method: WeightDecayMethod = "decoupled"
     """What ``weight_decay`` is multiplied with, and where it enters; see :mod:`ds_layerwise.optimizers.decay`."""
     cautious_weight_decay: bool = False

@@ -1,4 +1,4 @@
-"""The update of a step: what this rank owns, bucket by bucket, each sent as soon as it is new."""
+"""The update of a step: what this rank owns, bucket by bucket, each sent as soon as all of it is new."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Update:
         left, late = list(range(len(self._owned.pieces))), self._param_sync.may_be_late()
         groups = self._optimizer.groups_now()
         with timed(self._timers, "optimizer_step"):
-            with self._interrupted.at(step), self._owned.host:
+            with self._interrupted.at(step), self._owned.updating():
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):

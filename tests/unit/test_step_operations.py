@@ -75,7 +75,7 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
     monkeypatch.setattr(type(get_accelerator()), "is_fp64_supported", lambda self: wide, raising=False)
     optimizer, mine = owned(dtype, None if wide else torch.float32, scalar_optimizer=scalar, ns_dtype=ns_dtype,
                             ns_method=method)
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), mine.updating(), Watch() as watch:
         squares = mine.reduced.sum_of_squares()
         for index in reversed(range(len(mine.layout.buckets))):
             mine.update(index, optimizer.param_groups, 0.5, step=1)
@@ -87,7 +87,7 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
 @pytest.mark.parametrize("decay", [{"weight_decay_method": "l2"}, {"cautious_weight_decay": True}])
 def test_neither_does_weight_decay(matrix, scalar, decay):
     optimizer, mine = owned(torch.bfloat16, None, matrix_optimizer=matrix, scalar_optimizer=scalar, **decay)
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), mine.updating(), Watch() as watch:
         for index in reversed(range(len(mine.layout.buckets))):
             mine.update(index, optimizer.param_groups, 0.5, step=1)
     assert (watch.waiting, watch.across, watch.wide) == ([], [], [])

@@ -12,15 +12,16 @@ from ds_layerwise.optimizers.muon import Muon
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.batching import batches
 from ds_layerwise.plan import model_file
-from ds_layerwise.plan.forecast import specs_of, workspace_bytes
+from ds_layerwise.plan.forecast import opened_bytes, specs_of, workspace_bytes
 from ds_layerwise.plan.model_file import ModelParam, load_model, route_model
 from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.ranks.update_sets import update_sets
 from ds_layerwise.recipes import muon as recipes
 from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "batching", "newton_schulz", "forecast", "recipes")
+pytestmark = rooms("muon", "batching", "newton_schulz", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
 MODELS = Path(model_file.__file__).parent / "models"
@@ -48,12 +49,25 @@ def params_of(model):
     return [ModelParam(f"{layer}.{i}", shape, "matrix") for layer in range(4) for i, shape in enumerate(STACKED[model])]
 
 
+def updates_of(layout, rank, routes, rule):
+    """By bucket, last first, the names that one call updates of what ``rank`` owns."""
+    pieces = [list(bucket.pieces(rank)) for bucket in layout.buckets]
+    names = {piece.name for held in pieces for piece in held}
+    sets = update_sets(pieces, routes, dict.fromkeys(names, rule), batch_matrices=True, in_place=names,
+                       most=MAX_BATCH_NUMEL)
+    return [each.names for of_bucket in reversed(sets) for each in of_bucket if each.route.whole]
+
+
+def shapes_of(names, routes):
+    return [shape for name in names for shape in routes[name].seen(0).values()]
+
+
 @pytest.mark.parametrize("method, ns_dtype", [("gram", "fp16"), ("gram", "bf16"), ("gram", "fp32"),
                                               ("standard", "fp32")])
-@pytest.mark.parametrize("model, ranks, bucket_numel", [
-    ("gpt2-124m", 2, 50_000_000), ("llama-2-7b", 8, 500_000_000), ("llama-3-405b", 64, 500_000_000),
-    ("gpt-oss", 2, 500_000_000), ("qwen3-moe", 1, 500_000_000)])
-def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, bucket_numel, method, ns_dtype):
+@pytest.mark.parametrize("model, ranks, bucket_numel, budget", [
+    ("gpt2-124m", 2, 50_000_000, 37), ("qwen3-0.6b", 8, 50_000_000, 38), ("llama-2-7b", 8, 500_000_000, 37),
+    ("llama-3-405b", 64, 500_000_000, 37), ("gpt-oss", 2, 500_000_000, 37), ("qwen3-moe", 1, 500_000_000, 37)])
+def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, bucket_numel, budget, method, ns_dtype):
     params, recipe = params_of(model), recipes.Muon(ns_method=method, ns_dtype=ns_dtype)
     routes, rule = route_model(params, recipes=Recipes(matrix=recipe)), Muon.of(recipe)
     specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
@@ -61,10 +75,8 @@ def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, buck
     said = workspace_bytes(layout, routes)
     rank = said.index(max(said))
     peak = launches = num_batches = 0
-    for bucket in layout.buckets:
-        shapes = [routes[piece.name].matrix_shape for piece in bucket.pieces(rank)] if bucket.whole else []
-        if not shapes:
-            continue
+    for names in updates_of(layout, rank, routes, rule):
+        shapes = shapes_of(names, routes)
         values, grads = ([torch.empty(shape, device=META) for shape in shapes] for _ in range(2))
         states = [rule.init_state(value) for value in values]
         with LiveMemory([*values, *grads, *(state["momentum_buffer"] for state in states)]) as memory, \
@@ -79,4 +91,35 @@ def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, buck
     assert least < peak / max(said) <= most
     largest = max(math.prod(spec.shape[-2:]) for spec in specs if spec.whole)
     assert peak <= 6 * 4 * max(largest, MAX_BATCH_NUMEL)
-    assert launches <= 37 * num_batches
+    assert launches <= budget * num_batches
+
+
+@pytest.mark.parametrize("model, ranks, bucket_numel, matrices, calls", [
+    ("qwen3-0.6b", 8, 50_000_000, 25, 6), ("qwen3-0.6b", 8, 500_000_000, 25, 4), ("qwen3-0.6b", 64, 50_000_000, 4, 2),
+    ("llama-2-7b", 8, 50_000_000, 28, 28)])
+def test_owners_that_have_few_of_each_bucket_still_update_them_together(model, ranks, bucket_numel, matrices, calls):
+    """A matrix of Llama-2-7B is a full batch by itself."""
+    params = params_of(model)
+    routes, rule = route_model(params, recipes=Recipes(matrix=recipes.Muon())), Muon.of(recipes.Muon())
+    specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
+    layout = plan_layout(specs, ranks, bucket_numel=bucket_numel)
+    found = []
+    for rank in range(ranks):
+        updates = updates_of(layout, rank, routes, rule)
+        found.append((sum(len(names) for names in updates),
+                      sum(len(batches(shapes_of(names, routes))) for names in updates)))
+    assert max(found) == (matrices, calls)
+
+
+def test_what_comes_from_elsewhere_for_its_update_is_taken_along_by_nobody():
+    params = params_of("qwen3-0.6b")
+    routes = route_model(params, recipes=Recipes(matrix=recipes.Muon()))
+    specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
+    layout = plan_layout(specs, 8, bucket_numel=50_000_000)
+    alone = workspace_bytes(layout, routes, hosted=True)
+    # Of one bucket, an owner has two matrices of a shape at most.
+    assert max(alone) == recipes.Muon().workspace((2, 1024, 3072)) < max(workspace_bytes(layout, routes))
+    opened = [opened_bytes(bucket, routes, "bfloat16+remainder") for bucket in layout.buckets]
+    assert all(own < most <= own + 4 * max(numel for bucket in layout.buckets for numel in bucket.shard_numels)
+               for own, most in zip(alone, workspace_bytes(layout, routes, opened), strict=True))
+    assert workspace_bytes(layout, routes, opened, hosted=True) == workspace_bytes(layout, routes, opened)
