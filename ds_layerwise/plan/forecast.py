@@ -224,8 +224,6 @@ class _Kind(NamedTuple):
     recipe: Recipe
     rows: int
     cols: int
-    numel: int
-    """Elements of one of them that are here: of matrices that tensor parallelism cuts, a part."""
     alone: str
     """The parameter that is updated alone; else empty."""
     copied: int
@@ -237,9 +235,8 @@ def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, i
     # What is copied for its update is updated alone.
     alone = slot.name if route.copied else ""
     for seen in route.seen(slot.numel).values():
-        own = seen if len(seen) > 1 else (1, *seen)
-        *batch, rows, cols = whole_shape(own, None if route.recipe.sees_tensor_shards else route.tp_axis, tp_size)
-        yield _Kind(route.recipe, rows, cols, own[-2] * own[-1], alone, route.copied), math.prod(batch)
+        *batch, rows, cols = route.multiplied(seen if len(seen) > 1 else (1, *seen), tp_size)
+        yield _Kind(route.recipe, rows, cols, alone, route.copied), math.prod(batch)
 
 
 def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequence[Counter[int]] | None = None, *,
@@ -251,7 +248,7 @@ def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequenc
 
     Args:
         opened: by bucket, see :func:`opened_bytes`; None if all is kept in float32.
-        hosted: whether something comes from the host for its update, so that nothing is taken along.
+        hosted: whether masters or states live on the host, so that nothing is taken along.
     """
     opened = opened or [Counter() for _ in layout.buckets]
     most = [0] * layout.world_size
@@ -288,7 +285,7 @@ def workspace_bytes(layout: Layout, routes: Mapping[str, Route], opened: Sequenc
     for (owner, number), count in along.items():
         kind = kinds[number]
         most[owner] = max(most[owner], works_in(number, most_together(
-            count, kind.numel, kind.recipe.full_batch_numel)))
+            count, kind.rows * kind.cols, kind.recipe.full_batch_numel)))
     return tuple(most)
 
 

@@ -322,7 +322,7 @@ def _costs(forecast: Forecast) -> Table:
                       f"{_size(staging)} of its device to work on them (less with a smaller reduce_bucket_size)")
     table.add_row("beside it, at most", f"{_size(max(traffic.total for traffic in forecast.traffic))} for buckets "
                   f"under way, and their exchange, {MAX_UNDER_WAY} at a time")
-    table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that the update of a bucket works in")
+    table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that an update works in")
     table.add_row("at start, at most", f"{_size(max(forecast.start_up))}, while parameters move into their buffer")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
     for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():

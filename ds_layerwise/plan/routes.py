@@ -92,6 +92,11 @@ class Route:
         """What its recipe keeps of ``numel`` elements of it; see :meth:`.recipes.parts.Parts.states`."""
         return _states(self.recipe, self.parts, self.matrix_shape, numel if self.matrix_shape is None else 0)
 
+    def multiplied(self, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+        """What goes through matrix products of what its rule sees as ``shape``: of matrices that tensor parallelism has
+        cut into ``tp_size`` parts the whole, unless the rule takes a part for a matrix."""
+        return whole_shape(shape, None if self.recipe.sees_tensor_shards else self.tp_axis, tp_size)
+
     @property
     def meaning(self) -> str:
         """What its states mean beyond their names and shapes, in words: equal if a run may go on from them; empty if

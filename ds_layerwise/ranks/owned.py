@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,15 +51,16 @@ class Owned:
         master_dtype: what masters of bfloat16 parameters are kept in between two updates; nothing is ``on_host`` unless
             in float32.
         rounding_seed: what chance begins with where states are rounded by chance.
+        tp_size: how many parts tensor parallelism has cut matrices into.
     """
 
     def __init__(self, layout: Layout, rank: int, routes: Mapping[str, Route], values: FlatBuffer,
                  grads: FlatBuffer | None, rules: Mapping[str, UpdateRule], *,
                  names: Mapping[str, Sequence[str]], batch_matrices: bool,
-                 on_host: Container[str] = (), pin_memory: bool = False, master_dtype: MasterDtype = "float32",
-                 rounding_seed: int = 0) -> None:
+                 on_host: Collection[str] = (), pin_memory: bool = False, master_dtype: MasterDtype = "float32",
+                 rounding_seed: int = 0, tp_size: int = 1) -> None:
         self.layout, self.rank, self._rules = layout, rank, rules
-        self._routes, self._names, self._batch_matrices = routes, names, batch_matrices
+        self._routes, self._names = routes, names
         self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
         """By parameter, the name that a checkpoint has for what this rank holds of it."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
@@ -96,7 +97,8 @@ class Owned:
                            if piece.name not in on_host and not self._remaindered.has(piece.name)
                            and not any(self._kept.of(piece.name))}
         self._updates = update_sets(self.pieces, routes, rules, batch_matrices=batch_matrices,
-                                    in_place=self._seen_once, most=max_batch_numel(self.device))
+                                    in_place=() if on_host else self._seen_once, tp_size=tp_size,
+                                    most=max_batch_numel(self.device))
         self._begun: set[int] = set()
 
     def _init_states(self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]) -> None:

@@ -104,7 +104,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
                             rules_of(self.routes, peers, fast_dtypes=self._products.dtypes), names=self._planned.names,
                             batch_matrices=self.config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory,
-                            master_dtype=self.config.master_dtype, rounding_seed=self.config.rounding_seed)
+                            master_dtype=self.config.master_dtype, rounding_seed=self.config.rounding_seed,
+                            tp_size=s.tp_size)
         self.optimizer.hold(Held(self._params[piece.name], self.routes[piece.name], piece,
                                  self._owned.states[piece.name]) for pieces in self._owned.pieces for piece in pieces)
 

@@ -1,6 +1,8 @@
 """What an update of an owner's matrices of real models takes: memory beside what is kept, and launches."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from ds_layerwise.plan.model_file import ModelParam, load_model, route_model
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.update_sets import update_sets
 from ds_layerwise.recipes import muon as recipes
-from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
+from ds_layerwise.recipes.newton_schulz import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
@@ -49,12 +51,12 @@ def params_of(model):
     return [ModelParam(f"{layer}.{i}", shape, "matrix") for layer in range(4) for i, shape in enumerate(STACKED[model])]
 
 
-def updates_of(layout, rank, routes, rule):
+def updates_of(layout, rank, routes, rule, *, elsewhere=(), tp_size=1):
     """By bucket, last first, the names that one call updates of what ``rank`` owns."""
     pieces = [list(bucket.pieces(rank)) for bucket in layout.buckets]
     names = {piece.name for held in pieces for piece in held}
-    sets = update_sets(pieces, routes, dict.fromkeys(names, rule), batch_matrices=True, in_place=names,
-                       most=MAX_BATCH_NUMEL)
+    sets = update_sets(pieces, routes, dict.fromkeys(names, rule), batch_matrices=True,
+                       in_place=names - {*elsewhere}, most=MAX_BATCH_NUMEL, tp_size=tp_size)
     return [each.names for of_bucket in reversed(sets) for each in of_bucket if each.route.whole]
 
 
@@ -111,15 +113,48 @@ def test_owners_that_have_few_of_each_bucket_still_update_them_together(model, r
     assert max(found) == (matrices, calls)
 
 
-def test_what_comes_from_elsewhere_for_its_update_is_taken_along_by_nobody():
+def qwen():
     params = params_of("qwen3-0.6b")
     routes = route_model(params, recipes=Recipes(matrix=recipes.Muon()))
     specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
-    layout = plan_layout(specs, 8, bucket_numel=50_000_000)
+    return routes, plan_layout(specs, 8, bucket_numel=50_000_000)
+
+
+def test_what_comes_from_elsewhere_for_its_update_is_taken_along_by_nobody():
+    routes, layout = qwen()
+    rule = Muon.of(recipes.Muon())
     alone = workspace_bytes(layout, routes, hosted=True)
     # Of one bucket, an owner has two matrices of a shape at most.
     assert max(alone) == recipes.Muon().workspace((2, 1024, 3072)) < max(workspace_bytes(layout, routes))
     opened = [opened_bytes(bucket, routes, "bfloat16+remainder") for bucket in layout.buckets]
     assert all(own < most <= own + 4 * max(numel for bucket in layout.buckets for numel in bucket.shard_numels)
                for own, most in zip(alone, workspace_bytes(layout, routes, opened), strict=True))
-    assert workspace_bytes(layout, routes, opened, hosted=True) == workspace_bytes(layout, routes, opened)
+    bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+    far = [names for names in updates_of(layout, 7, routes, rule) if len({bucket_of[name] for name in names}) > 1]
+    assert far
+    away = far[0][0]
+    for names in updates_of(layout, 7, routes, rule, elsewhere=[away]):
+        others = {bucket_of[name] for name in names}
+        assert len(others) == 1 or bucket_of[away] not in others
+
+
+def test_parts_of_matrices_fill_a_batch_as_the_wholes_that_are_gathered():
+    """With eight parts each, the whole of one is a full batch."""
+    routes, layout = qwen()
+    rule, bucket_of = Muon.of(recipes.Muon()), {slot.name: bucket.index
+                                                for bucket in layout.buckets for slot in bucket.slots}
+    cut = {name: route.with_axis(-2) if route.whole else route for name, route in routes.items()}
+    blocks = {name: replace(route, recipe=recipes.Muon(muon_tp_mode="blockwise")) if route.whole else route
+              for name, route in cut.items()}
+
+    def most(routes, tp_size):
+        """Elements of matrices of one shape in an update of several buckets, where there are several."""
+        found = [0]
+        for names in updates_of(layout, 7, routes, rule, tp_size=tp_size):
+            shapes = Counter(routes[name].matrix_shape for name in names)
+            if len({bucket_of[name] for name in names}) > 1:
+                found += [count * math.prod(shape) for shape, count in shapes.items() if count > 1]
+        return max(found)
+
+    assert 0 < most(cut, 8) <= FULL_BATCH_NUMEL // 8 < most(blocks, 8) == most(routes, 1) <= FULL_BATCH_NUMEL
+    assert max(workspace_bytes(layout, cut, tp_size=8)) == recipes.Muon().workspace((2, 1024 * 8, 3072))

@@ -95,7 +95,10 @@ class TestTraining(DistributedTest):
 
     @pytest.mark.parametrize("pin_memory", [True, False])
     def test_host_memory_changes_no_bit(self, pin_memory):
-        assert torch.equal(self.trained(), self.trained(offload={"device": "cpu", "pin_memory": pin_memory}))
+        # Batches end at buckets where something comes from the host; which kernel a device takes may depend on that.
+        own = {} if get_accelerator().device_name() == "cpu" else {"layerwise": {"batch_matrices": False}}
+        assert torch.equal(self.trained(**own), self.trained(
+            offload={"device": "cpu", "pin_memory": pin_memory}, **own))
 
     def test_a_resumed_run_does_what_an_unbroken_one_did(self, class_tmpdir):
         config = ds_config(bf16={"enabled": True})
