@@ -27,6 +27,7 @@ from ds_layerwise.plan.ways import (
     Reduction,
     check_reduction,
     choose_ways,
+    overlaps_levels,
     padded_for_cuts,
     wire_time,
 )
@@ -40,7 +41,8 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
     Args:
         specs: in model order; buckets walk them backwards, as gradients come.
         bucket_numel: a bucket closes once it holds this many elements, so it may be one large parameter, or a row of
-            equal ones; see :mod:`.plan.rows`.
+            equal ones, see :mod:`.plan.rows`; or sooner, where few buckets would leave the sums inside nodes and those
+            between them nothing to overlap with.
         policy: ``balanced`` balances the whole model, with shards of any length and no padding but that of aligned
             starts; ``lpt`` and ``size_matching`` make the shards of each bucket equal, as Megatron-LM's layer-wise
             optimizer did in #4771 and in #4509, and ``lpt`` makes buckets larger where they would be mostly padding.
@@ -67,6 +69,19 @@ def draft_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: i
     They are all that a prediction of times asks for, without the memory, and take half the time.
     """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
+    links = links or NVLINK_IB
+    made = partial(_drafts, specs, world_size, policy=policy, alignment=alignment, links=links, reduction=reduction,
+                   stage=stage)
+    drafts = made(bucket_numel)
+    if policy == "balanced" and overlaps_levels(world_size, links, reduction) and len(drafts) <= _FEW_BUCKETS:
+        drafts = _more_buckets(drafts, made, min(bucket_numel, sum(spec.numel for spec in specs)),
+                               lambda drafts: _wire_time(drafts, links, reduction, stage))
+    # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for a later one.
+    return sorted(drafts, key=lambda draft: draft.position)
+
+
+def _drafts(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, *, policy: str, alignment: int,
+            links: Links, reduction: Reduction, stage: int) -> list[Draft]:
     streams: dict[_Stream, list[Item]] = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
@@ -88,9 +103,27 @@ def draft_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: i
             owned[stream] = items
     limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if stage == 1 else 0
     drafts += _balance(owned, world_size, bucket_numel, limit,
-                       partial(_send, links=links or NVLINK_IB, reduction=reduction, stage=stage, alignment=alignment))
-    # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for a later one.
-    return sorted(drafts, key=lambda draft: draft.position)
+                       partial(_send, links=links, reduction=reduction, stage=stage, alignment=alignment))
+    return drafts
+
+
+#: Of so few buckets, sums inside nodes and those of another bucket between them have little time beside each other.
+_FEW_BUCKETS = 8
+#: Into how many parts a bucket may be cut then.
+_PARTS = (2, 4, 8)
+
+
+def _more_buckets(drafts: list[Draft], made: Callable[[int], list[Draft]], numel: int,
+                  took: Callable[[list[Draft]], int]) -> list[Draft]:
+    """``drafts``, or those of a fraction of ``numel`` that are the fastest, if that gains."""
+    fastest = min((made(-(-numel // parts)) for parts in _PARTS), key=took)
+    return fastest if 100 * took(fastest) <= (100 - _MUST_GAIN) * took(drafts) else drafts
+
+
+def _wire_time(drafts: list[Draft], links: Links, reduction: Reduction, stage: int) -> int:
+    drafts = sorted(drafts, key=lambda draft: draft.position)
+    return wire_time([Load.of_draft(draft, reduction, stage) for draft in drafts], [draft.way for draft in drafts],
+                     links, reduction).total
 
 
 class _Stream(NamedTuple):
@@ -200,8 +233,8 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
 
 # --- balanced: owners over the whole model, and for each bucket the way that suits its shards ------------------------
 
-#: What rows must gain, in percent of what all collectives of whole parameters take, to be worth waiting for.
-_ROWS_MUST_GAIN = 2
+#: What other buckets must gain, in percent of what the collectives take: rows make gradients wait.
+_MUST_GAIN = 2
 
 
 def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_numel: int, limit: int,
@@ -232,7 +265,7 @@ def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_nume
     in_rows, in_rows_ns = send([draft for stream, taken in rows.items()
                                 for draft in taken.drafts(world_size // stream.ep_size, stream.wire)]
                                + drafts(rest, {**owners, **left}))
-    return in_rows if 100 * in_rows_ns <= (100 - _ROWS_MUST_GAIN) * plain_ns else plain
+    return in_rows if 100 * in_rows_ns <= (100 - _MUST_GAIN) * plain_ns else plain
 
 
 def _send(drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int,

@@ -174,6 +174,11 @@ def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, redu
     return max(over)
 
 
+def overlaps_levels(holders: int, links: Links, reduction: Reduction) -> bool:
+    """Whether sums of one bucket inside nodes and those of another between them are made at a time."""
+    return reduction == "ordered" and not links.on_host and group_of(holders, links, 1).has_levels
+
+
 def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None) -> Levels:
     """What a reduction of equal shards or cuts takes that adds up in rank order: inside nodes, then between them.
 

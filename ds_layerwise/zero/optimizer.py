@@ -94,7 +94,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
     # --- construction ----------------------------------------------------------------------------------------------
 
     def _init_buffers(self, device: torch.device) -> None:
-        s, layout = self.settings, self.layout
+        s, config, layout = self.settings, self.config, self.layout
         self._values = FlatBuffer(layout, device, fill=self._move_in)
         stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
@@ -103,9 +103,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
                             rules_of(self.routes, peers, fast_dtypes=self._products.dtypes), names=self._planned.names,
-                            batch_matrices=self.config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory,
-                            master_dtype=self.config.master_dtype, rounding_seed=self.config.rounding_seed,
-                            tp_size=s.tp_size)
+                            batch_matrices=config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory,
+                            tp_size=s.tp_size, master_dtype=config.master_dtype, rounding_seed=config.rounding_seed)
         self.optimizer.hold(Held(self._params[piece.name], self.routes[piece.name], piece,
                                  self._owned.states[piece.name]) for pieces in self._owned.pieces for piece in pieces)
 

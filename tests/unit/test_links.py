@@ -5,11 +5,13 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.plan import planner
+from ds_layerwise.plan import model_file, planner
 from ds_layerwise.plan.cost import LayoutReport
 from ds_layerwise.plan.drafts import draft_owned
 from ds_layerwise.plan.forecast import forecast
@@ -25,6 +27,7 @@ from ds_layerwise.plan.rows import row_limit, take_rows
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.ways import (
     Load,
+    Reduction,
     choose_ways,
     exchange,
     gather_levels,
@@ -44,6 +47,8 @@ from ds_layerwise.recipes.muon import Muon
 from tests.support.rooms import rooms
 
 pytestmark = rooms("links", "ways", "rows", "drafts", "prediction", "planner")
+
+MODELS = Path(model_file.__file__).parent / "models"
 
 #: Two nodes of four have 100 bytes a nanosecond inside, and two interfaces of 10 each between them.
 SMALL = Links(inside_gb_s=100.0, between_gb_s=10.0, inside_us=1.0, between_us=10.0, ranks_per_node=4, rails=2,
@@ -359,6 +364,49 @@ def test_no_other_ways_take_much_less(seed):
             straight = found[tuple(kinds[0] for kinds in options)]
             assert took <= straight
             assert took <= 1.15 * min(found.values()), (owned, chosen)
+
+
+def planned(model, ranks, *, bucket_numel=500_000_000, links=NVLINK_IB, reduction="ordered", policy="balanced"):
+    """How many buckets there are, and what all collectives take."""
+    specs = [replace(spec, wire="bfloat16") for spec in load_model_specs(MODELS / f"{model}.yaml")]
+    buckets = plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction,
+                          policy=policy).buckets
+    return len(buckets), wire_time([Load.of_bucket(bucket, "bfloat16", reduction) for bucket in buckets],
+                                   [bucket.way for bucket in buckets], links, reduction).total
+
+
+@pytest.mark.parametrize("model", ["gpt2-124m", "qwen3-0.6b"])
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+@pytest.mark.parametrize("links", [NVLINK_IB, PCIE_ETHERNET, TCP])
+def test_few_buckets_are_cut_into_more_where_levels_overlap_and_that_gains(model, reduction, links, monkeypatch):
+    how = {"links": links, "reduction": reduction}
+    found = {ranks: planned(model, ranks, **how) for ranks in (2, 8, 12, 64, 512)}
+    monkeypatch.setattr(planner, "_FEW_BUCKETS", 0)
+    plain = {ranks: planned(model, ranks, **how) for ranks in found}
+    # On 8 ranks and fewer there is one level, and native sums are rings.
+    more = {ranks for ranks in found if found[ranks] != plain[ranks]}
+    assert not more or (reduction == "ordered" and links != TCP and min(more) > 8)
+    assert all(found[ranks][0] > plain[ranks][0] and found[ranks][1] <= 0.98 * plain[ranks][1] for ranks in more)
+
+
+@pytest.mark.parametrize("model, bucket_numel, num_buckets", [
+    ("qwen3-0.6b", 500_000_000, 3), ("llama-2-7b", 4_000_000_000, 14)])
+def test_the_fastest_of_smaller_sizes_is_taken_if_that_gains_enough(model, bucket_numel, num_buckets, monkeypatch):
+    found = planned(model, 64, bucket_numel=bucket_numel)
+    monkeypatch.setattr(planner, "_MUST_GAIN", 30)
+    assert planned(model, 64, bucket_numel=bucket_numel)[0] < found[0] == num_buckets
+    monkeypatch.setattr(planner, "_FEW_BUCKETS", 0)
+    smaller = [planned(model, 64, bucket_numel=bucket_numel // parts) for parts in (1, 2, 4, 8)]
+    assert found == min(smaller, key=lambda each: each[1]) and found[1] < 0.95 * smaller[0][1]
+
+
+def test_many_buckets_and_other_policies_stay_as_they_are(monkeypatch):
+    cases = [("qwen3-0.6b", {"bucket_numel": 50_000_000}), ("qwen3-0.6b", {"policy": "lpt"}),
+             ("qwen3-0.6b", {"policy": "size_matching"})]
+    found = [planned(model, 64, **settings) for model, settings in cases]
+    assert found[0][0] > 8 >= found[1][0]
+    monkeypatch.setattr(planner, "_FEW_BUCKETS", 0)
+    assert found == [planned(model, 64, **settings) for model, settings in cases]
 
 
 def test_a_reduction_that_is_none_is_refused():
