@@ -19,16 +19,17 @@ from ds_layerwise.config import LayoutPolicy
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.drafts import Draft, cut_stream, draft_owned, draft_split
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.links import NVLINK_IB, Links
+from ds_layerwise.plan.links import NVLINK_IB, Links, group_of
 from ds_layerwise.plan.owners import Item, choose_owners, spread
 from ds_layerwise.plan.rows import row_limit, take_rows
 from ds_layerwise.plan.ways import (
     Load,
     Reduction,
+    WireTime,
     check_reduction,
     choose_ways,
-    overlaps_levels,
     padded_for_cuts,
+    time_of_drafts,
     wire_time,
 )
 
@@ -73,9 +74,10 @@ def draft_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: i
     made = partial(_drafts, specs, world_size, policy=policy, alignment=alignment, links=links, reduction=reduction,
                    stage=stage)
     drafts = made(bucket_numel)
-    if policy == "balanced" and overlaps_levels(world_size, links, reduction) and len(drafts) <= _FEW_BUCKETS:
-        drafts = _more_buckets(drafts, made, min(bucket_numel, sum(spec.numel for spec in specs)),
-                               lambda drafts: _wire_time(drafts, links, reduction, stage))
+    if policy == "balanced" and _overlaps_levels(world_size, links, reduction) and len(drafts) <= _FEW_BUCKETS:
+        full = min(bucket_numel, sum(spec.numel for spec in specs))
+        drafts = _or_faster(drafts, [made(-(-full // parts)) for parts in _PARTS],
+                            lambda drafts: time_of_drafts(drafts, links, reduction, stage))
     # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for a later one.
     return sorted(drafts, key=lambda draft: draft.position)
 
@@ -107,23 +109,28 @@ def _drafts(specs: Sequence[ParamSpec], world_size: int, bucket_numel: int, *, p
     return drafts
 
 
+#: What other buckets must gain, in percent of what the collectives take, to be worth it: rows make gradients wait, and
+#: more buckets are more to launch.
+_MUST_GAIN = 2
+
 #: Of so few buckets, sums inside nodes and those of another bucket between them have little time beside each other.
 _FEW_BUCKETS = 8
 #: Into how many parts a bucket may be cut then.
 _PARTS = (2, 4, 8)
 
 
-def _more_buckets(drafts: list[Draft], made: Callable[[int], list[Draft]], numel: int,
-                  took: Callable[[list[Draft]], int]) -> list[Draft]:
-    """``drafts``, or those of a fraction of ``numel`` that are the fastest, if that gains."""
-    fastest = min((made(-(-numel // parts)) for parts in _PARTS), key=took)
-    return fastest if 100 * took(fastest) <= (100 - _MUST_GAIN) * took(drafts) else drafts
+def _overlaps_levels(holders: int, links: Links, reduction: Reduction) -> bool:
+    """Whether sums of one bucket inside nodes and those of another between them are made at a time."""
+    return reduction == "ordered" and not links.on_host and group_of(holders, links, 1).has_levels
 
 
-def _wire_time(drafts: list[Draft], links: Links, reduction: Reduction, stage: int) -> int:
-    drafts = sorted(drafts, key=lambda draft: draft.position)
-    return wire_time([Load.of_draft(draft, reduction, stage) for draft in drafts], [draft.way for draft in drafts],
-                     links, reduction).total
+def _or_faster(drafts: list[Draft], others: Sequence[list[Draft]],
+               took: Callable[[list[Draft]], WireTime]) -> list[Draft]:
+    """``drafts``, or the fastest of ``others`` that leave no more to do after the last gradient, if that gains."""
+    plain = took(drafts)
+    found = min((each for each in others if took(each).tail <= plain.tail), key=lambda each: took(each).total,
+                default=drafts)
+    return found if 100 * took(found).total <= (100 - _MUST_GAIN) * plain.total else drafts
 
 
 class _Stream(NamedTuple):
@@ -233,8 +240,6 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
 
 # --- balanced: owners over the whole model, and for each bucket the way that suits its shards ------------------------
 
-#: What other buckets must gain, in percent of what the collectives take: rows make gradients wait.
-_MUST_GAIN = 2
 
 
 def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_numel: int, limit: int,

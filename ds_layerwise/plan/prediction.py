@@ -18,7 +18,7 @@ from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.planner import draft_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.plan.ways import Load, Reduction, WireTime, wire_time
+from ds_layerwise.plan.ways import Load, Reduction, WireTime, time_of_drafts, wire_time
 
 #: Bucket sizes that a plan compares with its own, elements.
 BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)
@@ -110,9 +110,7 @@ def predict(plan: Forecast, specs: Sequence[ParamSpec], routes: Mapping[str, Rou
         if memory_bytes is None:
             drafts = draft_layout(specs, layout.world_size, bucket_numel=bucket_numel, links=links,
                                   reduction=reduction, **placing(run))
-            wire = wire_time([Load.of_draft(draft, reduction, run.stage) for draft in drafts],
-                             [draft.way for draft in drafts], links, reduction)
-            sizes.append(BucketSize(bucket_numel, len(drafts), wire))
+            sizes.append(BucketSize(bucket_numel, len(drafts), time_of_drafts(drafts, links, reduction, run.stage)))
         else:
             sizes.append(size_of(forecast(specs, routes, run, layout.world_size, bucket_numel=bucket_numel, links=links,
                                           reduction=reduction, tp_size=tp_size), bucket_numel))

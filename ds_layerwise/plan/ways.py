@@ -174,11 +174,6 @@ def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, redu
     return max(over)
 
 
-def overlaps_levels(holders: int, links: Links, reduction: Reduction) -> bool:
-    """Whether sums of one bucket inside nodes and those of another between them are made at a time."""
-    return reduction == "ordered" and not links.on_host and group_of(holders, links, 1).has_levels
-
-
 def ordered_levels(numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None) -> Levels:
     """What a reduction of equal shards or cuts takes that adds up in rank order: inside nodes, then between them.
 
@@ -356,6 +351,13 @@ def wire_time(loads: Sequence[Load], ways: Sequence[Way], links: Links, reductio
     moved = [exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()]
     reduce = reduce_all_ns(loads, ways, links, reduction)
     return WireTime(reduce, sum(each.sums for each in moved), sum(each.params for each in moved), gather, last)
+
+
+def time_of_drafts(drafts: Iterable[Draft], links: Links, reduction: Reduction, stage: int) -> WireTime:
+    """What ``drafts`` take in a step; see :func:`wire_time`."""
+    drafts = sorted(drafts, key=lambda draft: draft.position)
+    return wire_time([Load.of_draft(draft, reduction, stage) for draft in drafts], [draft.way for draft in drafts],
+                     links, reduction)
 
 
 def in_levels(buckets: Iterable[Bucket], wires: Sequence[str], links: Links, reduction: Reduction) -> InLevels:

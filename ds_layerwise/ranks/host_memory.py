@@ -103,8 +103,8 @@ class HostMemory:
 
     Note: why every update runs on the device
         Newton-Schulz on a host would take longer than the rest of the step. What is element-wise could run there, but
-        then the two kinds would round apart from a run without offload; on the device the same kernels get them, in the
-        batches that their bucket fills, and give the same bits.
+        then the two kinds would round apart from a run without offload; on the device they get the same kernels, as far
+        as batches are the same, which end at buckets here.
 
     Note: what runs when
         The tensors of a bucket are one piece of host memory, so that a bucket is one copy each way. While one bucket

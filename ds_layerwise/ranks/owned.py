@@ -45,8 +45,8 @@ class Owned:
         rules: by parameter, what updates it.
         names: by parameter, those that its experts have in a checkpoint; see :func:`.checkpoint.names.expert_names`.
         batch_matrices: whether a rule gets whole parameters together, or one by one.
-        on_host: names of the parameters whose master and states are to live in host memory. The master of a float32
-            parameter is the parameter, which stays on the device.
+        on_host: names of the parameters whose master and states are to live in host memory: who has little memory works
+            in little, too, a bucket at a time. The master of a float32 parameter is that, which stays on the device.
         pin_memory: whether that memory is page-locked.
         master_dtype: what masters of bfloat16 parameters are kept in between two updates; nothing is ``on_host`` unless
             in float32.

@@ -12,7 +12,7 @@ NsMethod = Literal["gram", "standard"]
 #: Largest sum of elements of matrices that go through the products together on an accelerator; one may be larger.
 MAX_BATCH_NUMEL = 64 * 2**20
 
-#: The same where matrices would be updated one after another but for that: enough to fill an accelerator.
+#: Sum of elements up to which matrices of other buckets join those of one: enough to fill an accelerator.
 FULL_BATCH_NUMEL = 16 * 2**20
 
 #: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. Where a matrix starts in
