@@ -375,10 +375,15 @@ def planned(model, ranks, *, bucket_numel=500_000_000, links=NVLINK_IB, reductio
                                    [bucket.way for bucket in buckets], links, reduction)
 
 
+def felt(wire):
+    """What collectives take if half of what may hide behind the backward pass does."""
+    return wire.last + (wire.reduce - wire.last) / 2 + wire.sums + wire.params + wire.gather
+
+
 @pytest.mark.parametrize("reduction", get_args(Reduction))
 @pytest.mark.parametrize("model, bucket_numel, links, ranks", [
-    ("qwen3-0.6b", 500_000_000, NVLINK_IB, {16, 64, 128}), ("qwen3-0.6b", 500_000_000, TCP, set()),
-    ("llama-2-7b", 4_000_000_000, NVLINK_IB, {16, 128}), ("llama-2-7b", 4_000_000_000, PCIE_ETHERNET, {128}),
+    ("qwen3-0.6b", 500_000_000, NVLINK_IB, {64, 128}), ("qwen3-0.6b", 500_000_000, TCP, set()),
+    ("llama-2-7b", 4_000_000_000, NVLINK_IB, {16, 128}), ("llama-2-7b", 4_000_000_000, PCIE_ETHERNET, set()),
     ("gpt2-124m", 500_000_000, NVLINK_IB, set())])
 def test_few_buckets_are_cut_into_more_where_levels_overlap_and_that_gains(model, bucket_numel, links, ranks, reduction,
                                                                           monkeypatch):
@@ -389,22 +394,24 @@ def test_few_buckets_are_cut_into_more_where_levels_overlap_and_that_gains(model
     more = {size for size in found if found[size] != plain[size]}
     assert more == (ranks if reduction == "ordered" else set())
     for size in more:
-        assert found[size][0] >= plain[size][0] and found[size][1].total <= 0.98 * plain[size][1].total
+        assert found[size][0] > plain[size][0] and felt(found[size][1]) <= 0.98 * felt(plain[size][1])
         assert found[size][1].tail <= plain[size][1].tail
 
 
-@pytest.mark.parametrize("model, bucket_numel, num_buckets", [
-    ("qwen3-0.6b", 500_000_000, 3), ("qwen3-0.6b", 4_000_000_000, 4)])
-def test_the_fastest_of_smaller_sizes_is_taken_if_that_gains_enough(model, bucket_numel, num_buckets, monkeypatch):
-    found = planned(model, 64, bucket_numel=bucket_numel)
+@pytest.mark.parametrize("model, ranks, bucket_numel, num_buckets, by_total", [
+    ("qwen3-0.6b", 64, 500_000_000, 3, 3), ("qwen3-0.6b", 64, 4_000_000_000, 4, 4),
+    ("llama-2-7b", 512, 4_000_000_000, 5, 8)])
+def test_the_fastest_of_smaller_sizes_is_taken_if_that_gains_enough(model, ranks, bucket_numel, num_buckets, by_total,
+                                                                   monkeypatch):
+    found = planned(model, ranks, bucket_numel=bucket_numel)
     monkeypatch.setattr(planner, "_MUST_GAIN", 30)
-    assert planned(model, 64, bucket_numel=bucket_numel)[0] < found[0] == num_buckets
+    assert planned(model, ranks, bucket_numel=bucket_numel)[0] < found[0] == num_buckets
     monkeypatch.setattr(planner, "_FEW_BUCKETS", 0)
     # A bucket holds all of the model at most.
     full = min(bucket_numel, sum(spec.numel for spec in load_model_specs(MODELS / f"{model}.yaml")))
-    smaller = [planned(model, 64, bucket_numel=-(-full // parts)) for parts in (1, 2, 4, 8)]
-    assert found == min(smaller, key=lambda each: each[1].total)
-    assert found[1].total < 0.95 * smaller[0][1].total
+    smaller = [planned(model, ranks, bucket_numel=-(-full // parts)) for parts in (1, 2, 4, 8)]
+    assert found == min(smaller, key=lambda each: felt(each[1])) and felt(found[1]) < 0.97 * felt(smaller[0][1])
+    assert min(smaller, key=lambda each: each[1].total)[0] == by_total
 
 
 def test_nothing_is_cut_that_would_leave_more_after_the_last_gradient(monkeypatch):
