@@ -246,8 +246,6 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
 
 # --- balanced: owners over the whole model, and for each bucket the way that suits its shards ------------------------
 
-
-
 def _balance(streams: Mapping[_Stream, list[Item]], world_size: int, bucket_numel: int, limit: int,
              send: Callable[[list[Draft]], tuple[list[Draft], int]]) -> list[Draft]:
     """Buckets of whole parameters, with or without rows, whichever ``send`` makes faster; ``limit`` 0 for none."""

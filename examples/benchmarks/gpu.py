@@ -164,6 +164,18 @@ def step(place: Place, limit_s: float) -> Found:
                   *(f"| {name} | {each:.2f} | {ms[OURS] / each:.2f} |" for name, each in ms.items())])
 
 
+def batches(place: Place, limit_s: float) -> Found:
+    """One optimizer step with buckets of a matrix each."""
+    from gpu_ranks import batch_times
+
+    everyone = on_ranks(place, batch_times, limit_s=limit_s)
+    ms = slowest(everyone)
+    first = next(iter(ms.values()))
+    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; but for the last, every matrix is "
+                  "a bucket of its own.", "", "| matrices are updated | ms | over one by one |", "|---|---:|---:|",
+                  *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items())])
+
+
 def offload(place: Place, limit_s: float) -> Found:
     """One optimizer step with masters and states on the host."""
     from gpu_ranks import offload_times
@@ -238,8 +250,9 @@ def memory(place: Place, limit_s: float) -> Found:
 
 #: By title: what runs, and after how many seconds it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
-    "Tests": (tests, 180), "Newton-Schulz": (newton_schulz, 60), "Step": (step, 90), "Offload": (offload, 70),
-    "Streams": (streams, 120), "Memory": (memory, 60)}
+    "Tests": (tests, 180), "Newton-Schulz": (newton_schulz, 60), "Step": (step, 90), "Batches": (batches, 30),
+    "Offload": (offload, 70),
+    "Streams": (streams, 100), "Memory": (memory, 60)}
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import hashlib
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,11 +144,12 @@ def gpt_on(place: Place, config: GPTConfig) -> GPT:
         return QuickGpt(config)
 
 
-def engine_of(optimizer: str, model: nn.Module, **zero: Any) -> Any:
+def engine_of(optimizer: str, model: nn.Module, layerwise: Mapping[str, Any] | None = None, **zero: Any) -> Any:
     """In bf16, at stage 1."""
     config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, "bf16": {"enabled": True},
               "gradient_clipping": 1.0, "optimizer": OPTIMIZERS[optimizer],
-              "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 50_000_000, **zero}}
+              "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 50_000_000, **zero},
+              **({} if layerwise is None else {"layerwise": layerwise})}
     return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -180,6 +181,18 @@ def step_times(place: Place) -> dict[str, Any]:
     ms = in_turns({**{name: engine.step for name, engine in engines.items()}, FUSED: fused.step}, place.repetitions,
                   before={**before, FUSED: backward_bare}, finish=place.finish)
     return {"ms": ms, "numel": sum(p.numel() for p in bare.parameters())}
+
+
+def batch_times(place: Place) -> dict[str, Any]:
+    """Milliseconds of one step with a matrix a bucket, as owners among many ranks have them, and with all in one."""
+    config = place.gpt(2e8) if place.tiny else GPTConfig(layers=16, width=1024, heads=8, context=256)
+    sides: dict[str, tuple[int, bool]] = {"one by one": (1, False), "batches over buckets": (1, True),
+                                          "one bucket": (10**9, True)}
+    engines = {name: engine_of(OURS, gpt_on(place, config), {"batch_matrices": batched}, reduce_bucket_size=numel)
+               for name, (numel, batched) in sides.items()}
+    ms = in_turns({name: engine.step for name, engine in engines.items()}, place.repetitions, finish=place.finish,
+                  before={name: backward_of(engine, config) for name, engine in engines.items()})
+    return {"ms": ms, "numel": sum(p.numel() for p in engines["one bucket"].module.parameters())}
 
 
 def offload_times(place: Place) -> dict[str, Any]:

@@ -40,15 +40,16 @@ def test_every_section_runs(tmp_path):
     head, *sections = report.split("\n## ")
     assert f"`python examples/benchmarks/gpu.py --device cpu --tiny --out {out}`" in head and "commit" in head
     assert [section.split("\n")[0] for section in sections] == [
-        "Tests", "Newton-Schulz", "Step", "Offload", "Streams", "Memory"]
+        "Tests", "Newton-Schulz", "Step", "Batches", "Offload", "Streams", "Memory"]
     assert "1 passed, 0 failed, 0 skipped." in sections[0]
     rows = [{row.strip("|").split("|")[column].strip() for row in section.splitlines() if row.startswith("| ")}
-            for section, column in zip(sections[1:], (2, 0, 0, 0, 0), strict=True)]
+            for section, column in zip(sections[1:], (2, 0, 0, 0, 0, 0), strict=True)]
     assert rows[0] >= {"ours gram", "stock gram", "ours standard", "stock standard", "torch"}
     assert rows[1] >= {"LayerWiseMuon", "stock Muon", "torch AdamW, fused"}
-    assert rows[2] >= {"on the device", "on the host, copies beside updates", "on the host, one after another"}
-    assert rows[3] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[4]
-    assert "stage-1-bf16" in rows[4]
+    assert rows[2] >= {"one by one", "batches over buckets", "one bucket"}
+    assert rows[3] >= {"on the device", "on the host, copies beside updates", "on the host, one after another"}
+    assert rows[4] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[5]
+    assert "stage-1-bf16" in rows[5]
 
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
