@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.links import Links, group_of
+from ds_layerwise.plan.links import Group, Links, group_of
+from ds_layerwise.plan.reduction import SUM_BYTES, Reduction, partial_sums, sum_dtype
 from ds_layerwise.plan.rounds import begun_backwards, deal, exchange_bytes
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.shards import in_own_cuts
-from ds_layerwise.plan.ways import MAX_UNDER_WAY, SUM_BYTES, InLevels, Reduction, in_levels, itemsize, sum_dtype
+from ds_layerwise.plan.ways import MAX_UNDER_WAY, InLevels, in_levels, itemsize
 from ds_layerwise.recipes import bits
 from ds_layerwise.recipes.bits import MasterDtype
 
@@ -236,26 +237,28 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
     """
     size = layout.world_size
     # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the sums of a node, of
-    # what is received, and added.
+    # what is received, added up in parts, and added.
     sent, sums = [0] * MAX_UNDER_WAY, [0] * MAX_UNDER_WAY
-    received, added = (np.zeros((MAX_UNDER_WAY, size), np.int64) for _ in range(2))
+    received, parts, added = (np.zeros((MAX_UNDER_WAY, size), np.int64) for _ in range(3))
     gathered = 0
     rings = InLevels() if links is None else in_levels(layout.buckets, wires, links, reduction)
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         turn = bucket.index % MAX_UNDER_WAY
         holders, wire_bytes = bucket.holders, itemsize(wire)
+        group = None if links is None else group_of(holders, links, bucket.ep_size)
         copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
         if stage == 2:
             _raise_to_own(added[turn], bucket, SUM_BYTES)
         # The backend may write straight to where sums stay.
         stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
         if holders > 1 and reduction == "ordered":
+            if group and not group.links.on_host:
+                _raise_to_own(parts[turn], bucket, SUM_BYTES * _partial_sums(bucket, group))
             # Of two ranks each reads its own where they are.
             _raise_to_own(received[turn], bucket, wire_bytes * (holders if holders > 2 else 1))
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
             _raise_to_own(received[turn], bucket, wire_bytes)
         copies = int(copied)
-        group = None if links is None else group_of(holders, links, bucket.ep_size)
         if group and (bucket.index in rings.reduce if reduction == "native" else bucket.way != "ragged"
                       and group.has_levels):
             # Sorted by the places of a node, beside the memory that it all comes from.
@@ -266,13 +269,20 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
             gathered = max(gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype))
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
     sums_moved, params_moved = _exchanged(layout, stage=stage, wires=wires, reduction=reduction)
-    reduced = [(sum(sent), sum(sums) + each) for each in (received + added).sum(0).tolist()]
+    reduced = [(sum(sent), sum(sums) + each) for each in (received + parts + added).sum(0).tolist()]
     if links is None or links.on_host:
         return tuple(RankTraffic(*each, moved) for each, moved in zip(
             reduced, np.maximum(sums_moved, params_moved).tolist(), strict=True))
     return tuple(max((RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
                      key=lambda traffic: traffic.total)
                  for each, there, back in zip(reduced, sums_moved.tolist(), params_moved.tolist(), strict=True))
+
+
+def _partial_sums(bucket: Bucket, group: Group) -> int:
+    """How many partial sums a device makes of the summands of a rank's own, at most at a time; of all of its levels."""
+    if bucket.way == "ragged" or not group.has_levels:
+        return sum(partial_sums(group.size)) if group.size > 2 else 0
+    return max(group.nodes * sum(partial_sums(group.local)), sum(partial_sums(group.nodes)))
 
 
 def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:

@@ -26,10 +26,10 @@ from ds_layerwise.plan.cost import (
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.together import most_together
-from ds_layerwise.plan.ways import Reduction, sum_dtype
 from ds_layerwise.recipes.bits import DTYPE_BYTES, MasterDtype
 from ds_layerwise.recipes.recipe import Recipe
 

@@ -21,17 +21,9 @@ from ds_layerwise.plan.drafts import Draft, cut_stream, draft_owned, draft_split
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.links import NVLINK_IB, Links, group_of
 from ds_layerwise.plan.owners import Item, choose_owners, spread
+from ds_layerwise.plan.reduction import Reduction, check_reduction
 from ds_layerwise.plan.rows import row_limit, take_rows
-from ds_layerwise.plan.ways import (
-    Load,
-    Reduction,
-    WireTime,
-    check_reduction,
-    choose_ways,
-    padded_for_cuts,
-    time_of_drafts,
-    wire_time,
-)
+from ds_layerwise.plan.ways import Load, WireTime, choose_ways, padded_for_cuts, time_of_drafts, wire_time
 
 
 def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: int, policy: str = "balanced",

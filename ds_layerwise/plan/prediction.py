@@ -16,9 +16,10 @@ from ds_layerwise.plan.forecast import Forecast, forecast, on_the_wire, placing
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import NVLINK_IB, Links
 from ds_layerwise.plan.planner import draft_layout
+from ds_layerwise.plan.reduction import Reduction
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.plan.ways import Load, Reduction, WireTime, time_of_drafts, wire_time
+from ds_layerwise.plan.ways import Load, WireTime, time_of_drafts, wire_time
 
 #: Bucket sizes that a plan compares with its own, elements.
 BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)

@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +33,11 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.drafts import Draft
 from ds_layerwise.plan.layout import Bucket, Way
 from ds_layerwise.plan.links import Group, Links, group_of
+from ds_layerwise.plan.reduction import SUM_BYTES, Reduction, sum_dtype
 from ds_layerwise.plan.shards import Shards, in_own_cuts
 from ds_layerwise.recipes.bits import DTYPE_BYTES
 
 _T = TypeVar("_T")
-
-#: How sums are made; see the note.
-Reduction = Literal["native", "ordered"]
-
-#: Bytes of a sum at its owner: float32.
-SUM_BYTES = 4
 
 #: Buckets, or rounds of an exchange, that travel at a time: it bounds the memory for what is sent and received.
 MAX_UNDER_WAY = 2
@@ -115,15 +110,6 @@ def itemsize(dtype: str) -> int:
     if dtype not in DTYPE_BYTES:
         raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
-
-
-def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
-    """What sums are in that lie in cuts, and on their way to their owners, of gradients that travel in ``wire``.
-
-    The backend makes them in that dtype, and owners divide them in float32. At stage 2 those of further micro-batches
-    are added to them in the cut, and sums in rank order are float32 to begin with.
-    """
-    return wire if reduction == "native" and stage == 1 else "float32"
 
 
 def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
@@ -281,7 +267,8 @@ def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, align
     """The way of each of ``loads`` that makes the collectives of a step take least.
 
     Those with equal shards go ``even``. Of the others, those go in cuts for which that pays if an exchange is on its
-    way anyhow, provided that all of them together make up for the exchange.
+    way anyhow, provided that all of them together make up for the exchange. All of them do where sums in rank order are
+    made inside nodes first: ragged shards are added up all at once, so that the way would change what is added to what.
     """
     ways: list[Way] = ["even" if load.shards.is_even else "ragged" for load in loads]
     cuts: Way = "cuts"
@@ -298,7 +285,11 @@ def choose_ways(loads: Sequence[Load], links: Links, reduction: Reduction, align
         return straight - cut if cut + part < straight else 0
 
     for index, load in enumerate(loads):
-        if ways[index] != "even" and (gained := gain(load, ways[index])):
+        if ways[index] == "even":
+            continue
+        if reduction == "ordered" and group_of(load.holders, links, load.ep_size).has_levels:
+            ways[index] = cuts
+        elif gained := gain(load, ways[index]):
             gains[load.ep_size][index] = gained
     for ep_size, of in gains.items():
         group = group_of(loads[next(iter(of))].holders, links, ep_size)
@@ -378,20 +369,3 @@ def in_levels(buckets: Iterable[Bucket], wires: Sequence[str], links: Links, red
         if not links.on_host and takes_levels(bucket.numel * itemsize(bucket.dtype), group):
             gather.add(bucket.index)
     return InLevels(frozenset(reduce), frozenset(gather))
-
-
-def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:
-    """How a run makes sums: as it is set, or for "auto" the backend's way, unless what travels lies in host memory."""
-    if setting == "auto":
-        return "ordered" if on_host else "native"
-    return setting
-
-
-def check_reduction(reduction: str) -> None:
-    """Refuse what is no way to make sums.
-
-    Raises:
-        LayoutError: it is none.
-    """
-    if reduction not in get_args(Reduction):
-        raise LayoutError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")

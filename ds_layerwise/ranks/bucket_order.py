@@ -102,12 +102,16 @@ class BucketOrder:
         self._missing = [len(bucket.slots) for bucket in self.layout.buckets]
         self._ready = self._launched = 0
 
-    @torch.no_grad()
     def accumulate(self, name: str, *, launch: bool) -> None:
         """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that may start now.
 
         A gradient whose bucket was reduced already, and which would be lost, is an error of :meth:`finish`.
         """
+        if torch.is_grad_enabled():
+            # As where a backward pass makes a graph. Elsewhere asking is all that it takes, in every hook.
+            with torch.no_grad():
+                self.accumulate(name, launch=launch)
+            return
         if self._params[name].grad is None:
             return
         bucket = self._bucket_of[name]

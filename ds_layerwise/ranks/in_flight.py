@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,20 +14,38 @@ class Turn:
     Note: why it stays
         Large blocks of host memory go back to the system when they are let go of, and of the next ones each page is
         new again when it is written to: over gloo that takes up to a tenth of a step.
+
+    Note: of a device
+        Between two passes the device's allocator has it, see :meth:`release`. Who knows from the last pass how much it
+        needs asks for that at once, in each pass for blocks of the same sizes: nothing grows, and nothing is left over
+        between blocks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: dict[str, Tensor] = {}
+        self._most: dict[str, int] = {}
+        # Most buckets of a model are as long as another, and a view takes as long as the rest of a call.
+        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
-    def empty(self, what: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements, 1-D, that hold anything. The next call with the same ``what`` gives them away again."""
-        nbytes = numel * dtype.itemsize
+    def empty(self, what: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of ``shape``, or 1-D, that holds anything. The next call with the same ``what`` gives its memory
+        away again."""
+        key = what, (shape,) if isinstance(shape, int) else shape, dtype
+        found = self._views.get(key)
+        if found is None:
+            found = self._bytes(what, math.prod(key[1]) * dtype.itemsize).view(dtype).view(key[1])
+            self._views[key] = found
+        return found
+
+    def _bytes(self, what: str, nbytes: int) -> Tensor:
         if what not in self._memory or self._memory[what].numel() < nbytes:
             # The smaller one is gone before there is a larger.
             self._memory.pop(what, None)
-            self._memory[what] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._memory[what][:nbytes].view(dtype)
+            self._views = {key: view for key, view in self._views.items() if key[0] != what}
+            self._most[what] = max(nbytes, self._most.get(what, 0))
+            self._memory[what] = torch.empty(self._most[what], dtype=torch.uint8, device=self._device)
+        return self._memory[what][:nbytes]
 
     def cast(self, what: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         """1-D ``value`` in ``dtype``: itself if it is, else a copy in memory of this."""
@@ -33,4 +53,5 @@ class Turn:
 
     def release(self) -> None:
         """Let go of all memory. What was handed out must not be in use any more."""
+        self._views.clear()
         self._memory.clear()

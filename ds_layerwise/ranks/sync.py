@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Bucket, Layout
-from ds_layerwise.plan.ways import MAX_UNDER_WAY, Reduction, sum_dtype
+from ds_layerwise.plan.reduction import Reduction, sum_dtype
+from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer, cut_of, dtype_name

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout import Bucket
+from ds_layerwise.plan.reduction import ROWS_AT_ONCE, partial_sums
 from ds_layerwise.plan.ways import InLevels
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.comm import Group, Pending
@@ -37,9 +38,6 @@ from ds_layerwise.ranks.in_flight import Turn
 
 #: Up to so many ranks of one node gather by broadcasts, which are a launch a rank; see the note on gloo.
 _BROADCASTS_UP_TO = 8
-
-#: So many rows a kernel adds up on a device without sharing them out, which it would do otherwise by how long they are.
-_ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,13 @@ class Wire:
     rings: InLevels = InLevels()
     rank: int = field(init=False)
     size: int = field(init=False)
+    per_node: int = field(init=False)
+    """Ranks of ``inside``; 1 where there is none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", comm.rank_of(self.group))
         object.__setattr__(self, "size", comm.size_of(self.group))
+        object.__setattr__(self, "per_node", 1 if self.inside is None else comm.size_of(self.inside))
 
     def connect(self, device: torch.device) -> None:
         """Let each rank send something to every other. Every rank of the group must call this at the same point.
@@ -95,7 +96,7 @@ class Wire:
         """
         turn = Turn(memory.device) if turn is None else turn
         if self.size == 1:
-            return Pending(finish=lambda: average(memory.view(1, -1), out, divide_by))
+            return Pending(finish=lambda: _add_up([memory], out, divide_by))
         if bucket.way == "ragged":
             return self._reduce_ragged(turn, memory, tuple(bucket.shard_numels), out, divide_by, wire_dtype)
         if self.inside is not None and (not self.native or bucket.index in self.rings.reduce):
@@ -109,9 +110,8 @@ class Wire:
         received = out if out.dtype == sent.dtype else turn.empty("received", out.numel(), sent.dtype)
         work = comm.reduce_scatter(received, sent, group=group)
         if received is out and divide_by == 1:
-            # Thousands of views a step, of which nothing comes, are milliseconds of a host.
             return Pending([work], keep=sent)
-        return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
+        return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
 
     def _reduce_ragged(self, turn: Turn, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
                        wire_dtype: torch.dtype) -> Pending:
@@ -119,7 +119,7 @@ class Wire:
         if self.native and not self.on_host:
             received = turn.empty("received", out.numel(), wire_dtype)
             work = comm.reduce_scatter_ragged(received, sent.split_with_sizes(shard_numels), group=self.group)
-            return Pending([work], lambda: average(received.view(1, -1), out, divide_by), keep=sent)
+            return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
         return self._reduce_at_owners(turn, sent, shard_numels, out, divide_by)
 
     def _reduce_at_owners(self, turn: Turn, sent: Tensor, numels: Sequence[int] | None, out: Tensor,
@@ -129,26 +129,30 @@ class Wire:
         if self.size == 2:
             # Only the summands of the other rank travel; this one's are read where they are.
             other, of_other = 1 - self.rank, sent.numel() - own
-            rows = list(sent.split_with_sizes([own, of_other] if other else [of_other, own]))
+            both = list(sent.split_with_sizes([own, of_other] if other else [of_other, own]))
             received = turn.empty("received", own, sent.dtype)
-            work = comm.all_to_all(received, rows[other], group=self.group, received=[0, own] if other else [own, 0],
+            work = comm.all_to_all(received, both[other], group=self.group, received=[0, own] if other else [own, 0],
                                    sent_to=[0, of_other] if other else [of_other, 0])
-            rows[other] = received
-            return Pending([work], lambda: _add_up(rows, out, divide_by), keep=sent)
+            both[other] = received
+            return Pending([work], lambda: _add_up(both, out, divide_by), keep=sent)
         received = turn.empty("received", self.size * own, sent.dtype)
+        rows = turn.empty("received", (self.size, own), sent.dtype)
+        spare = self._spare(turn, own * sum(partial_sums(self.size)))
         work = comm.all_to_all(received, sent, group=self.group, received=None if numels is None else [own] * self.size,
                                sent_to=numels)
-        return Pending([work], lambda: average(received.view(self.size, own), out, divide_by), keep=sent)
+        return Pending([work], lambda: average(rows, out, divide_by, spare), keep=sent)
+
+    def _spare(self, turn: Turn, numel: int) -> Tensor | None:
+        """Memory for partial sums, as :func:`average` takes it."""
+        return turn.empty("partial sums", numel, torch.float32) if numel and not self.on_host else None
 
     def _reduce_in_two_levels(self, turn: Turn, memory: Tensor, out: Tensor, divide_by: float,
                               wire_dtype: torch.dtype) -> Pending:
-        per_node, cut = comm.size_of(self.inside), out.numel()
-        num_nodes = self.size // per_node
+        per_node, num_nodes, cut = self.per_node, self.size // self.per_node, out.numel()
         # All memory before the first collective: a rank that finds none between the two cannot begin again.
         sums = turn.empty("sums", num_nodes * cut, wire_dtype if self.native else out.dtype)
         sent = turn.empty("sent", memory.numel(), wire_dtype)
-        # To each rank of the node what it and those in its place on the other nodes hold in the end.
-        sent.view(per_node, num_nodes, cut).copy_(memory.view(num_nodes, per_node, cut).transpose(0, 1))
+        turn.empty("sent", (per_node, num_nodes, cut), wire_dtype).copy_(self._by_place(memory, cut))
         if self.native:
             if out.dtype != wire_dtype:
                 turn.empty("received", cut, wire_dtype)
@@ -156,17 +160,24 @@ class Wire:
                            lambda: self._reduce_natively(turn, sums, out, divide_by, self.across), keep=sent,
                            is_chained=True)
         received = turn.empty("received", memory.numel(), wire_dtype)
+        spare = self._spare(turn, cut * max(num_nodes * sum(partial_sums(per_node)), sum(partial_sums(num_nodes))))
         work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:
-            average(received.view(per_node, -1), sums, 1)
+            average(turn.empty("received", (per_node, num_nodes * cut), wire_dtype), sums, 1, spare)
             # What the first level has sent, and received, nobody needs any more.
             rounded = turn.cast("received", sums, wire_dtype)
             arrived = turn.empty("sent", num_nodes * cut, wire_dtype)
             return Pending([comm.all_to_all(arrived, rounded, group=self.across)],
-                           lambda: average(arrived.view(num_nodes, cut), out, divide_by), keep=rounded)
+                           lambda: average(turn.empty("sent", (num_nodes, cut), wire_dtype), out, divide_by, spare),
+                           keep=rounded)
 
         return Pending([work], between_nodes, keep=sent, is_chained=True)
+
+    def _by_place(self, memory: Tensor, cut: int) -> Tensor:
+        """1-D ``memory`` as cuts by their place in a node, and then by node: what each rank of a node, and those in its
+        place on the other nodes, hold in the end. A view, in one call: thousands a step are milliseconds of a host."""
+        return memory.as_strided((self.per_node, self.size // self.per_node, cut), (cut, self.per_node * cut, 1))
 
     def gather(self, memory: Tensor, bucket: Bucket, turn: Turn | None = None) -> Pending:
         """Fill every rank's ``memory`` in place with the shards, or the cuts, of all ranks; each gives its own.
@@ -190,7 +201,7 @@ class Wire:
             copies = own.repeat(self.size)
             return Pending([comm.all_to_all(memory, copies, group=self.group, received=numels,
                                             sent_to=[own.numel()] * self.size)], keep=copies)
-        own = memory[self.rank * cut:(self.rank + 1) * cut]
+        own = memory.narrow(0, self.rank * cut, cut)
         if self.inside is not None and (self.on_host or bucket.index in self.rings.gather):
             return self._gather_in_two_levels(Turn(memory.device) if turn is None else turn, memory, own)
         if self.one_node or not self.on_host:
@@ -199,15 +210,15 @@ class Wire:
         return Pending([work], keep=kept)
 
     def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
-        per_node, cut = comm.size_of(self.inside), own.numel()
-        num_nodes = self.size // per_node
+        per_node, num_nodes, cut = self.per_node, self.size // self.per_node, own.numel()
         # Before the first collective, as for reductions.
         of_my_place = turn.empty("of my place", num_nodes * cut, memory.dtype)
         everything = turn.empty("everything", memory.numel(), memory.dtype)
 
         def inside_the_node() -> Pending:
             def in_rank_order() -> None:
-                memory.view(num_nodes, per_node, cut).copy_(everything.view(per_node, num_nodes, cut).transpose(0, 1))
+                self._by_place(memory, cut).copy_(
+                    turn.empty("everything", (per_node, num_nodes, cut), memory.dtype))
 
             return Pending([comm.all_gather(everything, of_my_place, group=self.inside)], in_rank_order,
                            keep=of_my_place)
@@ -249,27 +260,34 @@ def gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, T
     return comm.all_to_all(out, copies, group=group), copies
 
 
-def average(rows: Tensor, out: Tensor, divide_by: float) -> None:
-    """The sum of ``rows`` over ``divide_by``, into ``out``, float32; the memory of rows may be written over.
+def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = None) -> None:
+    """The sum of ``rows`` over ``divide_by``, into ``out``, float32.
 
     On a CPU it is made in the order of rows, a kernel a row: the kernel for many adds up the first elements of a row in
     another order than the last ones. On a device it is made in an order that depends on how many they are alone.
+
+    Args:
+        spare: on a device, 1-D, float32, room for :func:`~.plan.reduction.partial_sums` of so many rows; None for new.
     """
-    if len(rows) > 1 and out.device.type != "cpu":
-        _add_up_at_once(rows, out)
-        rows = out.view(1, -1)
-    _add_up(rows.unbind(), out, divide_by)
+    if rows.shape[0] == 1 or out.device.type == "cpu":
+        _add_up(rows.unbind(), out, divide_by)
+        return
+    _add_up_at_once(rows, out, spare)
+    if divide_by != 1:
+        out.div_(divide_by)
 
 
-def _add_up_at_once(rows: Tensor, out: Tensor) -> None:
-    first, *others = torch.split(rows, _ROWS_AT_ONCE)
-    torch.sum(first, 0, dtype=out.dtype, out=out)
-    if others:
-        # Nobody needs what is added up.
-        spare = first.reshape(-1).view(out.dtype)[:out.numel()]
-        for some in others:
-            torch.sum(some, 0, dtype=out.dtype, out=spare)
-            out.add_(spare)
+def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor | None) -> None:
+    if spare is None:
+        spare = out.new_empty(out.numel() * sum(partial_sums(rows.shape[0])))
+    for count in partial_sums(rows.shape[0]):
+        sums, spare = spare[:count * out.numel()].view(count, -1), spare[count * out.numel():]
+        whole, rest = divmod(rows.shape[0], ROWS_AT_ONCE)
+        torch.sum(rows[:whole * ROWS_AT_ONCE].view(whole, ROWS_AT_ONCE, -1), 1, dtype=out.dtype, out=sums[:whole])
+        if rest:
+            torch.sum(rows[-rest:], 0, dtype=out.dtype, out=sums[whole])
+        rows = sums
+    torch.sum(rows, 0, dtype=out.dtype, out=out)
 
 
 def _add_up(rows: Sequence[Tensor], out: Tensor, divide_by: float) -> None:

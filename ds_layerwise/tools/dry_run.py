@@ -19,10 +19,10 @@ from ds_layerwise.plan.matching import check_norm_groups
 from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_floors, check_peaks
+from ds_layerwise.plan.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.tensor_cuts import Cutter, cut
-from ds_layerwise.plan.ways import Reduction, reduction_of_run
 
 
 @dataclass(frozen=True, slots=True)

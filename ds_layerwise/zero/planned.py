@@ -22,8 +22,9 @@ from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.matching import grouped, require_members
 from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.ways import InLevels, Reduction, in_levels, reduction_of_run
+from ds_layerwise.plan.ways import InLevels, in_levels
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
 from ds_layerwise.routing.facts import facts_of

@@ -21,7 +21,8 @@ from ds_layerwise.plan.links import LINKS, Links, group_of
 from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.ways import Load, Reduction, WireTime, itemsize, wire_time
+from ds_layerwise.plan.reduction import Reduction
+from ds_layerwise.plan.ways import Load, WireTime, itemsize, wire_time
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")

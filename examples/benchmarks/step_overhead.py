@@ -2,9 +2,10 @@
 
     python examples/benchmarks/step_overhead.py > examples/benchmarks/results/YYYY-MM_<hardware>_step_overhead.md
 
-Real layouts and the real synchronisation of one rank, on tensors without memory; collectives, which a device does by
-itself, are stubs, and so is what packs and divides. What is left is the launching: every bucket reduced and gathered
-once, and one exchange each way where buckets travel in cuts. Medians.
+Real layouts and the real synchronisation of one rank, on tensors without memory, in two levels where a run would take
+them; collectives, which a device does by itself, are stubs, and so is what packs and divides. What is left is the
+launching: the hook of every gradient, every bucket reduced and gathered once, and one exchange each way where buckets
+travel in cuts. Medians.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from conditions import conditions
 from torch import nn
 
-from ds_layerwise.plan.layout import Layout
+from ds_layerwise.plan.forecast import wires_of
+from ds_layerwise.plan.layout import Layout, ParamSpec
+from ds_layerwise.plan.links import NVLINK_IB
 from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.ranks import comm, exchange
+from ds_layerwise.plan.reduction import Reduction
+from ds_layerwise.plan.ways import in_levels
+from ds_layerwise.ranks import comm, exchange, side_stream
 from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import GradSync
@@ -33,25 +38,61 @@ from ds_layerwise.ranks.wires import Wire
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 META = torch.device("meta")
-#: Model, ranks, elements of a bucket, and the bound in milliseconds.
-CASES = (("llama-3-8b", 64, 50_000_000, None), ("llama-3-70b", 64, 50_000_000, None),
-         ("llama-3-405b", 64, 50_000_000, None), ("llama-3-70b", 1024, 50_000_000, 5),
-         ("llama-3-70b", 1024, 500_000_000, 5), ("llama-3-405b", 16384, 500_000_000, 20))
+#: Model, ranks, elements of a bucket, how sums are made, and the bound in milliseconds.
+CASES: tuple[tuple[str, int, int, Reduction, int | None], ...] = (
+    ("llama-3-8b", 64, 50_000_000, "native", None), ("llama-3-70b", 64, 50_000_000, "native", None),
+    ("llama-3-405b", 64, 50_000_000, "native", None), ("llama-3-70b", 1024, 50_000_000, "native", 5),
+    ("llama-3-70b", 1024, 500_000_000, "native", 5), ("llama-3-405b", 16384, 500_000_000, "native", 20),
+    ("llama-3-70b", 1024, 50_000_000, "ordered", None), ("llama-3-405b", 16384, 500_000_000, "ordered", None))
+
+
+class Ranks(NamedTuple):
+    """What is known of a process group here."""
+
+    size: int
+    rank: int
+
+
+class Stream:
+    """A device's, on which nothing takes any time."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Nothing is there to wait for."""
+
+    wait_event = wait_stream
+
+    def record_event(self) -> Stream:
+        """What others can wait for."""
+        return self
+
+    def __enter__(self) -> None:
+        """Nothing is queued here."""
+
+    def __exit__(self, *error: object) -> None:
+        """Nor elsewhere."""
 
 
 class Stubs:
-    """Collectives that are over at once, counted."""
+    """Collectives that are over at once, counted, and a device with streams."""
 
     def __init__(self) -> None:
         self.calls = 0
+        comm.size_of, comm.rank_of = (lambda group: group.size), (lambda group: group.rank)
+        comm.opposite_of = lambda group: None
         self.work = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
         comm.dist = SimpleNamespace(**dict.fromkeys((
             "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather"),
             self.collective))
+        current = Stream()
+        device = SimpleNamespace(is_synchronized_device=lambda: False, Stream=Stream, stream=lambda stream: stream,
+                                 current_stream=lambda: current)
+        side_stream.get_accelerator = lambda: device
         # Without memory torch writes them out in Python, for milliseconds.
         exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
         exchange.unpack = lambda packed, places: None
         torch._foreach_div_ = lambda tensors, by: None
+        torch.Tensor.div_ = lambda tensor, by: tensor
+        torch.sum = lambda rows, dim, *, dtype, out: out
 
     def collective(self, *_: object, **__: object) -> Any:
         """Count one."""
@@ -59,30 +100,74 @@ class Stubs:
         return self.work
 
 
-def median_ms(action: Callable[[], None], times: int) -> float:
-    """The median of ``times`` runs, in milliseconds of this thread on a processor."""
+class Step:
+    """What one rank does between gradients and collectives, of a model in bf16 whose gradients add up in bf16."""
+
+    def __init__(self, specs: Sequence[ParamSpec], layout: Layout, reduction: Reduction) -> None:
+        rank, size, per_node = layout.world_size // 2, layout.world_size, NVLINK_IB.ranks_per_node
+        rings = in_levels(layout.buckets, wires_of(layout, specs), NVLINK_IB, reduction)
+        wires = {1: Wire(Ranks(size, rank), native=reduction == "native", on_host=False,
+                         inside=Ranks(per_node, rank % per_node),
+                         across=Ranks(size // per_node, rank // per_node), rings=rings)}
+        self.in_levels = len(rings.reduce), len(rings.gather)
+        self._params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=torch.bfloat16, device=META))
+                        for bucket in layout.buckets for slot in bucket.slots}
+        self._gradients = {name: torch.empty_like(param) for name, param in self._params.items()}
+        values, grads = FlatBuffer(layout, META), FlatBuffer(layout, META)
+        reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META)
+                                             for start, stop in (bucket.shard(rank) for bucket in layout.buckets)])
+        self._grad_sync = GradSync(layout, rank, self._params, grads, reduced, wires=wires, divide_by=float(size),
+                                   wire_dtype=lambda bucket: torch.bfloat16)
+        self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)
+        self._backwards = range(len(layout.buckets) - 1, -1, -1)
+
+    def begin(self) -> None:
+        """What autograd does, and the end of the step before."""
+        self._grad_sync.reset()
+        for name, param in self._params.items():
+            param.grad = self._gradients[name]
+
+    def reduce(self) -> None:
+        """A backward pass, as far as it is about gradients."""
+        for name in self._params:
+            self._grad_sync.accumulate(name, launch=True)
+        self._grad_sync.reduce()
+        self._grad_sync.finish()
+
+    def gather(self) -> None:
+        """What is left of a step after the updates."""
+        self._param_sync.send(self._backwards)
+
+
+def medians_ms(step: Step, times: int) -> tuple[float, float]:
+    """Of the reduction and the gather of ``times`` steps, in milliseconds of this thread on a processor."""
     taken = []
     for _ in range(times + 1):
+        step.begin()
         start = time.thread_time()
-        action()
-        taken.append(time.thread_time() - start)
-    return 1000 * statistics.median(taken[1:])
+        step.reduce()
+        reduced = time.thread_time()
+        step.gather()
+        taken.append((reduced - start, time.thread_time() - reduced))
+    reduces, gathers = zip(*taken[1:], strict=True)
+    return 1000 * statistics.median(reduces), 1000 * statistics.median(gathers)
 
 
-def syncs(layout: Layout, rank: int) -> tuple[GradSync, ParamSync]:
-    """One rank's, of a model in bf16 whose gradients add up in bf16."""
-    sizes = {"rank_of": rank, "size_of": layout.world_size}
-    for name, value in sizes.items():
-        setattr(comm, name, lambda group, value=value: value)
-    by_ep_size = {1: Wire(None, native=True, on_host=False)}
-    params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=torch.bfloat16, device=META))
-              for bucket in layout.buckets for slot in bucket.slots}
-    values, grads = FlatBuffer(layout, META), FlatBuffer(layout, META)
-    reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META)
-                                         for start, stop in (bucket.shard(rank) for bucket in layout.buckets)])
-    grad_sync = GradSync(layout, rank, params, grads, reduced, wires=by_ep_size, divide_by=float(layout.world_size),
-                         wire_dtype=lambda bucket: torch.bfloat16)
-    return grad_sync, ParamSync(layout, rank, params, values, wires=by_ep_size)
+def row(stubs: Stubs, times: int, model: str, ranks: int, bucket_numel: int, reduction: Reduction,
+        bound: int | None) -> str:
+    """One case, as a row of the table."""
+    specs = load_model_specs(MODELS / f"{model}.yaml")
+    layout = plan_layout(specs, ranks, bucket_numel=bucket_numel, reduction=reduction)
+    step = Step(specs, layout, reduction)
+    reduce, gather = medians_ms(step, times)
+    stubs.calls = 0
+    step.begin(), step.reduce(), step.gather()
+    ways = Counter(bucket.way for bucket in layout.buckets)
+    cells = (model, ranks, f"{bucket_numel:.0e}", reduction,
+             f"{len(layout.buckets)}: " + ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts")),
+             "{}, {}".format(*step.in_levels), stubs.calls, f"{reduce:.1f}", f"{gather:.1f}", f"{reduce + gather:.1f}",
+             "" if bound is None else bound)
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -92,34 +177,13 @@ def main() -> None:
     args = parser.parse_args()
     stubs = Stubs()
     print("Python of a step between gradients and collectives. python examples/benchmarks/step_overhead.py\n"
-          f"{conditions()}\nSums of the backend, buckets on NVLink and InfiniBand; CPU time of one thread, medians of "
-          f"{args.times}.\n")
-    print("| model | ranks | bucket | buckets: even, ragged, in cuts | collectives a step | reduce, ms | gather, ms | "
-          "both | bound |\n|---|---|---|---|---|---|---|---|---|")
-    for model, ranks, bucket_numel, bound in CASES:
-        layout = plan_layout(load_model_specs(MODELS / f"{model}.yaml"), ranks, bucket_numel=bucket_numel,
-                             reduction="native")
-        grad_sync, param_sync = syncs(layout, ranks // 2)
-        everything = {slot.name for bucket in layout.buckets for slot in bucket.slots}
-
-        def reduce(grad_sync: GradSync = grad_sync, everything: set[str] = everything) -> None:
-            grad_sync._has_grad, grad_sync._finished = everything, False
-            grad_sync._ready = len(grad_sync.layout.buckets)
-            grad_sync._advance(wait=True)
-            grad_sync._wait()
-            grad_sync._end_pass()
-            grad_sync._launched = 0
-
-        def gather(param_sync: ParamSync = param_sync) -> None:
-            param_sync.send(reversed(range(len(param_sync.layout.buckets))))
-
-        stubs.calls = 0
-        reduce(), gather()
-        calls, times = stubs.calls, [median_ms(action, args.times) for action in (reduce, gather)]
-        ways = Counter(bucket.way for bucket in layout.buckets)
-        counts = ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts"))
-        print(f"| {model} | {ranks} | {bucket_numel:.0e} | {len(layout.buckets)}: {counts} | {calls} | "
-              f"{times[0]:.1f} | {times[1]:.1f} | {sum(times):.1f} | {'' if bound is None else bound} |", flush=True)
+          f"{conditions()}\nBuckets on NVLink and InfiniBand; CPU time of one thread, medians of {args.times}.\n")
+    print("| model | ranks | bucket | sums | buckets: even, ragged, in cuts | in two levels: reductions, gathers | "
+          "collectives | reduce, ms | gather, ms | both | bound |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    # As in a backward pass, and in a step.
+    with torch.no_grad():
+        for case in CASES:
+            print(row(stubs, args.times, *case), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.reduction import partial_sums
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.wires import _add_up_at_once, average
 from tests.support.rooms import rooms
 
-pytestmark = rooms("comm", "wires")
+pytestmark = rooms("comm", "reduction", "wires")
 
 MANY = [f"model.layers.{number}.mlp.down_proj.weight (4096, 11008) bfloat16" for number in range(10_000)]
 
@@ -88,8 +89,17 @@ def test_sums_are_made_in_the_order_of_rows_however_long_they_are(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_that_a_device_makes_of_some_rows_at_a_time(dtype):
-    for size, numel in itertools.product((2, 3, 15, 16, 17, 32, 33, 50), (1, 2, 5, 64, 130)):
+    for size, numel in itertools.product((2, 3, 15, 16, 17, 32, 33, 50, 256, 257, 300), (1, 2, 5, 64, 130)):
         rows = torch.randint(-9, 9, (size, numel), generator=torch.Generator().manual_seed(size)).to(dtype)
         out, expected = torch.full((numel,), torch.nan), rows.float().sum(0)
-        _add_up_at_once(rows.clone(), out)
+        _add_up_at_once(rows.clone(), out, spare=torch.full((numel * sum(partial_sums(size)),), torch.nan))
         assert torch.equal(out, expected), (size, numel)
+
+
+@pytest.mark.parametrize("rows, kernels", [(2, 1), (16, 1), (17, 3), (64, 2), (512, 3), (2048, 3), (2049, 5)])
+def test_the_kernels_of_a_sum_on_a_device_grow_with_the_logarithm_of_its_rows(rows, kernels, monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "sum", lambda *args, real=torch.sum, **kwargs: made.append(1) or real(*args, **kwargs))
+    summands, out = torch.ones(rows, 3), torch.empty(3)
+    _add_up_at_once(summands, out, spare=torch.empty(3 * sum(partial_sums(rows))))
+    assert out.tolist() == [rows] * 3 and len(made) == kernels

@@ -14,7 +14,7 @@ from ds_layerwise.plan.cost import LayoutReport, RankMemory, RankTraffic, max_ov
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.links import NVLINK_IB, TCP
 from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.ways import sum_dtype
+from ds_layerwise.plan.reduction import sum_dtype
 from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms

@@ -20,7 +20,26 @@ def test_the_same_memory_again_and_more_where_that_is_too_small():
     assert larger.shape == (13,) and larger.untyped_storage().nbytes() == 26
     assert turn.empty("sent", 0, torch.float32).shape == (0,)
     turn.release()
-    assert turn.empty("received", 1, torch.float32).untyped_storage().nbytes() == 4
+    assert turn.empty("weights", 1, torch.float32).untyped_storage().nbytes() == 4
+
+
+def test_who_was_let_go_of_comes_back_as_large_as_it_was():
+    turn = Turn(CPU)
+    for numel in (3, 7, 5):
+        turn.empty("sent", numel, torch.float32)
+    turn.release()
+    first = turn.empty("sent", 2, torch.float32)
+    assert first.shape == (2,) and first.untyped_storage().nbytes() == 28
+    assert turn.empty("sent", 7, torch.float32).data_ptr() == first.data_ptr()
+
+
+def test_what_is_handed_out_after_it_grew_is_the_new_memory():
+    turn = Turn(CPU)
+    old = turn.empty("sent", 2, torch.float32)
+    grown = turn.empty("sent", 5, torch.float32)
+    again = turn.empty("sent", 2, torch.float32)
+    assert again.data_ptr() == grown.data_ptr() != old.data_ptr()
+    assert turn.empty("sent", 2, torch.float32) is again
 
 
 def test_only_what_is_in_another_dtype_is_copied():

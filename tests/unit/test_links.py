@@ -21,13 +21,13 @@ from ds_layerwise.plan.model_file import find_model, load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.prediction import predict
+from ds_layerwise.plan.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.report import as_json
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.rows import row_limit, take_rows
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.plan.ways import (
     Load,
-    Reduction,
     choose_ways,
     exchange,
     gather_levels,
@@ -37,7 +37,6 @@ from ds_layerwise.plan.ways import (
     padded_for_cuts,
     reduce_all_ns,
     reduce_ns,
-    reduction_of_run,
     ring_levels,
     takes_levels,
     wire_time,
@@ -349,6 +348,25 @@ def test_equal_shards_go_straight_and_skewed_ones_in_cuts_where_that_is_shorter(
     assert ways([load(100)], SMALL, "ordered") == (["even"], 0)
 
 
+def at_levels(reduction, holders, links):
+    return reduction == "ordered" and 1 < links.ranks_per_node < holders
+
+
+def test_what_is_added_up_inside_nodes_first_is_never_ragged_so_that_the_way_changes_no_sum():
+    nodes = SMALL.model_copy(update={"ranks_per_node": 2})
+    nearly = [load(11_000_000, 10_000_000, 10_000_000, 10_000_000)]
+    assert ways(nearly, SMALL.model_copy(update={"ranks_per_node": 1}), "ordered")[0] == ["ragged"]
+    assert ways(nearly, nodes, "native")[0] == ["ragged"]
+    assert ways(nearly, nodes, "ordered")[0] == ["cuts"]
+    for links, ranks in itertools.product((NVLINK_IB, PCIE_ETHERNET, TCP.model_copy(update={"ranks_per_node": 2})),
+                                          (4, 16, 64)):
+        for model, bucket_numel in itertools.product(("gpt2-124m", "qwen3-0.6b"), (10**6, 5 * 10**7, 5 * 10**8)):
+            layout = plan_layout(load_model_specs(MODELS / f"{model}.yaml"), ranks, bucket_numel=bucket_numel,
+                                 links=links, reduction="ordered")
+            if at_levels("ordered", ranks, links):
+                assert chosen_ways(layout) <= {"even", "cuts"}, (links, ranks, model, bucket_numel)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_ways_take_much_less(seed):
     rng = random.Random(seed)
@@ -359,7 +377,8 @@ def test_no_other_ways_take_much_less(seed):
         loads = [load(*numels) for numels in owned]
         for reduction in ("native", "ordered"):
             chosen, took = ways(loads, links, reduction)
-            options = [["even"] if way == "even" else ["ragged", "cuts"] for way in chosen]
+            others = ["cuts"] if at_levels(reduction, holders, links) else ["ragged", "cuts"]
+            options = [["even"] if way == "even" else others for way in chosen]
             found = {way: step_ns(loads, way, links, reduction) for way in itertools.product(*options)}
             straight = found[tuple(kinds[0] for kinds in options)]
             assert took <= straight
@@ -383,7 +402,7 @@ def felt(wire):
 @pytest.mark.parametrize("reduction", get_args(Reduction))
 @pytest.mark.parametrize("model, bucket_numel, links, ranks", [
     ("qwen3-0.6b", 500_000_000, NVLINK_IB, {64, 128}), ("qwen3-0.6b", 500_000_000, TCP, set()),
-    ("llama-2-7b", 4_000_000_000, NVLINK_IB, {16, 128}), ("llama-2-7b", 4_000_000_000, PCIE_ETHERNET, set()),
+    ("llama-2-7b", 4_000_000_000, NVLINK_IB, {16, 128}), ("llama-2-7b", 4_000_000_000, PCIE_ETHERNET, {16}),
     ("gpt2-124m", 500_000_000, NVLINK_IB, set())])
 def test_few_buckets_are_cut_into_more_where_levels_overlap_and_that_gains(model, bucket_numel, links, ranks, reduction,
                                                                           monkeypatch):

@@ -39,6 +39,7 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
+    weights,
 )
 from tests.support.ways import plan_in_cuts
 
@@ -439,3 +440,21 @@ class TestStepOrder(DistributedTest):
             engine.destroy()
         for name, (first, values) in seen[0].items():
             assert seen[1][name][0] == first and torch.equal(seen[1][name][1], values)
+
+
+class TestSumsOfNodes(DistributedTest):
+    world_size = 4
+
+    def test_neither_the_size_of_a_bucket_nor_the_links_change_what_is_added_to_what(self, monkeypatch):
+        monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
+        found = {}
+        for bucket_numel, links in ((66_000, "tcp"), (400_000, "tcp"), (66_000, "nvlink-ib"), (1, "pcie-ethernet")):
+            torch.manual_seed(1)
+            module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(9)))
+            engine = start(module, ds_config(bucket_numel=bucket_numel, layerwise={"links": links}))
+            torch.manual_seed(dist.get_rank())
+            for _ in range(2):
+                engine.backward(engine(torch.randn(4, 128)).square().mean())
+                engine.step()
+            found[bucket_numel, links] = weights(module)
+        assert len({tuple(value.tolist()) for value in found.values()}) == 1

@@ -1,0 +1,54 @@
+"""How sums over ranks are made: by whom, in which dtype, and how many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from ds_layerwise.errors import LayoutError
+
+#: How sums are made: ``native`` by the backend's reduce-scatter, or ``ordered``, in float32 and in the order of ranks.
+Reduction = Literal["native", "ordered"]
+
+#: Bytes of a sum at its owner: float32.
+SUM_BYTES = 4
+
+#: So many rows one kernel adds up on a device without sharing them out, which it would do otherwise by how long they
+#: are: the order in which an element is added up would depend on the size of its bucket.
+ROWS_AT_ONCE = 16
+
+
+def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
+    """What sums are in that lie in cuts, and on their way to their owners, of gradients that travel in ``wire``.
+
+    The backend makes them in that dtype, and owners divide them in float32. At stage 2 those of further micro-batches
+    are added to them in the cut, and sums in rank order are float32 to begin with.
+    """
+    return wire if reduction == "native" and stage == 1 else "float32"
+
+
+def partial_sums(rows: int) -> Iterator[int]:
+    """How many partial sums a device makes of ``rows`` rows, and of those again, before the last sum.
+
+    Each is of :data:`ROWS_AT_ONCE`, the last of fewer; so the kernels of a sum grow with the logarithm of the ranks.
+    """
+    while rows > ROWS_AT_ONCE:
+        rows = -(-rows // ROWS_AT_ONCE)
+        yield rows
+
+
+def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:
+    """How a run makes sums: as it is set, or for "auto" the backend's way, unless what travels lies in host memory."""
+    if setting == "auto":
+        return "ordered" if on_host else "native"
+    return setting
+
+
+def check_reduction(reduction: str) -> None:
+    """Refuse what is no way to make sums.
+
+    Raises:
+        LayoutError: it is none.
+    """
+    if reduction not in get_args(Reduction):
+        raise LayoutError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
