@@ -323,7 +323,8 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
 
     Args:
         what: named in the error, such as "the model".
-        items: what ``digest`` was made from; the error shows the first one that differs.
+        items: what ``digest`` was made from, each a name and what there is of it, after a space; the error shows the
+            first one that differs.
 
     Raises:
         LayoutError: the digests differ.
@@ -333,7 +334,7 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
         return
     other = next(r for r, d in enumerate(digests) if d != digests[0])
     raise LayoutError(f"{what} differs between ranks: {_first_difference(items, other, group)}; "
-                      f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0")
+                      f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0, and all have to be")
 
 
 def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
@@ -355,4 +356,9 @@ def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
         return "same entries, different placement"
     if first is None or second is None:
         return f"only rank {other if first is None else 0} has {second if first is None else first}"
+    # What one of them lacks shifts all that follows: what stands in the same place there is about something else.
+    names = {item.partition(" ")[0] for item in items}
+    (_, knows_second), (knows_first, _) = of_both([item.partition(" ")[0] in names for item in (first, second)])
+    if knows_first != knows_second:
+        return f"only rank {other if knows_first else 0} has {second if knows_first else first}"
     return f"rank 0 has {first}, rank {other} has {second}"

@@ -58,13 +58,16 @@ class Ranks:
     (["another", *MANY[1:]], f"rank 0 has {MANY[0]}, rank 2 has another"),
     ([*MANY[:-1], "another"], f"rank 0 has {MANY[-1]}, rank 2 has another"),
     (MANY[:5], f"only rank 0 has {MANY[5]}"), ([*MANY, "one more"], "only rank 2 has one more"),
-    ([], f"only rank 0 has {MANY[0]}"), (MANY, "same entries, different placement")])
+    ([], f"only rank 0 has {MANY[0]}"), ([*MANY[:5], *MANY[6:]], f"only rank 0 has {MANY[5]}"),
+    ([*MANY[:5], "one more", *MANY[5:]], "only rank 2 has one more"),
+    ([*MANY[:5], MANY[5] + " (frozen)", *MANY[6:]], f"rank 0 has {MANY[5]}, rank 2 has {MANY[5]} (frozen)"), (MANY, "same entries, different placement")])
 def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
     ranks = Ranks(monkeypatch, 4)
     found = ranks.run(lambda rank: comm.check_alike(
         "the model", "its" if rank == 2 else "ours", of_rank_2 if rank == 2 else MANY, group=None))
     assert all(isinstance(each, LayoutError) for each in found)
-    assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks are like rank 0"}
+    assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks are like rank 0, "
+                                           "and all have to be"}
     assert max(len(str(each)) for each in ranks.sent) < 100 and len(ranks.sent) <= 4 * 18
 
 

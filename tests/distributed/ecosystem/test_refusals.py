@@ -301,6 +301,8 @@ DIFFERENT_CONFIGS = {
               "rank 0 has zero_optimization.stage = 1, rank 1 has zero_optimization.stage = 2"),
     "disks": ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage = True"),
     "layout": ({"layerwise": {"layout": "lpt"}}, "layerwise.layout = 'lpt'"),
+    "reduction": ({"layerwise": {"reduction": "native"}}, "only rank 1 has layerwise.reduction = 'native'"),
+    "alignment": ({"layerwise": {"alignment": 128}}, "only rank 1 has layerwise.alignment = 128"),
     "override": ({"layerwise": {"overrides": [{"name": "0.weight", "lr_scale": 2.0}]}}, "layerwise.overrides = "),
     "what a matrix's owner alone needs": (muon(lr=0.01, muon_lr=0.02, ns_steps=4), "optimizer.params.ns_steps = 4"),
     "learning rate": (muon(lr=0.02, muon_lr=0.02), "optimizer.params.lr = 0.01, rank 1 has optimizer.params.lr = 0.02"),
