@@ -18,6 +18,9 @@ def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
             param.data = param.data.view(1)
         elif not param.data.is_contiguous():
             param.data = param.data.contiguous()
+        elif param.data.stride(-1) != 1:
+            # One column that was a row: contiguous, with the stride of the row.
+            param.data = param.data.view(-1).view(param.shape)
     try:
         yield
     finally:

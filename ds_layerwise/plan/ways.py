@@ -246,6 +246,8 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
     """One exchange for all of ``loads``, which travel in cuts within the same ``group``.
 
     What of a shard lies in its owner's own cut stays there. The busiest rank is the one that receives, or sends, most.
+    Not counted: the latency of all rounds but one, see :mod:`.plan.rounds`; of DeepSeek-V3 in buckets of 50 M on 512
+    ranks that is 10 ms of 4.8 s.
     """
     loads = list(loads)
     cuts = [-(-load.numel // group.size) for load in loads]

@@ -138,6 +138,10 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def checkpoint_event_epilogue(self) -> None:
         """After a save or a load: nothing is left to do."""
 
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Finish the reduction at ZeRO stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
+        self.reduce_gradients()
+
     def setup_buckets(self) -> None:
         """Part of the engine's flush after ``coalesce_grad_reduction``; the epilogue that follows does it all."""
 

@@ -240,6 +240,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
                 self._grad_sync.sum_over(name, group=group)
         elif self._backward_active_depth and not self._hooks_fired_this_backward and self._passes_through():
             return
+        self.progress.reduces(self._engine())
         self._grad_sync.reduce()
 
     def _passes_through(self) -> bool:
@@ -249,10 +250,6 @@ class LayerWiseZeroOptimizer(StatesOutside):
         if engine is not None and engine._running_engine_backward:
             return False
         return self.only_asked or not any(param.requires_grad for param in self._params.values())
-
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Finish the reduction at ZeRO stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
-        self.reduce_gradients()
 
     def step(self) -> None:
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
@@ -269,6 +266,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
         # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
         self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
+            if not self._is_inside_pass():
+                for _ in range(self.progress.missed(self._engine(), stage=self.settings.stage)):
+                    self.reduce_gradients()
             decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
         self.scaling.overflow = decision.skipped
         self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)

@@ -63,6 +63,9 @@ class Progress:
         """How many updates there were; a step that is skipped makes none."""
         self.updating = False
         """Whether an update is under way, or has failed and left the engine between two steps."""
+        # In which step there were reductions, how many, and in which micro-batch the last: also of gradients that were
+        # dropped since.
+        self._step, self._reductions, self._last_reduced = -1, 0, -1
         self.restart()
 
     def restart(self, *, passes: int = 0) -> None:
@@ -76,6 +79,23 @@ class Progress:
         # One block of coalesce_grad_reduction is one step, and inside_no_sync_ctxt is true in there, too.
         self._complete = engine.optimizer._coalesce_grad_reduction or (
             engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt)
+
+    def reduces(self, engine: Any) -> None:
+        """Take note of a reduction, in which all ranks have a part."""
+        step = _first_of_step(engine)
+        self._step, self._reductions = step, 1 + (self._reductions if self._step == step else 0)
+        self._last_reduced = engine.micro_steps
+
+    def missed(self, engine: Any, *, stage: int) -> int:
+        """In how many reductions of the step at hand, which is to end now, this rank has had no part.
+
+        The others count on it in each of their backward passes, and where its own loss reached none of the parameters
+        there was no pass here that anybody could have noticed.
+        """
+        if stage == 1:
+            return int(self._last_reduced != engine.micro_steps)
+        first = _first_of_step(engine)
+        return max(0, int(engine.micro_steps) - first + 1 - (self._reductions if self._step == first else 0))
 
     def where(self, engine: Any, gradients: Gradients, *, inside_pass: bool, is_pipeline: bool) -> Point:
         """Where ``engine`` is now.
@@ -101,6 +121,12 @@ class Progress:
             return Point(self.passes, self.passes)
         counted = engine.micro_steps % engine.gradient_accumulation_steps() + (self._last_pass == engine.micro_steps)
         return Point(counted, self.passes)
+
+
+def _first_of_step(engine: Any) -> int:
+    """The number of the first micro-batch of the step at hand."""
+    return int(engine.micro_steps - (engine.micro_steps % engine.gradient_accumulation_steps() if is_managed(engine)
+                                     else 0))
 
 
 def is_managed(engine: Any) -> bool:

@@ -60,7 +60,8 @@ class Ranks:
     (MANY[:5], f"only rank 0 has {MANY[5]}"), ([*MANY, "one more"], "only rank 2 has one more"),
     ([], f"only rank 0 has {MANY[0]}"), ([*MANY[:5], *MANY[6:]], f"only rank 0 has {MANY[5]}"),
     ([*MANY[:5], "one more", *MANY[5:]], "only rank 2 has one more"),
-    ([*MANY[:5], MANY[5] + " (frozen)", *MANY[6:]], f"rank 0 has {MANY[5]}, rank 2 has {MANY[5]} (frozen)"), (MANY, "same entries, different placement")])
+    ([*MANY[:5], MANY[5] + " (frozen)", *MANY[6:]], f"rank 0 has {MANY[5]}, rank 2 has {MANY[5]} (frozen)"),
+    (MANY, "same entries, different placement")])
 def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
     ranks = Ranks(monkeypatch, 4)
     found = ranks.run(lambda rank: comm.check_alike(

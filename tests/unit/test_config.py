@@ -2,6 +2,7 @@
 
 import json
 from collections import UserList
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,13 @@ def test_only_our_types_are_ours():
 def test_layerwise_section():
     c = LayerWiseConfig.from_section({"layout": "lpt", "overrides": [{"name": "*.bias", "weight_decay": 0.0}]})
     assert c.layout == "lpt" and c.overrides == (Override(name="*.bias", weight_decay=0.0), )
+
+
+@pytest.mark.parametrize("key", sorted(LayerWiseConfig.keys()))
+def test_defaults_may_be_written_out(key):
+    default = getattr(LayerWiseConfig(), key)
+    said = asdict(default) if is_dataclass(default) else default
+    assert LayerWiseConfig.from_section({key: said}) == LayerWiseConfig()
 
 
 def test_what_to_do_at_a_load():

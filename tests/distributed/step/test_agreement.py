@@ -265,6 +265,27 @@ class TestOneRankAlone(DistributedTest):
         for name, value in oracle.params.items():
             assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
 
+    @pytest.mark.parametrize("how", ["engine", "plain", "scale"])
+    @pytest.mark.parametrize("stage, gas, missed", [
+        (1, 1, {1: [0]}), (2, 1, {1: [0]}), (1, 2, {0: [1], 1: [0], 2: [0, 1]}), (2, 2, {0: [1], 1: [0], 2: [0, 1]}),
+        (2, 4, {1: [0, 1, 3]})])
+    def test_a_loss_that_reaches_nothing_that_is_trained(self, stage, gas, missed, how):
+        engine, oracle = start(Net(), ds_config(stage=stage, gas=gas)), Reference(
+            trainable(Net()), recipe_for(Net(), gas=gas))
+        backward = {"engine": engine.backward, "plain": lambda loss: (loss / gas).backward(),
+                    "scale": lambda loss: engine.scale(loss).backward()}[how]
+        for step in range(4):
+            for micro in range(gas):
+                alone = dist.get_rank() == 1 and micro in missed.get(step, [])
+                backward(torch.zeros((), requires_grad=True) * 2 if alone else engine((step, micro, dist.get_rank())))
+                engine.step()
+            oracle.step([[{name: torch.zeros(p.shape) if rank and micro in missed.get(step, [])
+                           else whole_number_gradients(name, p.shape, step, micro, rank) / gas
+                           for name, p in oracle.params.items()} for micro in range(gas)] for rank in range(2)])
+        for name, value in oracle.params.items():
+            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+        assert_same_on_all_ranks(engine.module)
+
     @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_that_one_rank_has_dropped(self, stage):
         engine = start(Net(), ds_config(stage=stage))
