@@ -43,5 +43,7 @@ class AdaMuon(Scaled):
         torch._foreach_add_(roots, self.recipe.moment2_eps)
         torch._foreach_div_(parts, roots)
         if self.recipe.moment2_rescale:
-            orthogonal.mul_(math.sqrt(min(batch.shape)) / self.norms_of(orthogonal).clamp_min(TINY))
+            norms, wanted = self.norms_of(orthogonal), math.sqrt(min(batch.shape))
+            # A matrix without a gradient has no norm to divide by, and 0 times infinity is NaN.
+            orthogonal.mul_(torch.where(norms < wanted * TINY, 0, wanted / norms))
         return orthogonal

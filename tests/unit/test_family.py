@@ -264,6 +264,24 @@ def test_the_clip_comes_last_and_holds():
     assert relative_error(clipped[0], plain[0]) < 3e-5
 
 
+@pytest.mark.parametrize("name, settings", [*((name, {}) for name in ("muon", *NEW)), *WRITTEN], ids=str)
+def test_without_a_gradient_matrices_decay_alone(name, settings):
+    # As LoRA begins: of two factors one is zero, and so is the gradient of the other.
+    rule, shapes = rule_of(recipe(name, **settings)), [(16, 65), (65, 16), (2, 40, 24), (1, 3)]
+    params = [noise(shape, i) for i, shape in enumerate(shapes)]
+    states, own = [rule.init_state(param) for param in params], hyper(settings, rule=name)
+    for _ in range(2):
+        rule.update_(params, [torch.zeros(shape) for shape in shapes], states, own)
+    kept = (1 - LR * own.weight_decay) ** 2
+    for i, (param, shape) in enumerate(zip(params, shapes, strict=True)):
+        assert param.isfinite().all(), shape
+        if not {"hyperball", "radial_brake", "spectral_clip"} & settings.keys():
+            torch.testing.assert_close(param, kept * noise(shape, i))
+        assert all(value.isfinite().all() for value in states[i].values()), shape
+    rule.update_(params, [noise(shape, 50 + i) for i, shape in enumerate(shapes)], states, own)
+    assert all(param.isfinite().all() for param in params)
+
+
 def test_hyperball_holds_the_norm():
     for setting, norm in ((5.0, 5.0), ("own", noise((12, 40), 0).norm())):
         (value,), _ = trained("muon", [(12, 40)], hyperball=setting, steps=50)
