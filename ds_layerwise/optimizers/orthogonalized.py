@@ -189,13 +189,12 @@ class Orthogonalized:
 
     def _clip_(self, params: list[Tensor], most: float) -> None:
         """Cut singular values of ``params`` down to ``most``; parts of matrices are gathered for it."""
-        whole = stack(params)
         if self.cut is None:
-            torch._foreach_copy_(params, unstack(capped(whole, most), params))
+            torch._foreach_copy_(params, unstack(capped(params, most), params))
             return
         axis, peers = self.cut
-        whole = torch.cat(peers.gather(whole.contiguous()).unbind(), dim=axis)
-        mine = capped(whole, most).chunk(peers.size, dim=axis)[peers.rank]
+        whole = torch.cat(peers.gather(stack(params).contiguous()).unbind(), dim=axis)
+        mine = capped([whole], most).chunk(peers.size, dim=axis)[peers.rank]
         torch._foreach_copy_(params, unstack(mine, params))
 
 

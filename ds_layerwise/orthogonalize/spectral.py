@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.orthogonalize import symmetric
+from ds_layerwise.orthogonalize.batching import stack
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.recipes.newton_schulz import ALIGNMENT
 from ds_layerwise.recipes.update_hooks import CLIP_STEPS
 
 
-def capped(matrices: Tensor, most: float) -> Tensor:
-    """Every singular value s of ``(k, rows, cols)`` becomes min(s, most), in float32.
+def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
+    """Every singular value s of k matrices becomes min(s, most), in float32.
 
     With X a wide one of them over ``most``, O = sign(X), which has 1 for every singular value, and P half of
     I + sign(XX' - I), which projects on those above 1: X + P (O - X), times ``most``. Both signs are eight steps of
@@ -20,19 +25,31 @@ def capped(matrices: Tensor, most: float) -> Tensor:
     half of O + X - (O - X) sign(O - X)' O (https://leloykun.github.io/ponder/spectral-clipping/), needs O to be exact:
     of a square matrix of noise it lifts the smallest singular values up to an eighth of ``most``.
 
+    All is padded to multiples of :data:`.ALIGNMENT`, as Newton-Schulz is, so that products have the same bits whatever
+    else is in the batch, on a CPU.
+
+    Args:
+        matrices: equal ones, ``(rows, cols)`` or ``(batch, rows, cols)``. Not modified.
+
     Returns:
-        New tensors.
+        ``(k, rows, cols)``, in memory of its own.
     """
-    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    rows, cols = matrices[0].shape[-2:]
+    m, n = min(rows, cols), max(rows, cols)
+    # Stacked here, so that nobody else holds the stack once there is a copy of it.
+    wide = stack(matrices)
+    wide = wide if rows <= cols else wide.mT
+    below, right = -m % ALIGNMENT, -n % ALIGNMENT
+    wide = F.pad(wide, (0, right, 0, below)) if below or right else wide
     towards = _sign(wide)
     wide = wide / most
     gram = symmetric.gram(wide)
-    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    gram.diagonal(dim1=-2, dim2=-1)[:, :m].sub_(1)
     above = _sign(gram)
     del gram
-    above.diagonal(dim1=-2, dim2=-1).add_(1)
-    result = symmetric.product(above, towards.sub_(wide), wide, beta=2).mul_(0.5 * most)
-    return result if matrices.shape[-2] <= matrices.shape[-1] else result.mT
+    above.diagonal(dim1=-2, dim2=-1)[:, :m].add_(1)
+    result = symmetric.product(above, towards.sub_(wide), wide, beta=2).mul_(0.5 * most)[:, :m, :n]
+    return result if rows <= cols else result.mT
 
 
 def _sign(matrices: Tensor) -> Tensor:

@@ -10,7 +10,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL, newton_schulz_flops, newton_schulz_workspace
+from ds_layerwise.recipes.newton_schulz import (
+    ALIGNMENT,
+    MAX_BATCH_NUMEL,
+    newton_schulz_flops,
+    newton_schulz_workspace,
+)
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.settings import Positive
 
@@ -86,14 +91,17 @@ class UpdateHooks(Recipe):
         return math.prod(batch) * (sum(signs) + 4 * m * m * n)
 
     def hook_workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes that ``spectral_clip`` takes at most, after the update is done; the others take next to none."""
+        """Bytes that ``spectral_clip`` takes at most, after the update is done; the others take next to none.
+
+        The sign of the matrices takes what their update does. The one of their squares, which are six while it is made,
+        is taken beside two matrices.
+        """
         if self.spectral_clip is None:
             return 0
         *batch, rows, cols = shape
         together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
-        m = min(rows, cols)
-        return max(newton_schulz_workspace(shape),
-                   newton_schulz_workspace((together, m, m)) + 8 * together * rows * cols)
+        m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
+        return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
 
     def hook_summary(self) -> str:
         """What is set, for the start-up table; begins with a comma unless it is empty."""
