@@ -67,20 +67,27 @@ class Adafactor:
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
-        """One step of each parameter, one after another."""
-        decay = WeightDecay.of(self.recipe)
+        """One step of each parameter, one after another; a long stack a few matrices at a time."""
         for param, grad, state in zip(params, grads, states, strict=True):
-            given, = decay.gradients([param], [grad], hyper)
-            update = self._normalised(given, state)
-            size = _rms(param).clamp_(min=self.recipe.eps2).mul_(min(hyper.lr, 1 / math.sqrt(float(state["step"]))))
-            size.div_(_rms(update).div_(self.recipe.clip_threshold).clamp_(min=1))
-            decay.shrink_([param], [update], hyper)
-            param.sub_(update.mul_(size))
+            state["step"] += 1
+            parts = (torch.split(each.view(-1, *each.shape[-2:]), self.recipe.together(tuple(param.shape)))
+                     for each in (param, grad, state["row_var"], state["col_var"]))
+            for matrices, gradients, rows, columns in zip(*parts, strict=True):
+                self._update_(matrices, gradients, rows, columns, float(state["step"]), hyper)
 
-    def _normalised(self, grad: Tensor, state: State) -> Tensor:
+    def _update_(self, param: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, step: float, hyper: Hyper) -> None:
+        """One step of matrices that go together, whose mean squares are ``rows`` and ``columns``."""
+        decay = WeightDecay.of(self.recipe)
+        given, = decay.gradients([param], [grad], hyper)
+        update = self._normalised(given, rows, columns, step)
+        size = _rms(param).clamp_(min=self.recipe.eps2).mul_(min(hyper.lr, 1 / math.sqrt(step)))
+        size.div_(_rms(update).div_(self.recipe.clip_threshold).clamp_(min=1))
+        decay.shrink_([param], [update], hyper)
+        param.sub_(update.mul_(size))
+
+    def _normalised(self, grad: Tensor, rows: Tensor, columns: Tensor, step: float) -> Tensor:
         """``grad`` over the root of its second moment, which is updated first."""
-        state["step"] += 1
-        rows, columns, weight = state["row_var"], state["col_var"], float(state["step"])**self.recipe.beta2_decay
+        weight = step**self.recipe.beta2_decay
         for means, axis in ((rows, -1), (columns, -2)):
             means.lerp_(torch.linalg.vector_norm(grad, dim=axis, keepdim=True).square_().div_(grad.shape[axis]), weight)
         moments = rows @ columns

@@ -11,6 +11,10 @@ from pydantic import Field
 from ds_layerwise.recipes.recipe import Recipe, StateSpec
 from ds_layerwise.recipes.settings import NonNegative, Positive
 
+#: Largest sum of elements of matrices of a stack that are updated together; one may be larger. Enough to fill an
+#: accelerator.
+MAX_BATCH_NUMEL = 16 * 2**20
+
 
 class Adafactor(Recipe):
     """Adafactor of whole matrices, as :class:`torch.optim.Adafactor`; see :mod:`ds_layerwise.optimizers.adafactor`."""
@@ -37,6 +41,16 @@ class Adafactor(Recipe):
     def work(self, shape: tuple[int, ...]) -> int:
         """The FLOPs of the product of column and row."""
         return 2 * math.prod(shape)
+
+    def together(self, shape: tuple[int, ...]) -> int:
+        """How many matrices of a stack are updated together."""
+        *batch, rows, cols = shape
+        return min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+
+    def workspace(self, shape: tuple[int, ...]) -> int:
+        """Bytes: the update of as many matrices as go together, what decay takes beside it, and their norms."""
+        together = self.together(shape)
+        return super().workspace((together, *shape[-2:])) + 16 * together
 
     def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
                 transposed: bool = False) -> str | None:

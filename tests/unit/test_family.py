@@ -440,7 +440,7 @@ def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (128, 192), (128, 256), (128, 384), (384, 128), (128, 512), (512, 128),
-                                   (100, 250), (250, 100)])
+                                   (100, 130), (130, 100)])
 def test_a_clip_of_several_takes_no_more_memory_than_its_recipe_says(shape):
     rule = rule_of(recipe("muon", spectral_clip=1.0))
     params, grads = [[torch.randn(shape, device="meta") for _ in range(4)] for _ in range(2)]

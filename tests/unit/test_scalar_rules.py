@@ -15,6 +15,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.recipes import adafactor as sizes
 from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import REGISTRY
@@ -183,6 +184,26 @@ def test_adafactor_takes_each_matrix_of_a_stack_for_itself():
         rule.update_([stack], [grad], [state], HYPER)
         rule.update_(alone, list(grad), states, HYPER)
     torch.testing.assert_close(stack, torch.stack(alone), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay_method": "l2"}, {"cautious_weight_decay": True}], ids=str)
+def test_a_stack_in_batches_has_the_bits_of_one_that_is_not_cut(settings, monkeypatch):
+    def after_three_steps(at_once):
+        monkeypatch.setattr(sizes, "MAX_BATCH_NUMEL", at_once * 20 * 130)
+        rule, stack = rule_of(Adafactor(**settings)), start((5, 20, 130))
+        # Neither their sizes nor their gradients are alike, so that whatever spanned the stack would show.
+        stack[1] *= 50
+        state = rule.init_state(stack)
+        for step in range(3):
+            rule.update_([stack], [gradients((5, 20, 130), step) * torch.logspace(-3, 3, 5).view(5, 1, 1)], [state],
+                         replace(HYPER, lr=0.5))
+        return stack, state
+
+    whole, kept = after_three_steps(5)
+    for at_once in (0, 1, 2, 3):
+        stack, state = after_three_steps(at_once)
+        assert torch.equal(stack, whole) and float(state["step"]) == 3
+        assert all(torch.equal(value, kept[key]) for key, value in state.items())
 
 
 class TestWhatUsersWrite:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.config import Recipes
 from ds_layerwise.optimizers.muon import Muon
+from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.batching import batches
 from ds_layerwise.plan import model_file
@@ -19,11 +20,12 @@ from ds_layerwise.plan.model_file import ModelParam, load_model, route_model
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.update_sets import update_sets
 from ds_layerwise.recipes import muon as recipes
+from ds_layerwise.recipes.adafactor import Adafactor
 from ds_layerwise.recipes.newton_schulz import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "batching", "newton_schulz", "forecast", "recipes", "update_sets")
+pytestmark = rooms("muon", "adafactor", "batching", "newton_schulz", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
 MODELS = Path(model_file.__file__).parent / "models"
@@ -94,6 +96,24 @@ def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, buck
     largest = max(math.prod(spec.shape[-2:]) for spec in specs if spec.whole)
     assert peak <= 6 * 4 * max(largest, MAX_BATCH_NUMEL)
     assert launches <= budget * num_batches
+
+
+@pytest.mark.parametrize("settings, times", [({}, 1), ({"weight_decay_method": "l2"}, 2),
+                                             ({"cautious_weight_decay": True}, 3)])
+@pytest.mark.parametrize("shape, together", [
+    *((shape, 16 * 2**20 // math.prod(shape[1:])) for shapes in STACKED.values() for shape in shapes),
+    ((2, 5120, 8192), 1), ((1024, 3072), 1)])
+def test_experts_under_adafactor_are_updated_a_few_at_a_time(shape, together, settings, times):
+    recipe = Adafactor(**settings)
+    rule, value, grad = rule_of(recipe), *(torch.empty(shape, device=META) for _ in range(2))
+    state = rule.init_state(value)
+    with LiveMemory([value, grad, *state.values()]) as memory:
+        held = memory.now()
+        rule.update_([value], [grad], [state], HYPER)
+    one = 4 * math.prod(shape[-2:])
+    assert 0.999 < (memory.peak - held) / recipe.workspace(shape) <= 1
+    assert recipe.workspace(shape) == pytest.approx(times * together * one, rel=1e-3)
+    assert memory.now() == held
 
 
 @pytest.mark.parametrize("model, ranks, bucket_numel, matrices, calls", [
