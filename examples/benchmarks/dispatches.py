@@ -3,6 +3,9 @@
     python examples/benchmarks/dispatches.py [--by_name]
 
 A GPT of 12 layers, width 128, in bf16, on one rank; in a launch-bound run each of them is microseconds of a host.
+
+A ``torch._foreach_*`` call counts as one. On an accelerator it is a few launches; on a CPU torch runs at least one
+operation for each of its tensors within it, which torch's profiler shows and nothing here counts.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_layerwise
 
 WIDTH, LAYERS, HEADS, TOKENS, LENGTH = 128, 12, 4, 512, 32
+
+#: What the table does not say.
+ABOUT_FOREACH = """\
+A torch._foreach_* call counts as one operation: on an accelerator it is a few launches, on a CPU at least one operation
+for each of its tensors, within it, which torch's profiler shows. So these are no counts of what a CPU runs."""
 
 #: How many a step may take, and a backward pass for each of the bare module's.
 MOST_IN_STEP, MOST_IN_BACKWARD = 1300, 1.2
@@ -122,6 +130,7 @@ def main() -> None:
         if args.by_name:
             for name, count in counts.most_common(25):
                 print(f"| - {name} | {count} | |")
+    print(f"\n{ABOUT_FOREACH}")
     if more := [where for where, bound in bounds.items() if sum(found[where].values()) > bound]:
         sys.exit(f"more operations than there may be: {', '.join(more)}")
 

@@ -1,4 +1,4 @@
-"""What an update of an owner's matrices of real models takes: memory beside what is kept, and launches."""
+"""What an update of an owner's matrices of real models takes: memory beside what is kept, and dispatched operations."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ STACKED = {"gpt-oss": [(128, 2880, 5760), (128, 2880, 2880)], "qwen3-moe": [(128
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that are no views."""
+    """Counts dispatched operations that are no views; a ``torch._foreach_*`` call is one, and a few on a device."""
 
     def __init__(self):
         super().__init__()
