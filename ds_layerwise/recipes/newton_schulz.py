@@ -53,7 +53,8 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
 
 
 def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
-    """Bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes at most, as many as go together.
+    """Bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes at most, as many as go together on an
+    accelerator; a CPU takes no more at a time.
 
     The direction and what goes into the iteration, and beside them either the two matrices of that shape that it goes
     between and two of its small squares, or one matrix and the four squares that ``gram`` goes between; all in float32,
