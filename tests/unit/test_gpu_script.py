@@ -7,10 +7,15 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
+import deepspeed.comm as dist
 import pytest
+import torch
+import torch.distributed.distributed_c10d as c10d
 
+from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 
 pytestmark = rooms("outside")
@@ -99,6 +104,27 @@ def test_other_bits_on_any_rank_are_named(gpu):
     found = gpu.compare({"overlapped": first, "again": first, "late": [first[0], {"stage 1": "a", "stage 2": "c"}]})
     assert found.problems == ["late: other bits at stage 2"]
     assert found.lines[-2:] == ["| again | same bits | same bits |", "| late | same bits | other bits |"]
+
+
+class TestOneRankOverNccl(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("said", [
+        None, "No device id is provided via `init_process_group` or `barrier `. Using the current device set by the "
+        "user. "])
+    def test_a_barrier_may_name_no_device(self, said):
+        # What torch sees where a group that was given no device is on a GPU; gloo's barrier stays on the CPU.
+        torch._C._get_accelerator = lambda *args: torch.device("cuda")
+        c10d._get_object_coll_device = lambda group=None: "cuda"
+        c10d.BarrierOptions = type("OnTheCpu", (c10d.BarrierOptions,), {"device": None})
+        if said is None:
+            with pytest.warns(UserWarning, match="using the device under current context"):
+                dist.barrier()
+            dist.barrier()
+        else:
+            warnings.warn(said)
+        with pytest.raises(UserWarning, match="of something else"):
+            warnings.warn("barrier(): of something else")
 
 
 def fails_on_one_rank(place):
