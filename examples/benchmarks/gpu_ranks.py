@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
+import itertools
 import random
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,18 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
+from ds_layerwise.ranks import host_memory
+from ds_layerwise.ranks.exchange import Exchange
+from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.wires import Wire
 from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
+from ds_layerwise.zero import planned
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, VOCABULARY, GPTConfig
+
+from tests.support.ways import in_cuts
 
 OURS, STOCK, FUSED = "LayerWiseMuon", "stock Muon", "torch AdamW, fused"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -223,10 +234,12 @@ def offload_times(place: Place) -> dict[str, Any]:
 
 # --- streams ---------------------------------------------------------------------------------------------------------
 
+#: What names end with whose every other bucket travels in cuts; one rank cuts nothing.
+IN_CUTS = ", in cuts"
 #: By name, the sections that a race is run with.
 SETUPS: dict[str, dict[str, Any]] = {
     "stage 1, native": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "native"}},
-    "stage 1, ordered": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "ordered"}},
+    f"stage 1, ordered{IN_CUTS}": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "ordered"}},
     "stage 2, ordered, on the host": {"zero_optimization": {"stage": 2, "offload_optimizer": {
         "device": "cpu", "ratio": 0.5, "pin_memory": True}}, "layerwise": {"reduction": "ordered"}},
 }
@@ -248,7 +261,8 @@ class Mlp(nn.Module):
 
 
 def disturb(place: Place, seed: int) -> None:
-    """Let streams be late at random, for the rest of this process."""
+    """Let streams be late at random, for the rest of this process: each before what runs on it, which are forward
+    passes, sums, the exchange with owners, updates, gathers, and what comes from the host and goes there."""
     luck = random.Random(seed + dist.get_rank())
 
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,7 +276,17 @@ def disturb(place: Place, seed: int) -> None:
         return delayed
 
     Wire.reduce, Wire.gather = late(Wire.reduce), late(Wire.gather)
-    nn.LayerNorm.forward = late(nn.LayerNorm.forward)
+    Exchange.to_owners, Exchange.to_cuts = late(Exchange.to_owners), late(Exchange.to_cuts)
+    Owned.update, nn.LayerNorm.forward = late(Owned.update), late(nn.LayerNorm.forward)
+    # It is called with the stream of the transfer as the current one.
+    host_memory.transfer = late(host_memory.transfer)
+
+
+def every_other_in_cuts() -> AbstractContextManager[object]:
+    """Let engines that are made in it have every other whole bucket in cuts, which few ranks choose by themselves."""
+    plan, turns = planned.plan_layout, itertools.cycle((True, False))
+    return unittest.mock.patch.object(planned, "plan_layout", lambda *args, **kwargs: in_cuts(
+        plan(*args, **kwargs), lambda bucket: next(turns)))
 
 
 def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
@@ -278,7 +302,10 @@ def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
                   "zero_optimization": {**sections["zero_optimization"], "overlap_comm": overlap,
                                         "reduce_bucket_size": 2 * width**2}}
         model = Mlp(width, layers)
-        engine = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        if dist.get_world_size() == 1:
+            name = name.removesuffix(IN_CUTS)
+        with every_other_in_cuts() if name.endswith(IN_CUTS) else contextlib.nullcontext():
+            engine = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
         digest, losses = hashlib.sha256(), []
         for step in range(2 if place.tiny else 8):
             for micro in range(2):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -104,6 +105,21 @@ def test_other_bits_on_any_rank_are_named(gpu):
     found = gpu.compare({"overlapped": first, "again": first, "late": [first[0], {"stage 1": "a", "stage 2": "c"}]})
     assert found.problems == ["late: other bits at stage 2"]
     assert found.lines[-2:] == ["| again | same bits | same bits |", "| late | same bits | other bits |"]
+
+
+def what_is_late(place):
+    ranks = importlib.import_module("gpu_ranks")
+    counts = Counter()
+    ranks.time.sleep = lambda seconds: counts.update([sys._getframe(1).f_locals["function"].__qualname__])
+    ranks.race(place, overlap=True, seed=1)
+    return counts
+
+
+def test_all_that_overlaps_is_late(gpu, place):
+    wanted = {"Wire.reduce", "Wire.gather", "Exchange.to_owners", "Exchange.to_cuts", "Owned.update", "transfer",
+              "LayerNorm.forward"}
+    for counts in gpu.on_ranks(place, what_is_late, limit_s=120):
+        assert counts.keys() == wanted, counts
 
 
 class TestOneRankOverNccl(DistributedTest):
