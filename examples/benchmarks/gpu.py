@@ -3,19 +3,19 @@
     python examples/benchmarks/gpu.py --out examples/benchmarks/results/YYYY-MM_<hardware>_gpu.md
 
 One command, on one GPU or on all of a node. What is not done in time is given up, so that all of it takes less than
-ten minutes. All sides of a table take turns in the same processes; what is printed are medians, of the slowest rank. A
-section that fails says so in the report, the others run all the same, and the exit code is 1. On a CPU, ``--device cpu
---tiny`` goes through everything once, and measures nothing. Nothing is compiled by torch, on no side, unless
-``--compile`` says so, which takes longer.
+ten minutes; the report is written after every section, and names what has not run. All sides of a table take turns in
+the same processes; what is printed are medians, of the slowest rank. A section that fails says so in the report, the
+others run all the same, and the exit code is 1. On a CPU, ``--device cpu --tiny`` goes through everything once, and
+measures nothing. Nothing is compiled by torch, on no side, unless ``--compile`` says so, which takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -23,28 +23,25 @@ import tempfile
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gpu_report import ROOT, Found, header, not_yet, run
 
 if TYPE_CHECKING:
     from gpu_ranks import Place
 
-ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/distributed/step/test_on_device.py"
 #: Ranks that the tests come with.
 TEST_RANKS = (1, 2, 4)
-#: How far what a rank holds may be from what is predicted, in percent.
+#: How far what a rank holds may be from what is predicted, and a step's peak over what it is said to work in.
 MEMORY_BAR_PERCENT = 2.0
-
-
-@dataclass
-class Found:
-    """What a section has to say, and what is wrong."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+#: Seconds from the start after which no section runs any more.
+TOTAL_S = 560.0
+#: Seconds in which pytest has to write down what it has, when its time is over.
+ENDING_S = 10.0
 
 
 def on_ranks(place: Place, work: Callable[[Place], Any], *, limit_s: float, ranks: int | None = None,
@@ -85,47 +82,73 @@ def slowest(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def tests(place: Place, limit_s: float) -> Found:
     """Tests that are there for any device, on the largest number of ranks that has one each."""
-    from measuring import family
-
     ranks = max(number for number in TEST_RANKS if number <= place.ranks)
     chosen = f"{ranks}rank" + ("s" if ranks > 1 else "")
     if place.tiny:
         chosen = f"exact and {chosen}-2-native"
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
+        report, chosen_names = Path(folder, "report.xml"), Path(folder, "cache", "v", "cache", "nodeids")
         env = {**os.environ, "THOROUGH": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "pytest", TESTS, "-m", "gpu", "-k", chosen, "-q", "-p", "no:cacheprovider",
-                   f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", TESTS, "-m", "gpu", "-k", chosen, "-q", f"--junitxml={report}",
+                   "-o", f"cache_dir={chosen_names.parents[2]}"]
         with open(Path(folder, "output"), "w+") as output:
-            done = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+            # Where a shell has begun this in the background, interrupts are ignored here, and would be there.
+            ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+            signal.signal(signal.SIGINT, ours)
             try:
-                done.wait(limit_s)
+                process.wait(limit_s)
+                late = []
             except subprocess.TimeoutExpired:
-                # Its ranks would outlive it, and keep the devices.
-                for process in reversed(family(done.pid)):
-                    os.kill(process, signal.SIGKILL)
-                done.wait()
-                return Found(problems=[f"not done after {limit_s:g} seconds"])
+                end(process)
+                late = [f"not done after {limit_s:g} seconds"]
             output.seek(0)
             if not report.exists():
-                return Found(problems=[f"pytest ended with code {done.returncode}: {output.read()[-2000:]}"])
-        found = read_report(report.read_text())
-    found.lines.append(f"\n`{' '.join(['pytest', *command[3:9]])}`")
-    return found
+                return Found(problems=[*late, f"pytest ended with code {process.returncode}: {output.read()[-2000:]}"])
+        names = json.loads(chosen_names.read_text()) if chosen_names.exists() else []
+        found = read_report(report.read_text(), [name.rpartition("::")[2] for name in names])
+    return Found([*found.lines, f"\n`{' '.join(['pytest', *command[3:9]])}`"], [*late, *found.problems])
 
 
-def read_report(xml: str) -> Found:
-    """Counts of a report of pytest's; whatever did not pass is a problem, also what was skipped."""
-    counts, problems = {"passed": 0, "failed": 0, "skipped": 0}, []
-    for case in ElementTree.fromstring(xml).iter("testcase"):
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Let pytest write down what it has, and end all that it has started, which would outlive it and keep devices."""
+    from measuring import family
+
+    _, *others = family(process.pid)
+    # It is told first: the test that is given up has not failed.
+    process.send_signal(signal.SIGINT)
+    kill(others)
+    try:
+        process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        kill(family(process.pid))
+    process.wait()
+
+
+def kill(processes: Sequence[int]) -> None:
+    """Those that were started last first."""
+    for number in reversed(processes):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+
+
+def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
+    """Counts of a report of pytest's; a problem is what did not pass, also what was skipped, or is ``chosen`` and not
+    there."""
+    counts, problems, missing = {"passed": 0, "failed": 0, "skipped": 0}, [], Counter(chosen)
+    # One that was interrupted has no name.
+    for case in ElementTree.fromstring(xml).iterfind(".//testcase[@name]"):
         wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         kind = "passed" if wrong is None else "skipped" if wrong.tag == "skipped" else "failed"
         counts[kind] += 1
+        missing[case.attrib["name"]] -= 1
         if wrong is not None:
             # The end of a traceback says what it was.
             said = (wrong.get("message") or wrong.text or "").strip()[-600:]
             problems.append(f"{case.get('name')} {kind}: {said}")
-    if not sum(counts.values()):
+    if left := sorted((+missing).elements()):
+        problems.append(f"{len(left)} not run to the end: {', '.join(left)}")
+    elif not sum(counts.values()):
         problems.append("there was no test")
     return Found([", ".join(f"{number} {kind}" for kind, number in counts.items()) + "."], problems)
 
@@ -134,7 +157,8 @@ def newton_schulz(place: Place, limit_s: float) -> Found:
     """Newton-Schulz of matrices of real models."""
     from gpu_ranks import newton_schulz_times
 
-    rows, = on_ranks(place, newton_schulz_times, limit_s=limit_s, ranks=1)
+    found, = on_ranks(place, newton_schulz_times, limit_s=limit_s, ranks=1)
+    rows = found["rows"]
     lines = ["Five simple steps of a batch. share: FLOPs of the plain iteration, and its restarts, a second, over "
              "those of a product of two squares in that dtype. over: our time over that of stock DeepSpeed's same "
              "method, and of torch.optim.Muon's, which is standard, one matrix at a time. Ours returns float32, the "
@@ -149,6 +173,11 @@ def newton_schulz(place: Place, limit_s: float) -> Found:
             over_torch = f"{each / ms['torch']:.2f}" if side == "ours" and "torch" in ms else ""
             lines.append(f"| {row['model']} | {row['shape']} | {name} | {row['dtypes'][name]} | {each:.2f} | "
                          f"{row['share'][name]:.2f} | {over} | {over_torch} |")
+    lines += ["", "One product of each matrix with its own transpose in bf16: in full (1), and in strips of rows up to "
+              "the diagonal, which are mirrored. Where strips are faster, symmetric.py may use them here, too.", "",
+              "| model | matrices | strips | ms | over in full |", "|---|---|---:|---:|---:|",
+              *(f"| strips | {row['shape']} | {number} | {each:.3f} | {each / row['ms']['1']:.2f} |"
+                for row in found["strips"] for number, each in row["ms"].items())]
     return Found(lines, [] if "torch" in rows[0]["ms"] else ["this torch has no torch.optim.Muon"])
 
 
@@ -165,14 +194,15 @@ def step(place: Place, limit_s: float) -> Found:
 
 
 def batches(place: Place, limit_s: float) -> Found:
-    """One optimizer step with buckets of a matrix each."""
+    """One optimizer step with as few matrices a bucket as there can be, which is about one a rank."""
     from gpu_ranks import batch_times
 
     everyone = on_ranks(place, batch_times, limit_s=limit_s)
     ms = slowest(everyone)
-    first = next(iter(ms.values()))
-    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; but for the last, every matrix is "
-                  "a bucket of its own.", "", "| matrices are updated | ms | over one by one |", "|---|---:|---:|",
+    first, few = next(iter(ms.values())), everyone[0]["in_a_bucket"]
+    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; but for the last, a bucket has "
+                  f"{' or '.join(map(str, few))} matri{'ces' if few[-1] > 1 else 'x'}.", "",
+                  "| matrices are updated | ms | over one by one |", "|---|---:|---:|",
                   *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items())])
 
 
@@ -204,27 +234,39 @@ def streams(place: Place, limit_s: float) -> Found:
     """The same bits whatever overlaps, and however late it is."""
     from gpu_ranks import race
 
-    until, digests = time.monotonic() + limit_s, {}
+    until, digests, missing = time.monotonic() + limit_s, {}, {}
     names = [*list(VARIANTS)[:1], "no overlap", "streams late at random"] if place.tiny else list(VARIANTS)
     for name in names:
         overlap, seed, env = VARIANTS[name]
-        digests[name] = on_ranks(place, functools.partial(race, overlap=overlap, seed=seed),
-                                 env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env},
-                                 limit_s=max(1.0, until - time.monotonic()))
-    return compare(digests)
+        if (left := until - time.monotonic()) < 1:
+            missing[name] = f"not run for want of time, of which there were {limit_s:g} seconds"
+            continue
+        try:
+            digests[name] = on_ranks(place, functools.partial(race, overlap=overlap, seed=seed), limit_s=round(left, 1),
+                                     env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env})
+        except RuntimeError as error:
+            missing[name] = str(error)
+    return compare(digests, missing)
 
 
-def compare(digests: Mapping[str, Sequence[Mapping[str, str]]]) -> Found:
-    """By variant and rank, digests by setup: those of the first variant are the ones to have."""
+def compare(digests: Mapping[str, Sequence[Mapping[str, str]]], missing: Mapping[str, str] | None = None) -> Found:
+    """By variant and rank, digests by setup: those of the first variant that is there are the ones to have.
+
+    Args:
+        missing: by variant, why it is not there.
+    """
+    problems = [f"{name}: {why}" for name, why in (missing or {}).items()]
+    if not digests:
+        return Found(problems=problems)
     first = next(iter(digests.values()))
     lines = ["Losses and weights after some steps of two micro-batches.", "",
              f"| variant | {' | '.join(first[0])} |", f"|---|{'---|' * len(first[0])}"]
-    problems = []
     for name, everyone in digests.items():
         wrong = {setup for mine, wanted in zip(everyone, first, strict=True) for setup in wanted
                  if mine[setup] != wanted[setup]}
         lines.append(f"| {name} | {' | '.join('other bits' if s in wrong else 'same bits' for s in first[0])} |")
         problems += [f"{name}: other bits at {setup}" for setup in sorted(wrong)]
+    lines += [f"| {name} | {' | '.join(['no result'] * len(first[0]))} |" for name in missing or ()]
     return Found(lines, problems)
 
 
@@ -233,7 +275,8 @@ def memory(place: Place, limit_s: float) -> Found:
     from gpu_ranks import memory_of
 
     lines = ["held: tensors alive between two steps. peak: the most of a step over that, beside what `plan` says an "
-             "update works in; it includes what travels between cuts and owners.", "",
+             "update works in; on several ranks it includes what travels between cuts and owners, and only on one it "
+             "must not be more.", "",
              "| run | rank | predicted, MB | held | off by | works in, said | peak |", "|---|--:|--:|--:|--:|--:|--:|"]
     problems = []
     for rank, jobs in enumerate(on_ranks(place, memory_of, limit_s=limit_s)):
@@ -245,59 +288,21 @@ def memory(place: Place, limit_s: float) -> Found:
             # A tiny model is as small as what an engine has beside it.
             if abs(off) > MEMORY_BAR_PERCENT and not place.tiny:
                 problems.append(f"{job['job']}, rank {rank}: {off:+.2f} % off what is predicted")
+            over = 0 if job["peak"] is None else 100 * (job["peak"] / job["workspace"] - 1)
+            if over > MEMORY_BAR_PERCENT and place.ranks == 1 and not place.tiny:
+                problems.append(f"{job['job']}: a step takes {over:.2f} % more than what it is said to work in")
     return Found(lines, problems)
 
 
 #: By title: what runs, and after how many seconds it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Tests": (tests, 180), "Newton-Schulz": (newton_schulz, 60), "Step": (step, 90), "Batches": (batches, 30),
-    "Offload": (offload, 70),
-    "Streams": (streams, 100), "Memory": (memory, 60)}
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
-
-def run(place: Place, sections: Mapping[str, tuple[Callable[[Place, float], Found], float]]) -> Found:
-    """All sections, whichever of them fail."""
-    whole = Found()
-    for title, (section, limit_s) in sections.items():
-        print(f"{title} ...", file=sys.stderr, flush=True)
-        start = time.monotonic()
-        try:
-            found = section(place, limit_s)
-        except Exception as error:
-            found = Found(problems=[f"{type(error).__name__}: {error}"])
-        whole.lines += [f"## {title}", "", *found.lines, *([""] if found.lines else [])]
-        for problem in found.problems:
-            whole.lines += ["Failed:", "", "```", problem, "```", ""]
-            whole.problems.append(f"{title}: {problem.strip().splitlines()[-1]}")
-        whole.lines += [f"({time.monotonic() - start:.0f} s)", ""]
-    return whole
-
-
-def header(place: Place, found: Mapping[str, Any]) -> list[str]:
-    """The command, the machine and the commit."""
-    import deepspeed
-    import torch
-
-    def git(*what: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *what], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    changed = " with changes" if git("status", "--porcelain") else ""
-    command = " ".join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
-    return [f"# {place.ranks} x {found['name']}: tests, speed, streams and memory", "", f"`{command}`", "",
-            f"{place.ranks} x {found['name']}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
-            f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
-            f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python {platform.python_version()}; commit "
-            f"{git('rev-parse', '--short', 'HEAD') or 'unknown'}{changed}; torch.compile "
-            f"{'off on all sides' if os.environ.get('TORCHDYNAMO_DISABLE') == '1' else 'where a side asks for it'}.",
-            "Medians; all sides of a table take turns in the same processes; of several ranks, the slowest.", "",
-            *(["**A tiny run on a CPU: shows that all of it works, and measures nothing.**", ""] if place.tiny else [])]
+    "Offload": (offload, 70), "Streams": (streams, 100), "Memory": (memory, 60)}
 
 
 def main() -> None:
     """Write the report, and end with code 1 if anything is wrong."""
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the file for the report")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -326,11 +331,23 @@ def main() -> None:
         parser.error(f"--ranks must be from 1 to {available}, as many as this machine has devices, got {ranks}")
     from gpu_ranks import Place, describe
 
+    if torch.cuda.is_initialized():
+        parser.error("an import, perhaps of deepspeed, has begun to use the GPU, which ranks, forks of this process, "
+                     "then cannot; pip install deepspeed==0.19.8, whose import does not")
+    try:
+        args.out.open("a").close()
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be written: {error.strerror}; make its folder, or name another file")
     place = Place(args.device, ranks, args.tiny)
     found = on_ranks(place, describe, limit_s=60, ranks=1)[0]
     place = Place(args.device, ranks, args.tiny, found["memory"])
-    whole = run(place, {title: SECTIONS[title] for title in args.sections})
-    args.out.write_text("\n".join([*header(place, found), *whole.lines]))
+    head = header(place, found)
+
+    def write(lines: Sequence[str]) -> None:
+        args.out.write_text("\n".join([*head, *lines]))
+
+    write(not_yet(args.sections))
+    whole = run(place, {title: SECTIONS[title] for title in args.sections}, until=begun + TOTAL_S, write=write)
     print(f"{args.out}: " + ("nothing is wrong" if not whole.problems else f"{len(whole.problems)} problems:"))
     for problem in whole.problems:
         print(f"* {problem}")

@@ -105,8 +105,35 @@ def torchs(matrices: Tensor) -> None:
         _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
 
 
-def newton_schulz_times(place: Place) -> list[dict[str, Any]]:
-    """By shape: milliseconds of each side, and what the machine's own product of two squares reaches."""
+def by_strips(x: Tensor, strips: int) -> Tensor:
+    """``x @ x.mT`` of ``(k, m, n)``, of which the lower triangle is computed in so many strips of rows and mirrored, as
+    symmetric.py does on a CPU."""
+    if strips == 1:
+        return torch.bmm(x, x.mT)
+    side = x.shape[-2]
+    out, width = x.new_empty(len(x), side, side), -(-side // strips)
+    for first in range(0, side, width):
+        stop = min(first + width, side)
+        strip = out[:, first:stop, :stop]
+        torch.bmm(x[:, first:stop], x[:, :stop].mT, out=strip)
+        out[:, :first, first:stop] = strip[..., :first].mT
+    return out
+
+
+def strip_times(place: Place) -> list[dict[str, Any]]:
+    """By shape, milliseconds of one symmetric product by the number of strips."""
+    rows = []
+    for m, n in [(32, 48)] if place.tiny else [(512, 2048), (2048, 2048)]:
+        batch = 2 if place.tiny else max(1, min(12, MAX_BATCH_NUMEL // (m * n)))
+        x = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(place.device, torch.bfloat16)
+        rows.append({"shape": f"{batch} x {m} x {n}", "ms": in_turns(
+            {str(strips): functools.partial(by_strips, x, strips) for strips in (1, 2, 4, 8)}, place.repetitions,
+            finish=place.finish)})
+    return rows
+
+
+def newton_schulz_times(place: Place) -> dict[str, Any]:
+    """By shape: milliseconds of each side, and what the machine's own product of two squares reaches; and of strips."""
     device, rows = torch.device(place.device), []
     fast = fast_dtypes(device)
     shapes = {"tiny": [(32, 48)]} if place.tiny else SHAPES
@@ -136,7 +163,7 @@ def newton_schulz_times(place: Place) -> list[dict[str, Any]]:
                          "share": {name: rates[name] / (2 * side**3 / 1e9 / ms[f"own {NAMES[kinds[name]]}"])
                                    for name in sides}})
             del matrices, squares, sides, own
-    return rows
+    return {"rows": rows, "strips": strip_times(place)}
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -195,7 +222,10 @@ def step_times(place: Place) -> dict[str, Any]:
 
 
 def batch_times(place: Place) -> dict[str, Any]:
-    """Milliseconds of one step with a matrix a bucket, as owners among many ranks have them, and with all in one."""
+    """Milliseconds of one step with as few matrices a bucket as there can be, and with all in one.
+
+    An owner then has a matrix of each bucket, as among many ranks, or none.
+    """
     config = place.gpt(2e8) if place.tiny else GPTConfig(layers=16, width=1024, heads=8, context=256)
     sides: dict[str, tuple[int, bool]] = {"one by one": (1, False), "batches over buckets": (1, True),
                                           "one bucket": (10**9, True)}
@@ -203,7 +233,9 @@ def batch_times(place: Place) -> dict[str, Any]:
                for name, (numel, batched) in sides.items()}
     ms = in_turns({name: engine.step for name, engine in engines.items()}, place.repetitions, finish=place.finish,
                   before={name: backward_of(engine, config) for name, engine in engines.items()})
-    return {"ms": ms, "numel": sum(p.numel() for p in engines["one bucket"].module.parameters())}
+    few = {len(bucket.slots) for bucket in engines["one by one"].optimizer.layout.buckets if bucket.whole}
+    return {"ms": ms, "numel": sum(p.numel() for p in engines["one bucket"].module.parameters()),
+            "in_a_bucket": sorted(few)}
 
 
 def offload_times(place: Place) -> dict[str, Any]:

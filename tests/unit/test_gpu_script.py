@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,24 @@ def place(gpu):
     return importlib.import_module("gpu_ranks").Place("cpu", 2, True)
 
 
+@pytest.fixture
+def main(gpu, monkeypatch):
+    """Runs the script with arguments, on no ranks, and says how it ended."""
+    monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: [
+        {"name": "CPU", "memory": 0, "cuda": "none", "nccl": "gloo"}])
+    for name in ("TORCHDYNAMO_DISABLE", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES",
+                 "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+    def ended(*args):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", *map(str, args)])
+        with pytest.raises(SystemExit) as end:
+            gpu.main()
+        return end.value.code
+
+    return ended
+
+
 def test_every_section_runs(tmp_path):
     out = tmp_path / "report.md"
     done = subprocess.run([sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out)],
@@ -53,6 +72,7 @@ def test_every_section_runs(tmp_path):
     assert rows[0] >= {"ours gram", "stock gram", "ours standard", "stock standard", "torch"}
     assert rows[1] >= {"LayerWiseMuon", "stock Muon", "torch AdamW, fused"}
     assert rows[2] >= {"one by one", "batches over buckets", "one bucket"}
+    assert "a bucket has 1 matrix." in sections[3]
     assert rows[3] >= {"on the device", "on the host, copies beside updates", "on the host, one after another"}
     assert rows[4] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[5]
     assert "stage-1-bf16" in rows[5]
@@ -66,29 +86,85 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
     assert done.stderr.count("\n") == 1 and "no GPU here; --device cpu --tiny" in done.stderr
 
 
-def test_a_section_that_fails_is_in_the_report_and_the_others_run(gpu, tmp_path, monkeypatch, capsys):
+def test_a_section_that_fails_is_in_the_report_and_the_others_run(gpu, main, tmp_path, monkeypatch, capsys):
     def breaks(place, limit_s):
         raise ZeroDivisionError("of course")
 
     monkeypatch.setattr(gpu, "SECTIONS", {
         "First": (breaks, 1), "Second": (lambda place, limit_s: gpu.Found(["| a table |"], ["too slow"]), 1),
         "Third": (lambda place, limit_s: gpu.Found(["all is well"]), 1)})
-    monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: [
-        {"name": "CPU", "memory": 0, "cuda": "none", "nccl": "gloo"}])
-    for name in ("TORCHDYNAMO_DISABLE", "PYTORCH_NVML_BASED_CUDA_CHECK", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES",
-                 "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
     out = tmp_path / "report.md"
     for sections, code in ((["First", "Second", "Third"], 1), (["Third"], 0)):
-        monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out", str(out), "--sections",
-                                          *sections])
-        with pytest.raises(SystemExit) as end:
-            gpu.main()
-        assert end.value.code == code
+        assert main("--out", out, "--sections", *sections) == code
         report, said = out.read_text(), capsys.readouterr().out
         assert "all is well" in report
         for problem in ("First: ZeroDivisionError: of course", "Second: too slow"):
             assert (problem in said) == bool(code) and (problem.split(": ", 1)[1] in report) == bool(code)
+
+
+def test_a_run_that_is_killed_leaves_what_it_has_and_says_what_is_missing(gpu, main, tmp_path, monkeypatch):
+    out = tmp_path / "report.md"
+    seen = []
+
+    def looks(place, limit_s):
+        seen.append(out.read_text())
+        return gpu.Found([f"looked {len(seen)}"])
+
+    def is_killed(place, limit_s):
+        raise SystemExit(137)
+
+    monkeypatch.setattr(gpu, "SECTIONS", {"First": (looks, 1), "Second": (looks, 1), "Third": (is_killed, 1),
+                                          "Fourth": (looks, 1)})
+    assert main("--out", out) == 137
+    left = out.read_text()
+    assert "looked 1" in left and "looked 2" in left and "tests, speed, streams and memory" in left
+    for report, missing in zip([*seen, left], ["First, Second, Third, Fourth", "Second, Third, Fourth",
+                                               "Third, Fourth"], strict=True):
+        assert report.rstrip().endswith(f"**Not all of it: {missing} had not run when this was written.**")
+    monkeypatch.setattr(gpu, "SECTIONS", {"First": (looks, 1)})
+    assert main("--out", out) == 0
+    assert "looked 3" in out.read_text() and "Not all of it" not in out.read_text()
+
+
+def test_nothing_runs_if_the_report_cannot_be_written(gpu, main, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: pytest.fail("ran"))
+    assert main("--out", tmp_path / "nowhere" / "report.md") == 2
+    assert "nowhere/report.md cannot be written: No such file or directory; make its folder" in capsys.readouterr().err
+
+
+def test_without_git_the_commit_is_unknown(gpu, main, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "SECTIONS", {"First": (lambda place, limit_s: gpu.Found(["all is well"]), 1)})
+    assert main("--out", tmp_path / "report.md") == 0
+    report = (tmp_path / "report.md").read_text()
+    assert "unknown commit; torch.compile" in report and "all is well" in report
+
+
+def test_an_import_that_has_used_the_gpu_is_told_before_any_fork(gpu, main, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: pytest.fail("forked"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert main("--out", tmp_path / "report.md") == 2
+    assert "pip install deepspeed==0.19.8" in capsys.readouterr().err
+
+
+def test_all_sections_share_one_deadline(gpu, place, monkeypatch):
+    clock, given = [1000.0], {}
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def takes(title, seconds):
+        def section(place, limit_s):
+            given[title] = limit_s
+            clock[0] += min(seconds, limit_s)
+            return gpu.Found([f"{title} was here"])
+        return section
+
+    whole = gpu.run(place, {"A": (takes("A", 50), 60), "B": (takes("B", 100), 60), "C": (takes("C", 1000), 90),
+                            "D": (takes("D", 1), 90), "E": (takes("E", 1), 5)}, until=1150.0)
+    assert given == {"A": 60, "B": 60, "C": 40} and clock == [1150.0]
+    assert whole.problems == [f"{title}: TimeoutError: not run for want of time; --sections {title} runs it alone"
+                              for title in "DE"]
+    assert sum(limit_s for _, limit_s in gpu.SECTIONS.values()) > gpu.TOTAL_S
+    assert gpu.TOTAL_S + gpu.ENDING_S < 590
 
 
 def test_what_is_skipped_fails(gpu):
@@ -100,11 +176,71 @@ def test_what_is_skipped_fails(gpu):
     assert gpu.read_report("<testsuites/>").problems == ["there was no test"]
 
 
+def test_what_was_chosen_and_is_not_there_is_named(gpu):
+    found = gpu.read_report('<testsuites><testsuite><testcase name="a[1]"/><testcase name="c"/>'
+                            '<testcase time="1"/></testsuite></testsuites>', ["c", "b", "a[1]", "a[2]", "c"])
+    assert found.lines == ["2 passed, 0 failed, 0 skipped."]
+    assert found.problems == ["3 not run to the end: a[2], b, c"]
+
+
 def test_other_bits_on_any_rank_are_named(gpu):
     first = [{"stage 1": "a", "stage 2": "b"}, {"stage 1": "a", "stage 2": "b"}]
     found = gpu.compare({"overlapped": first, "again": first, "late": [first[0], {"stage 1": "a", "stage 2": "c"}]})
     assert found.problems == ["late: other bits at stage 2"]
     assert found.lines[-2:] == ["| again | same bits | same bits |", "| late | same bits | other bits |"]
+
+
+def test_a_race_that_runs_out_of_time_compares_what_there_is(gpu, place, monkeypatch):
+    monkeypatch.setattr(gpu, "VARIANTS", {name: (True, None, {}) for name in "abcde"})
+    clock, real = [0.0], gpu.Found()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def on_ranks(place, work, *, env, limit_s):
+        clock[0] += 4
+        if clock[0] == 8:
+            raise RuntimeError("a process ended with code 1")
+        return [{"stage 1": "x" if clock[0] < 12 else "y"}]
+
+    monkeypatch.setattr(gpu, "on_ranks", on_ranks)
+    place = type(place)("cpu", 1, False)
+    found = gpu.streams(place, 12.5)
+    want_of_time = "not run for want of time, of which there were 12.5 seconds"
+    assert found.problems == ["b: a process ended with code 1", f"d: {want_of_time}", f"e: {want_of_time}",
+                              "c: other bits at stage 1"]
+    assert found.lines[-5:] == ["| a | same bits |", "| c | other bits |", "| b | no result |", "| d | no result |",
+                                "| e | no result |"]
+    clock[0] = 4.0
+    assert gpu.streams(place, 0.5) != real and not gpu.streams(place, 0.5).lines
+    assert len(gpu.streams(place, 0.5).problems) == 5
+
+
+@pytest.mark.parametrize("ranks, tiny, problems", [
+    (1, False, ["big, rank 0: +3.00 % off what is predicted", "big: a step takes 2.10 % more than what it is said to "
+                "work in"]),
+    (2, False, [f"big, rank {rank}: +3.00 % off what is predicted" for rank in (0, 1)]), (1, True, [])])
+def test_memory_is_what_is_held_and_on_one_rank_what_a_step_takes(gpu, place, monkeypatch, ranks, tiny, problems):
+    job = {"job": "fits", "predicted": 10**9, "held": 10**9, "workspace": 10**8, "peak": 1.019 * 10**8}
+    monkeypatch.setattr(gpu, "on_ranks", lambda place, work, limit_s: [[
+        job, {**job, "job": "big", "held": 1.03 * 10**9, "peak": 1.021 * 10**8}, {**job, "job": "cpu", "peak": None},
+    ]] * place.ranks)
+    found = gpu.memory(type(place)("cuda", ranks, tiny), 60)
+    assert found.problems == problems
+    assert "| big | 0 | 1000.0 | 1030.0 | +3.00 % | 100.0 | 102.1 |" in found.lines
+
+
+@pytest.mark.parametrize("few, said", [([1], "a bucket has 1 matrix."), ([2], "a bucket has 2 matrices."),
+                                       ([1, 8], "a bucket has 1 or 8 matrices.")])
+def test_how_many_matrices_a_bucket_has_is_what_there_was(gpu, place, monkeypatch, few, said):
+    monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: [
+        {"ms": {"one by one": 2.0, "one bucket": 1.0}, "numel": 10**9, "in_a_bucket": few}])
+    assert said in gpu.batches(place, 30).lines[0]
+
+
+@pytest.mark.parametrize("side", [64, 60, 7])
+@pytest.mark.parametrize("strips", [1, 2, 4, 8])
+def test_strips_are_the_whole_product(place, side, strips):
+    x = torch.randint(-3, 4, (2, side, 5)).float()
+    assert torch.equal(importlib.import_module("gpu_ranks").by_strips(x, strips), x @ x.mT)
 
 
 def what_is_late(place):
@@ -173,23 +309,62 @@ def test_tests_that_take_too_long_are_given_up_with_all_that_they_started(gpu, p
                     "@pytest.mark.parametrize('_', ['2ranks-2-native'])\ndef test_exact(_):\n"
                     "    if not os.fork():\n        os.setpgid(0, 0)\n"
                     f"        pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n    time.sleep(300)\n")
-
-    class Impatient(subprocess.Popen):
-        def wait(self, timeout=None):
-            until = time.monotonic() + 120
-            while timeout is not None and time.monotonic() < until:
-                if started.exists() and started.read_text():
-                    raise subprocess.TimeoutExpired(self.args, timeout)
-                time.sleep(0.1)
-            return super().wait()
-
     monkeypatch.setattr(gpu, "TESTS", str(ours))
-    monkeypatch.setattr(subprocess, "Popen", Impatient)
-    assert gpu.tests(place, 6).problems == ["not done after 6 seconds"]
+    monkeypatch.setattr(subprocess, "Popen", impatient(started))
+    assert gpu.tests(place, 6).problems == ["not done after 6 seconds",
+                                            "1 not run to the end: test_exact[2ranks-2-native]"]
     until = time.monotonic() + 20
     while runs(int(started.read_text())) and time.monotonic() < until:
         time.sleep(0.1)
     assert not runs(int(started.read_text()))
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_tests_that_take_too_long_keep_what_they_have(gpu, place, tmp_path, monkeypatch, deaf):
+    started, ours = tmp_path / "started", tmp_path / "test_slow.py"
+    ours.write_text("import pathlib, signal, time\nimport pytest\npytestmark = [pytest.mark.gpu, "
+                    "pytest.mark.parametrize('_', ['2ranks-2-native'])]\n"
+                    "def test_exact_passes(_):\n    pass\n"
+                    "def test_exact_fails(_):\n    raise ZeroDivisionError('of course')\n"
+                    "def test_exact_hangs(_):\n"
+                    f"    {'signal.signal(signal.SIGINT, signal.SIG_IGN)' if deaf else 'pass'}\n"
+                    f"    pathlib.Path({str(started)!r}).write_text('x')\n    time.sleep(300)\n"
+                    "def test_exact_waits(_):\n    pass\n")
+    monkeypatch.setattr(gpu, "TESTS", str(ours))
+    monkeypatch.setattr(gpu, "ENDING_S", 0.5 if deaf else 60.0)
+    monkeypatch.setattr(subprocess, "Popen", impatient(started))
+    # As a shell leaves it to what it has begun in the background.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = gpu.tests(place, 6)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if deaf:
+        assert found.problems[0] == "not done after 6 seconds" and "pytest ended with code -9" in found.problems[1]
+        return
+    assert found.lines[0] == "1 passed, 1 failed, 0 skipped."
+    late, failed, missing = found.problems
+    assert late == "not done after 6 seconds" and "ZeroDivisionError: of course" in failed
+    assert missing == "2 not run to the end: test_exact_hangs[2ranks-2-native], test_exact_waits[2ranks-2-native]"
+
+
+def impatient(started):
+    """Popen whose first wait with a limit ends when ``started`` has been written."""
+
+    class Impatient(subprocess.Popen):
+        given_up = False
+
+        def wait(self, timeout=None):
+            until = time.monotonic() + 120
+            while timeout is not None and not self.given_up and time.monotonic() < until:
+                if started.exists() and started.read_text():
+                    self.given_up = True
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.1)
+            return super().wait(timeout)
+
+    return Impatient
 
 
 def runs(pid):

@@ -1,0 +1,85 @@
+"""The report of gpu.py: what its sections found, section by section, under what is known of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpu_ranks import Place
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Seconds without which no section begins.
+LEAST_S = 10.0
+
+
+@dataclass
+class Found:
+    """What a section has to say, and what is wrong."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def run(place: Place, sections: Mapping[str, tuple[Callable[[Place, float], Found], float]], *,
+        until: float = float("inf"), write: Callable[[Sequence[str]], object] | None = None) -> Found:
+    """All sections, whichever of them fail.
+
+    Args:
+        until: on the monotonic clock, when all must be over; a section that no longer fits is a problem.
+        write: gets all lines so far after every section, with the names of those to come.
+    """
+    whole, titles = Found(), list(sections)
+    for number, (title, (section, limit_s)) in enumerate(sections.items(), 1):
+        print(f"{title} ...", file=sys.stderr, flush=True)
+        start = time.monotonic()
+        try:
+            if until - start < LEAST_S:
+                raise TimeoutError(f"not run for want of time; --sections {title} runs it alone")
+            found = section(place, round(min(limit_s, until - start), 1))
+        except Exception as error:
+            found = Found(problems=[f"{type(error).__name__}: {error}"])
+        whole.lines += [f"## {title}", "", *found.lines, *([""] if found.lines else [])]
+        for problem in found.problems:
+            whole.lines += ["Failed:", "", "```", problem, "```", ""]
+            whole.problems.append(f"{title}: {problem.strip().splitlines()[-1]}")
+        whole.lines += [f"({time.monotonic() - start:.0f} s)", ""]
+        if write is not None:
+            write([*whole.lines, *not_yet(titles[number:])])
+    return whole
+
+
+def not_yet(titles: Sequence[str]) -> list[str]:
+    """What a report says that is not whole."""
+    return [f"**Not all of it: {', '.join(titles)} had not run when this was written.**", ""] if titles else []
+
+
+def header(place: Place, found: Mapping[str, Any]) -> list[str]:
+    """The command, the machine and the commit."""
+    import deepspeed
+    import torch
+
+    def git(*what: str) -> str:
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *what], capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
+        return done.stdout.strip()
+
+    changed, number = " with changes" if git("status", "--porcelain") else "", git("rev-parse", "--short", "HEAD")
+    command = " ".join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
+    return [f"# {place.ranks} x {found['name']}: tests, speed, streams and memory", "", f"`{command}`", "",
+            f"{place.ranks} x {found['name']}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
+            f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
+            f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python {platform.python_version()}; "
+            f"{f'commit {number}{changed}' if number else 'unknown commit'}; torch.compile "
+            f"{'off on all sides' if os.environ.get('TORCHDYNAMO_DISABLE') == '1' else 'where a side asks for it'}.",
+            "Medians; all sides of a table take turns in the same processes; of several ranks, the slowest.", "",
+            *(["**A tiny run on a CPU: shows that all of it works, and measures nothing.**", ""] if place.tiny else [])]
