@@ -114,14 +114,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """Let pytest write down what it has, and end all that it has started, which would outlive it and keep devices."""
     from measuring import family
 
-    _, *others = family(process.pid)
-    # It is told first: the test that is given up has not failed.
-    process.send_signal(signal.SIGINT)
-    kill(others)
-    try:
-        process.wait(ENDING_S)
-    except subprocess.TimeoutExpired:
-        kill(family(process.pid))
+    # An interrupt can be lost, where it comes during a fork or a collection of garbage.
+    for _ in range(2):
+        _, *others = family(process.pid)
+        # It is told first: the test that is given up has not failed.
+        process.send_signal(signal.SIGINT)
+        kill(others)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_S / 2)
+            return
+    kill(family(process.pid))
     process.wait()
 
 

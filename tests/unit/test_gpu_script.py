@@ -319,19 +319,22 @@ def test_tests_that_take_too_long_are_given_up_with_all_that_they_started(gpu, p
     assert not runs(int(started.read_text()))
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-def test_tests_that_take_too_long_keep_what_they_have(gpu, place, tmp_path, monkeypatch, deaf):
+@pytest.mark.parametrize("hears, ending_s", [("the first", 60.0), ("the second", 10.0), ("none", 0.5)])
+def test_tests_that_take_too_long_keep_what_they_have(gpu, place, tmp_path, monkeypatch, hears, ending_s):
+    before_it_hangs = {"the first": "pass", "the second": "signal.signal(signal.SIGINT, lambda *_: signal.signal("
+                       "signal.SIGINT, signal.default_int_handler))",
+                       "none": "signal.signal(signal.SIGINT, signal.SIG_IGN)"}
     started, ours = tmp_path / "started", tmp_path / "test_slow.py"
     ours.write_text("import pathlib, signal, time\nimport pytest\npytestmark = [pytest.mark.gpu, "
                     "pytest.mark.parametrize('_', ['2ranks-2-native'])]\n"
                     "def test_exact_passes(_):\n    pass\n"
                     "def test_exact_fails(_):\n    raise ZeroDivisionError('of course')\n"
                     "def test_exact_hangs(_):\n"
-                    f"    {'signal.signal(signal.SIGINT, signal.SIG_IGN)' if deaf else 'pass'}\n"
+                    f"    {before_it_hangs[hears]}\n"
                     f"    pathlib.Path({str(started)!r}).write_text('x')\n    time.sleep(300)\n"
                     "def test_exact_waits(_):\n    pass\n")
     monkeypatch.setattr(gpu, "TESTS", str(ours))
-    monkeypatch.setattr(gpu, "ENDING_S", 0.5 if deaf else 60.0)
+    monkeypatch.setattr(gpu, "ENDING_S", ending_s)
     monkeypatch.setattr(subprocess, "Popen", impatient(started))
     # As a shell leaves it to what it has begun in the background.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -340,7 +343,7 @@ def test_tests_that_take_too_long_keep_what_they_have(gpu, place, tmp_path, monk
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-    if deaf:
+    if hears == "none":
         assert found.problems[0] == "not done after 6 seconds" and "pytest ended with code -9" in found.problems[1]
         return
     assert found.lines[0] == "1 passed, 1 failed, 0 skipped."
