@@ -1,11 +1,11 @@
 """The parameters of real models, from files that give names and shapes: ``models/*.yaml`` in this package.
 
-Such a file holds ``model`` (its name), ``numel`` (the sum, checked) and ``params``, in model order. An entry is a
-parameter, ``{name, shape, optimizer: matrix | scalar}``, optionally with ``repeat: {layer: [0, 32]}``, with
-``transposed: true`` where a linear layer holds (inputs, outputs), and with ``split`` and ``split_groups``, as an
-override has them, where it is a fused one; or a block, ``{block: {layer: [0, 32]}, params: [...]}``, whose entries are
-walked once for each value. Values run from the first number up to, not including, the second, and stand for
-``{layer}`` in names.
+Such a file holds ``model`` (its name), ``numel`` (the sum, checked), optionally ``hidden_size``, of whose square a
+Trainer makes buckets, and ``params``, in model order. An entry is a parameter,
+``{name, shape, optimizer: matrix | scalar}``, optionally with ``repeat: {layer: [0, 32]}``, with ``transposed: true``
+where a linear layer holds (inputs, outputs), and with ``split`` and ``split_groups``, as an override has them, where it
+is a fused one; or a block, ``{block: {layer: [0, 32]}, params: [...]}``, whose entries are walked once for each value.
+Values run from the first number up to, not including, the second, and stand for ``{layer}`` in names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Placement = Literal["matrix", "scalar"]
 #: More layers or experts than any model has.
 _MAX_REPEATS = 1_000_000
 
-_FILE_KEYS = ("model", "numel", "params")
+_FILE_KEYS = ("model", "numel", "hidden_size", "params")
 _OPTIONAL = ("repeat", "transposed", "split", "split_groups")
 _PARAM_KEYS = ("name", "shape", "optimizer", *_OPTIONAL)
 _BLOCK_KEYS = ("block", "params")
@@ -69,6 +69,16 @@ class ModelParam:
     """Whether it is a linear layer that holds (inputs, outputs)."""
     split: Split | None = None
     """The parts of a fused one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a model file holds."""
+
+    params: list[ModelParam]
+    """In model order."""
+    hidden_size: int | None
+    """None where the file says nothing."""
 
 
 #: The models that come with the package.
@@ -115,6 +125,15 @@ def load_model(path: str | PathLike[str]) -> list[ModelParam]:
     """The parameters of a model file, in model order.
 
     Raises:
+        ConfigError: as :func:`read_model` does.
+    """
+    return read_model(path).params
+
+
+def read_model(path: str | PathLike[str]) -> Model:
+    """What a model file holds.
+
+    Raises:
         ConfigError: the file is no YAML, a key is unknown or missing, or the parameters don't add up to ``numel``.
     """
     where = Path(path).name
@@ -122,7 +141,8 @@ def load_model(path: str | PathLike[str]) -> list[ModelParam]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as e:
         raise ConfigError(f"{where} is no YAML: {e}") from e
-    _check_keys(where, content, _FILE_KEYS)
+    _check_keys(where, content, _FILE_KEYS, optional=("hidden_size",))
+    hidden_size = check(Count, f"{where}.hidden_size", content["hidden_size"]) if "hidden_size" in content else None
     params = list(_expand(f"{where}.params", content["params"], {}))
     for param in params:
         if param.optimizer == "matrix" and len(param.shape) != 2:
@@ -138,7 +158,7 @@ def load_model(path: str | PathLike[str]) -> list[ModelParam]:
     total = sum(math.prod(param.shape) for param in params)
     if total != content["numel"]:
         raise ConfigError(f"{where}: the parameters have {total} elements, numel says {content['numel']}")
-    return params
+    return Model(params, hidden_size)
 
 
 def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: str = "gram",
@@ -320,7 +340,8 @@ def _repeated(where: str, ranges: object) -> Iterator[dict[str, int]]:
 
 def _check_keys(where: str, entry: Any, keys: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must be a mapping with {', '.join(keys)}, got {entry!r}")
+        raise ConfigError(f"{where} must be a mapping with {', '.join(key for key in keys if key not in optional)}, "
+                          f"got {entry!r}")
     for key in entry:
         if key not in keys:
             raise unknown_key(where, str(key), keys)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ds_layerwise.config import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
@@ -22,6 +23,13 @@ _FROM_OTHERS = (ValueError, LookupError, TypeError, AttributeError, ImportError,
 def _validation_error() -> type[Exception]:
     found: type[Exception] = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     return found
+
+
+def _hidden_size(config: Any) -> int | None:
+    """What a Trainer takes for it, the largest where there are several; None if ``config`` has none."""
+    sizes = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
+    sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
+    return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
 class HfShapes:
@@ -53,8 +61,7 @@ class HfShapes:
                               f"memory: {reason}; give a file of names and shapes instead") from e
         self.params = [(name, tuple(param.shape)) for name, param in self.model.named_parameters()]
         text = getattr(config, "text_config", config)
-        size = getattr(config, "hidden_size", None) or getattr(text, "hidden_size", None)
-        self.hidden_size: int | None = size if isinstance(size, int) else None
+        self.hidden_size = _hidden_size(config) or _hidden_size(text)
         self._heads = {key: getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
 
     def check_heads(self, tp_size: int) -> None:

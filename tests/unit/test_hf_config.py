@@ -2,8 +2,10 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import transformers
 from transformers import (
     AutoConfig,
     BertConfig,
@@ -12,13 +14,16 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    TrainingArguments,
 )
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ds_layerwise.plan.forecast import forecast, specs_of
 from ds_layerwise.plan.prediction import predict
 from ds_layerwise.plan.report import as_json, plan_table
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.tools.hf_model import HfShapes
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
@@ -64,6 +69,26 @@ def test_a_trainers_buckets_are_of_the_square_of_the_hidden_size(arguments):
     auto = {**CONFIG, "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
     by_hand = {**CONFIG, "zero_optimization": {"stage": 1, "reduce_bucket_size": 256}}
     assert run(*arguments(MODELS[1][1], auto, "--json"))[1] == run(*arguments(MODELS[1][1], by_hand, "--json"))[1]
+
+
+@pytest.mark.parametrize("sizes, expected", [
+    ({"hidden_size": 16}, 16), ({"hidden_sizes": [8, 32, 16]}, 32), ({}, None),
+    ({"text_config": {"hidden_size": 24}}, 24), ({"text_config": {"hidden_sizes": [8, 24]}}, 24),
+    ({"hidden_size": 16, "text_config": {"hidden_size": 24}}, 16)])
+def test_the_hidden_size_is_the_one_that_a_trainer_takes(sizes, expected, tmp_path, monkeypatch):
+    text = sizes.get("text_config")
+    given = SimpleNamespace(**{**sizes, **({"text_config": SimpleNamespace(**text)} if text else {})}, architectures=())
+    model = SimpleNamespace(tie_weights=lambda: None, named_parameters=lambda: [], config=given)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *args, **kwargs: given)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda *args, **kwargs: model)
+    assert HfShapes(tmp_path / "config.json").hidden_size == expected
+    trainers = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}})
+    if expected is None:
+        with pytest.raises(ValueError, match="has neither"):
+            trainers.trainer_config_finalize(TrainingArguments(output_dir=str(tmp_path)), model, 1)
+        return
+    trainers.trainer_config_finalize(TrainingArguments(output_dir=str(tmp_path)), model, 1)
+    assert trainers.config["zero_optimization"]["reduce_bucket_size"] == expected**2
 
 
 def test_a_config_without_architectures_is_a_language_model(arguments):
