@@ -111,7 +111,7 @@ def _adapter_of(kind: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
 
 
 def _refuse_placeholders(where: str, value: object, schema: Mapping[str, Any]) -> None:
-    if isinstance(value, str) and value == "auto" and "auto" not in schema.get("enum", ()):
+    if isinstance(value, str) and value == "auto" and "auto" not in (schema.get("default"), *schema.get("enum", ())):
         raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
     if value is None and not schema.get("may_be_null"):
         # None is what some fields are where a config says nothing.
