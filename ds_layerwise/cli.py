@@ -26,6 +26,8 @@ from ds_layerwise.output import say, say_last
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 #: GiB of one device, 1 PiB: every text of a plan can say so many bytes, and what they lack.
 _MOST_GIB = 2**20
+#: More data-parallel ranks than any run has: a plan of the largest models takes a minute there.
+_MOST_RANKS = 2**17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,7 +136,10 @@ def _positive(text: str) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    numbers = [_positive(part) for part in text.split(",")]
+    if max(numbers) > _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_RANKS:,} each, got {max(numbers)}")
+    return numbers
 
 
 def _gib(text: str) -> int:
@@ -202,24 +207,19 @@ def _plan(options: argparse.Namespace) -> int:
                      tp_size=options.tp_size, memory_bytes=options.memory)
     if options.png is not None:
         picture.draw(options.png, plan.forecasts, plan.predictions)
-    assumed = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
-               for path, value in plan.assumed.items()]
-    if plan.tp_size > 1:
-        assumed.append(f"tensor parallelism over {plan.tp_size} ranks: numbers are of one of them, and --ranks are "
-                       "those with the same part of the model")
     if options.json:
-        if sys.stderr is not None and assumed:
-            say("\n".join(assumed), sys.stderr)
+        if sys.stderr is not None and plan.assumed:
+            say("\n".join(plan.assumed), sys.stderr)
         say_last(json.dumps([{**as_json(each, prediction),
                               **({"parameters": plan.listed(each)} if options.list else {})}
                              for each, prediction in zip(plan.forecasts, plan.predictions, strict=True)]))
     elif options.list:
         lists = [f"{each.layout.world_size} ranks\n{as_text(plan.listed(each))}" for each in plan.forecasts]
-        say_last("\n\n".join(["\n".join(assumed), *lists] if assumed else lists))
+        say_last("\n\n".join(["\n".join(plan.assumed), *lists] if plan.assumed else lists))
     else:
         table = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer,
                            without_effect=plan.run.without_effect, predictions=plan.predictions)
-        say_last("\n".join([*assumed, table]))
+        say_last("\n".join([*plan.assumed, table]))
     return 0
 
 

@@ -45,10 +45,13 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """The DeepSpeed config in a file, as DeepSpeed reads it: JSON, or HJSON with comments.
 
     Raises:
-        ConfigError: the file is neither, names a key twice, or holds something else than a config.
+        ConfigError: the file cannot be read or is neither, names a key twice, or holds something else than a config.
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"--config must be a file with a DeepSpeed config, got {path}: {e.strerror}; name one, such "
+                          "as those in ds_configs") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is no JSON: {e}") from e
     try:
@@ -113,8 +116,7 @@ def fill_in(given: Mapping[str, Any], *, hidden_size: int | None = None) -> tupl
     values = {path: value for path, value in _FILLED_IN.items() if at(given, path) == "auto"}
     if "scheduler.params.warmup_max_lr" in values and isinstance(lr := at(given, "optimizer.params.lr"), (int, float)):
         values["scheduler.params.warmup_max_lr"] = lr
-    by_trainer = values or any(at(given, path) == "auto" for path in _WITHOUT_EFFECT)
-    if hidden_size and by_trainer and at(given, "zero_optimization.reduce_bucket_size") == "auto":
+    if hidden_size and at(given, "zero_optimization.reduce_bucket_size") == "auto":
         values["zero_optimization.reduce_bucket_size"] = hidden_size**2
     for path, value in values.items():
         *sections, key = path.split(".")

@@ -10,6 +10,7 @@ nanoseconds, so that every machine that compares two of them decides alike.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.settings import Count, Section, build
+from ds_layerwise.recipes.settings import Count, Section, build, nearest
 
 #: In 10^9 a second, or 10^12 of operations, and in microseconds: within these bounds every time is a finite number.
 Rate = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -56,6 +57,17 @@ class Links(Section):
     tflops: Rate = 200.0
     """The rate of matrix products in Newton-Schulz, TFLOP/s a rank, as it is reached, not as it is advertised."""
 
+    def are_full(self, size: int) -> bool:
+        """Whether ``size`` ranks are equally many on each of their nodes."""
+        return size <= self.ranks_per_node or size % self.ranks_per_node == 0
+
+    def summary(self) -> str:
+        """Their bandwidths, for a reader."""
+        between = f"{self.rails} x {self.between_gb_s:g} GB/s between"
+        if self.ranks_per_node == 1:
+            return f"{between} nodes with one of these ranks each"
+        return f"{self.inside_gb_s:g} GB/s inside nodes of {self.ranks_per_node} ranks and {between} them"
+
 
 #: NVLink 4 through a switch, and a 400 Gbit/s interface a GPU. Products at 40 % of what an H100 does densely in bf16.
 NVLINK_IB = Links(inside_gb_s=450.0, between_gb_s=50.0, inside_us=1.5, between_us=5.0, ranks_per_node=8, rails=8,
@@ -73,7 +85,7 @@ TCP = Links(inside_gb_s=1.0, between_gb_s=1.25, inside_us=30.0, between_us=100.0
 LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}
 
 
-def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where: str = "layerwise.links",
+def links_of_run(links: str, *, on_host: bool | None, ranks_per_node: int | None, where: str = "layerwise.links",
                  places: int = 1) -> Links:
     """The links that a run plans with: as ``links`` says, or for "auto" by what talks.
 
@@ -82,7 +94,8 @@ def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where
 
     Args:
         links: "auto", a name of :data:`LINKS`, or the path of a JSON file.
-        on_host: whether what travels lies in host memory.
+        on_host: whether what travels lies in host memory, whatever the links say of themselves; as they say if None,
+            where there is no run, and "auto" stands for devices that talk.
         ranks_per_node: of the run; as the links have it if None.
         where: who says so, for errors.
         places: as many groups of ``ranks_per_node`` ranks are on a node, at work at the same time, as those with the
@@ -93,34 +106,65 @@ def links_of_run(links: str, *, on_host: bool, ranks_per_node: int | None, where
     """
     if links == "auto":
         links = "tcp" if on_host else "nvlink-ib"
-    found = find_links(links, where=where)
+    found = find_links(links, where=where, others=("auto",))
+    one_each = links in LINKS and not found.on_host
+    if on_host is not None:
+        # What talks decides how collectives go, as of gloo's or NCCL's, at whatever rates.
+        found = found.model_copy(update={"on_host": on_host})
     if ranks_per_node is None:
         return found
-    if links in LINKS and not found.on_host:
+    if one_each:
         return found.model_copy(update={"ranks_per_node": ranks_per_node, "rails": ranks_per_node})
     rails = max(1, found.rails // places)
     return found.model_copy(update={"ranks_per_node": ranks_per_node, "rails": rails,
                                     "between_gb_s": found.between_gb_s * found.rails / places / rails})
 
 
-def find_links(links: str, *, where: str = "links") -> Links:
+def unlike_the_run(links: str, *, on_host: bool, where: str = "layerwise.links") -> str:
+    """What to tell of links that say of themselves that they are not between what talks in a run; empty if none do.
+
+    A file that does not say ``on_host`` is of either.
+
+    Args:
+        on_host: whether what travels lies in host memory.
+        where: who names them.
+
+    Raises:
+        ConfigError: as :func:`find_links`.
+    """
+    if links == "auto":
+        return ""
+    found = find_links(links, where=where)
+    if found.on_host == on_host or links not in LINKS and "on_host" not in found.model_fields_set:
+        return ""
+    theirs, here = ("host memory", "devices") if found.on_host else ("devices", "host memory")
+    talks = "gloo" if on_host else "the device's own backend"
+    return (f"{where} {links!r} is between {theirs}, and parameters lie in {here}: ways of buckets are chosen for the "
+            f"collectives of {talks}, at the rates of these links; measure those that are there with ds-layerwise "
+            "links, or set it to \"auto\"")
+
+
+def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) -> Links:
     """The links that ``links`` names, or that the JSON file of that path has.
 
     Args:
         where: who says so, for errors.
+        others: what else may stand there, for errors.
 
     Raises:
         ConfigError: it is neither; or the file is no JSON object, or a key is missing, not known or out of its bounds.
     """
     if links in LINKS:
         return LINKS[links]
-    path, wanted = Path(links), f"{where} must be one of {', '.join(LINKS)} or a file, got {links!r}"
+    names = (*others, *LINKS)
+    path, wanted = Path(links), f"{where} must be one of {', '.join(names)} or a file, got {links!r}"
     try:
         text = path.read_bytes() if path.is_file() else None
     except OSError as e:
         raise ConfigError(f"{wanted}: {e.strerror}") from e
     if text is None:
-        raise ConfigError(wanted)
+        meant = nearest(links, names)
+        raise ConfigError(f"{wanted}; did you mean {meant!r}?" if meant else f"{wanted}, which is none")
     try:
         content = json.loads(text.decode())
     except (ValueError, RecursionError) as e:

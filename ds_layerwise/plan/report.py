@@ -174,11 +174,18 @@ def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction])
                           " and ".join(["this plan"] * (size is own) + ["best"] * (size is best)))
     every = "" if forecasts[0].stage == 1 else " once in each backward pass at stage 2,"
     return [table, f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; collectives "
-            f"one after another, at {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node} ranks and "
-            f"{links.rails} x {links.between_gb_s:g} GB/s between them; update: the matrices of the busiest rank at "
+            f"one after another, at {_rates(forecasts, predictions)}; update: the matrices of the busiest rank at "
             f"{links.tflops:g} TFLOP/s", *["best: of the sizes that fit"] * asked, *(
                 f"{forecast.layout.world_size} ranks: none of the sizes fits, so none is best"
                 for forecast, prediction in zip(forecasts, predictions, strict=True) if prediction.best is None)]
+
+
+def _rates(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for forecast, prediction in zip(forecasts, predictions, strict=True):
+        ranks.setdefault(prediction.links.summary(), []).append(str(forecast.layout.world_size))
+    return ", or ".join(f"{rates} ({', '.join(numbers)} ranks)" if len(ranks) > 1 else rates
+                        for rates, numbers in ranks.items())
 
 
 def _time(nanoseconds: float) -> str:

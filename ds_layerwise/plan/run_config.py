@@ -9,11 +9,20 @@ from typing import Any
 
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.config_file import config_of
+from ds_layerwise.plan.config_file import at, config_of
 from ds_layerwise.plan.ds_config import check_autocast, refuse_unsupported, with_plain_numbers, without_effect
 
 #: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
 DEFAULT_BUCKET_NUMEL = 500_000_000
+
+#: Of keys that count here, what DeepSpeed takes where "auto" is left.
+_LEFT_TO_DEEPSPEED = {
+    "zero_optimization.reduce_bucket_size": DEFAULT_BUCKET_NUMEL,
+    "zero_optimization.overlap_comm": False,
+    "zero_optimization.compute_grad_norm": True,
+    "zero_optimization.cpu_offload": False,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+}
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ACCUMULATION_DTYPES = {**{spelling: name for short, name in _DTYPES.items()
@@ -74,6 +83,11 @@ class RunConfig:
     def sent_as(self, dtype: str) -> str:
         """What gradients of parameters of ``dtype`` travel in."""
         return self.wire_dtype or (dtype if self.stage == 2 else self.stored_as(dtype))
+
+
+def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By path, the default that DeepSpeed takes for each "auto" in ``given`` that counts here."""
+    return {path: value for path, value in _LEFT_TO_DEEPSPEED.items() if at(given, path) == "auto"}
 
 
 def _bucket_numel(value: object) -> int:

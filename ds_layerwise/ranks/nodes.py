@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import distributed
@@ -35,13 +36,20 @@ def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:
     Args:
         nodes: by rank of the world.
     """
-    counts: dict[int, int] = {}
-    for rank in ranks:
-        counts[nodes[rank]] = counts.get(nodes[rank], 0) + 1
-    most = max(counts.values())
+    counts = counts_on_nodes(ranks, nodes)
+    most = max(counts)
     in_rows = all(len({nodes[rank] for rank in ranks[first:first + most]}) == 1
                   for first in range(0, len(ranks), most))
-    return most if len(set(counts.values())) == 1 and in_rows else 1
+    return most if len(set(counts)) == 1 and in_rows else 1
+
+
+def counts_on_nodes(ranks: Iterable[int], nodes: Sequence[int]) -> tuple[int, ...]:
+    """How many of ``ranks`` are on each node that has any.
+
+    Args:
+        nodes: by rank of the world.
+    """
+    return tuple(Counter(nodes[rank] for rank in ranks).values())
 
 
 def make_levels(groups: Mapping[int, comm.Group], nodes: Sequence[int], *,

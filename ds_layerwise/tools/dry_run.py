@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.matching import check_norm_groups
-from ds_layerwise.plan.model_file import deal_out_experts, find_model, is_hf_config, load_model, route_model
+from ds_layerwise.plan.model_file import Model, deal_out_experts, find_model, is_hf_config, read_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_floors, check_peaks
 from ds_layerwise.plan.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.run_config import RunConfig, left_to_deepspeed
 from ds_layerwise.plan.tensor_cuts import Cutter, cut
+from ds_layerwise.tools.hf_model import HfShapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class DryRun:
     routes: Mapping[str, Route]
     specs: Sequence[ParamSpec]
     forecasts: Sequence[Forecast]
-    assumed: Mapping[str, Any]
-    """By path in the config, the values that were taken for "auto"."""
+    assumed: Sequence[str]
+    """What was taken for granted, in lines."""
     predictions: Sequence[Prediction]
     """What each of the forecasts takes."""
     tp_size: int
@@ -60,25 +63,22 @@ class DryRun:
             RoutingError: a parameter cannot go where it was sent.
         """
         given, path = read_config(config), find_model(model)
-        hf = None
-        if is_hf_config(path):
-            from ds_layerwise.tools.hf_model import HfShapes
-            _read(fill_in(given)[0])  # its mistakes come before building anything
-            hf = HfShapes(path)
-        filled, assumed = fill_in(given, hidden_size=hf.hidden_size if hf else None)
+        _read(fill_in(given)[0])  # its mistakes come before building anything
+        hf = HfShapes(path) if is_hf_config(path) else None
+        file = read_model(path) if hf is None else Model([], hf.hidden_size)
+        filled, by_trainer = fill_in(given, hidden_size=file.hidden_size)
         run = _read(filled)
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
-        talks = _links(links, run, ranks_per_node, tp_size)
-        sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks.on_host)
+        talks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
+        sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks[0].on_host)
         overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
         by_kind = ByKind.of(run.optimizer, run.layerwise)
         if hf is not None:
             shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes,
                                                 auto_split=run.layerwise.auto_split, by_kind=by_kind)
         else:
-            params = load_model(path)
-            shapes = [(p.name, p.shape) for p in params]
-            routes = route_model(params, overrides, per_head=per_head, recipes=recipes,
+            shapes = [(p.name, p.shape) for p in file.params]
+            routes = route_model(file.params, overrides, per_head=per_head, recipes=recipes,
                                  auto_split=run.layerwise.auto_split, by_kind=by_kind)
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         in_use = {route.recipe for route in routes.values()}
@@ -96,11 +96,11 @@ class DryRun:
         specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts,
                          wires=dict.fromkeys(routes, run.sent_as(run.param_dtype)), tp_size=tp_size)
         check_kept(routes, specs, [run.optimizer.group()], run.layerwise, host_ratio=run.host_ratio)
-        forecasts = [forecast(specs, routes, run, num_ranks, links=talks, reduction=sums, tp_size=tp_size)
-                     for num_ranks in ranks]
-        return cls(run, routes, specs, forecasts, assumed, [
-            predict(each, specs, routes, run, links=talks, reduction=sums, tp_size=tp_size, memory_bytes=memory_bytes)
-            for each in forecasts], tp_size)
+        forecasts = [forecast(specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size)
+                     for num_ranks, on in zip(ranks, talks, strict=True)]
+        return cls(run, routes, specs, forecasts, [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes], [
+            predict(each, specs, routes, run, links=on, reduction=sums, tp_size=tp_size, memory_bytes=memory_bytes)
+            for each, on in zip(forecasts, talks, strict=True)], tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
@@ -118,6 +118,28 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
                           "gradients in half precision; plan without it")
     return run
+
+
+def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[str]:
+    lines = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
+             for path, value in by_trainer.items()]
+    for path, value in left.items():
+        why = (", as the model says no hidden_size, of which a Trainer takes the square"
+               if path == "zero_optimization.reduce_bucket_size" else "")
+        lines.append(f'assumed for "auto", for which DeepSpeed takes its default{why}: {path} = {json.dumps(value)}')
+    return lines
+
+
+def _of_nodes(ranks: Sequence[int], links: Links, tp_size: int) -> list[str]:
+    lines = []
+    if tp_size > 1:
+        lines.append(f"tensor parallelism over {tp_size} ranks: numbers are of one of them, and --ranks are those with "
+                     f"the same part of the model, of which a node has {links.ranks_per_node}")
+    if uneven := [str(num_ranks) for num_ranks in ranks if not links.are_full(num_ranks)]:
+        lines.append(f"assumed for {', '.join(uneven)} ranks, of which nodes of {links.ranks_per_node} would have "
+                     "different numbers: sums are not made inside nodes first, and ways are chosen as for one rank a "
+                     "node, as in a run there; start equally many on each, and say how many with --ranks_per_node")
+    return lines
 
 
 def _tensor_parallel(given: Mapping[str, Any], tp_size: int | None, ep_size: int) -> tuple[int, Cutter]:
@@ -148,19 +170,22 @@ def _without_experts(tp_size: int, ep_size: int) -> int:
     return tp_size
 
 
-def _links(links: str | None, run: RunConfig, ranks_per_node: int | None, tp_size: int) -> Links:
-    """Of the ranks with the same part of the model.
+def _links(links: str | None, run: RunConfig, ranks: Sequence[int], ranks_per_node: int | None,
+           tp_size: int) -> tuple[list[Links], list[str]]:
+    """The links of the ranks with the same part of the model, for each of ``ranks``, as a run plans with them, and what
+    that takes for granted of nodes.
 
     Raises:
         ConfigError: as :func:`.plan.links.find_links`; or tensor-parallel ranks would lie unevenly on nodes.
     """
     named, where = links or run.layerwise.links, "links" if links else "layerwise.links"
-    found = links_of_run(named, on_host=False, ranks_per_node=ranks_per_node, where=where)
-    if tp_size == 1:
-        return found
-    per_node = found.ranks_per_node
+    links_with = partial(links_of_run, named, on_host=None, where=where)
+    per_node = links_with(ranks_per_node=ranks_per_node).ranks_per_node
     if per_node % tp_size and tp_size % per_node:
         raise ConfigError(f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide each other; "
                           "plan with another tp_size, or say with ranks_per_node how many there are")
     alike = max(1, per_node // tp_size)
-    return links_of_run(named, on_host=False, ranks_per_node=alike, where=where, places=per_node // alike)
+    found = (links_with(ranks_per_node=ranks_per_node) if tp_size == 1 else
+             links_with(ranks_per_node=alike, places=per_node // alike))
+    uneven = links_with(ranks_per_node=1, places=per_node)
+    return [found if found.are_full(num_ranks) else uneven for num_ranks in ranks], _of_nodes(ranks, found, tp_size)

@@ -22,7 +22,7 @@ def check_picture(path: Path, *, overwrite: bool) -> None:
 
     Raises:
         ConfigError: matplotlib is not installed.
-        LayerWiseError: ``path`` is there and must stay, or has no folder.
+        LayerWiseError: ``path`` is there and must stay, has no folder, or is called like a file of another kind.
     """
     try:
         import_module("matplotlib")
@@ -31,6 +31,8 @@ def check_picture(path: Path, *, overwrite: bool) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise LayerWiseError(f"{path} is a folder; name a file" if path.is_dir() else
                              f"{path.parent} is no folder; make it, or name a file elsewhere with --png")
+    if path.suffix.lower() != ".png":
+        raise LayerWiseError(f"--png writes PNG, and {path} is not called so; name it {path.with_suffix('.png').name}")
     if path.exists() and not overwrite:
         raise LayerWiseError(f"{path} exists; name another place, or replace it with --overwrite")
 
@@ -48,13 +50,12 @@ def figure_of(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) 
     seconds, memory = figure.subplots(1, 2)
     ranks = [str(forecast.layout.world_size) for forecast in forecasts]
     wires = [prediction.wire for prediction in predictions]
-    links = predictions[0].links
+    links = dict.fromkeys(prediction.links.summary() for prediction in predictions)
     _stack(seconds, ranks, _TIMES, {
         "reduce": [wire.reduce + wire.sums for wire in wires],
         "update": [prediction.update for prediction in predictions],
         "gather": [wire.params + wire.gather for wire in wires],
-    }, f"predicted a step, its update on the busiest rank;\n{links.inside_gb_s:g} GB/s inside nodes of "
-       f"{links.ranks_per_node}, {links.rails} x {links.between_gb_s:g} GB/s between them")
+    }, "\n".join(["predicted a step, its update on the busiest rank;", ", or\n".join(links)]))
     held = [forecast.memory[forecast.fullest] for forecast in forecasts]
     _stack(memory, ranks, _SIZES, {
         "parameters": [rank.params for rank in held],

@@ -13,13 +13,14 @@ from ds_layerwise.checkpoint.names import expert_names
 from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
+from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan.by_kind import ByKind
 from ds_layerwise.plan.forecast import specs_of, wires_of
 from ds_layerwise.plan.kept import check_kept
 from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.links import Links, links_of_run
+from ds_layerwise.plan.links import Links, links_of_run, unlike_the_run
 from ds_layerwise.plan.matching import grouped, require_members
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.reduction import Reduction, reduction_of_run
@@ -31,6 +32,9 @@ from ds_layerwise.routing.facts import facts_of
 from ds_layerwise.routing.rules import route_parameters
 from ds_layerwise.zero import autocast
 from ds_layerwise.zero.settings import Settings
+
+#: Of how many nodes a line tells.
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     rules, elsewhere = optimizer.config, pipeline.elsewhere(
         model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
-    per_node = _ranks_per_node(settings, where)
+    per_node, counts = _ranks_per_node(settings, where)
     tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
     with comm.Alike(None):
         ep_size = _ep_sizes(model, optimizer, settings)
@@ -101,14 +105,15 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=settings.host_ratio)
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
-        links = links_of_run(config.links, on_host=on_host, ranks_per_node=per_node, places=1 if tp_size == 1 else max(
-            1, nodes.ranks_per_node(range(len(where)), where) // per_node))
+        on_node = max(counts if tp_size == 1 else nodes.counts_on_nodes(range(len(where)), where))
+        links = links_of_run(config.links, on_host=on_host, ranks_per_node=per_node, places=on_node // per_node)
         layout = plan_layout(specs, comm.size_of(settings.group), bucket_numel=settings.bucket_numel,
                              policy=config.layout, alignment=config.alignment, links=links, reduction=reduction,
                              stage=settings.stage)
     routes_elsewhere = {} if elsewhere is None else pipeline.routes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings, links)
+    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host)
     if settings.tensor_group is not None:
         with comm.Alike(None):
             check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
@@ -146,10 +151,32 @@ def _norm_groups(model: nn.Module, trained: Mapping[str, nn.Parameter], names: M
     return mine
 
 
-def _ranks_per_node(settings: Settings, where: Sequence[int]) -> int:
-    """What a plan takes nodes to have; the least of those that hold parts of the same matrices, which plan alike."""
-    own = nodes.ranks_per_node(comm.ranks_of(settings.group), where)
-    return own if settings.tensor_group is None else min(comm.gather_objects(own, group=settings.tensor_group))
+def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """What a plan takes nodes to have: the least of those that hold parts of the same matrices, which plan alike. And
+    how many of these ranks are on each node, of the group that is least alike there."""
+    ranks = comm.ranks_of(settings.group)
+    own = nodes.ranks_per_node(ranks, where), nodes.counts_on_nodes(ranks, where)
+    if settings.tensor_group is None:
+        return own
+    all_of_them = comm.gather_objects(own, group=settings.tensor_group)
+    return (min(per_node for per_node, _ in all_of_them),
+            max((counts for _, counts in all_of_them), key=lambda counts: (max(counts) - min(counts), max(counts))))
+
+
+def _tell(config: LayerWiseConfig, settings: Settings, where: Sequence[int], counts: Sequence[int], *, per_node: int,
+          on_host: bool) -> None:
+    """Say on one rank what the ways of buckets were chosen for, where that is not what somebody might think."""
+    unlike = unlike_the_run(config.links, on_host=on_host)
+    if unlike and comm.rank_of(None) == 0:
+        announce(f"ds_layerwise: {unlike}")
+    first = settings.tensor_group is None or comm.rank_of(settings.tensor_group) == 0
+    # Each stage of a pipeline has ranks of its own, and says it for them.
+    if per_node < max(counts) and first and comm.rank_of(settings.group) == 0:
+        if len(set(counts)) == 1:
+            counts = nodes.counts_on_nodes(range(len(where)), where)
+        shown = ", ".join(map(str, counts[:_FEW])) + (", ..." if len(counts) > _FEW else "")
+        announce(f"ds_layerwise: nodes have different numbers of ranks, {shown}: sums are not made inside nodes first, "
+                 "and ways of buckets are chosen as for one rank a node; start equally many on each")
 
 
 def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> dict[str, int]:

@@ -22,6 +22,11 @@ def records(engine: Any) -> list[Any]:
     return list(owned(engine).record().pieces)
 
 
+def planned(engine: Any) -> Any:
+    """What the ranks have agreed on for the model: layout, links, nodes."""
+    return engine.optimizer._planned
+
+
 def states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     """This rank's live states by parameter."""
     return owned(engine).states

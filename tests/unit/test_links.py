@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -16,7 +17,17 @@ from ds_layerwise.plan.cost import LayoutReport
 from ds_layerwise.plan.drafts import draft_owned
 from ds_layerwise.plan.forecast import forecast
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.links import LINKS, NVLINK_IB, PCIE_ETHERNET, TCP, Group, Links, find_links, links_of_run
+from ds_layerwise.plan.links import (
+    LINKS,
+    NVLINK_IB,
+    PCIE_ETHERNET,
+    TCP,
+    Group,
+    Links,
+    find_links,
+    links_of_run,
+    unlike_the_run,
+)
 from ds_layerwise.plan.model_file import find_model, load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
@@ -307,8 +318,13 @@ def step_ns(loads, chosen, links, reduction, alignment=1):
     ("auto", True, 4, TCP.model_copy(update={"ranks_per_node": 4})),
     ("auto", False, None, NVLINK_IB),
     ("auto", False, 4, NVLINK_IB.model_copy(update={"ranks_per_node": 4, "rails": 4})),
-    ("pcie-ethernet", True, 2, PCIE_ETHERNET.model_copy(update={"ranks_per_node": 2, "rails": 2})),
-    ("tcp", False, 2, TCP.model_copy(update={"ranks_per_node": 2})),
+    # Rates are those of the name, and collectives those of what talks; None leaves both to the name.
+    ("pcie-ethernet", True, 2, PCIE_ETHERNET.model_copy(update={"ranks_per_node": 2, "rails": 2, "on_host": True})),
+    ("pcie-ethernet", None, 2, PCIE_ETHERNET.model_copy(update={"ranks_per_node": 2, "rails": 2})),
+    ("tcp", False, 2, TCP.model_copy(update={"ranks_per_node": 2, "on_host": False})),
+    ("tcp", False, None, TCP.model_copy(update={"on_host": False})),
+    ("tcp", None, 2, TCP.model_copy(update={"ranks_per_node": 2})),
+    ("auto", None, None, NVLINK_IB),
 ])
 def test_the_links_of_a_run_have_its_nodes(said, on_host, ranks_per_node, expected):
     assert links_of_run(said, on_host=on_host, ranks_per_node=ranks_per_node) == expected
@@ -319,8 +335,26 @@ def test_a_file_keeps_its_interfaces(tmp_path):
     file.write_text(json.dumps(NVLINK_IB.model_dump()))
     found = links_of_run(str(file), on_host=False, ranks_per_node=2)
     assert found == NVLINK_IB.model_copy(update={"ranks_per_node": 2})
-    with pytest.raises(ConfigError, match="^flag must be one of"):
+    with pytest.raises(ConfigError, match="^flag must be one of auto, nvlink-ib, "):
         links_of_run("ib", on_host=False, ranks_per_node=2, where="flag")
+
+
+@pytest.mark.parametrize("said, on_host, told", [
+    ("auto", True, ""), ("auto", False, ""), ("tcp", True, ""), ("nvlink-ib", False, ""), ("pcie-ethernet", False, ""),
+    ("tcp", False, "between host memory, and parameters lie in devices: .* collectives of the device's own backend"),
+    ("nvlink-ib", True, "between devices, and parameters lie in host memory: .* collectives of gloo"),
+    ("host", True, ""), ("host", False, "between host memory"),
+    ("device", False, ""), ("device", True, "between devices"), ("either", True, ""), ("either", False, "")])
+def test_links_that_are_not_of_what_talks_are_told(said, on_host, told, tmp_path):
+    content = NVLINK_IB.model_dump()
+    own = {"host": {**content, "on_host": True}, "device": {**content, "on_host": False},
+           "either": {key: value for key, value in content.items() if key != "on_host"}}.get(said)
+    if own is not None:
+        (tmp_path / "links.json").write_text(json.dumps(own))
+        said = str(tmp_path / "links.json")
+        assert links_of_run(said, on_host=on_host, ranks_per_node=8).on_host is on_host
+    line = unlike_the_run(said, on_host=on_host)
+    assert re.match(f"layerwise.links '{re.escape(said)}' is {told}", line) if told else line == ""
 
 
 @pytest.mark.parametrize("said, on_host, expected", [

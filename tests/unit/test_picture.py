@@ -95,9 +95,19 @@ def test_it_is_written_beside_what_is_said(config, tmp_path, form):
     assert out.read_bytes() == before
 
 
+def test_every_kind_of_nodes_is_in_the_title(config):
+    plan = DryRun.of("gpt2-124m", config, [8, 12, 16])
+    seconds, _ = picture.figure_of(plan.forecasts, plan.predictions).axes
+    assert seconds.get_title().splitlines()[1:] == ["450 GB/s inside nodes of 8 ranks and 8 x 50 GB/s between them, or",
+                                                    "1 x 50 GB/s between nodes with one of these ranks each"]
+
+
 def test_what_cannot_be_drawn_is_refused_first(config, tmp_path, monkeypatch):
     monkeypatch.setattr(DryRun, "of", lambda *args, **kwargs: pytest.fail("planned for nothing"))
     assert_refused("is a folder; name a file", *arguments(config, "--png", tmp_path))
+    for name in ("plan.txt", "plan", "plan.pdf"):
+        assert_refused(f"--png writes PNG, and {tmp_path / name} is not called so; name it plan.png",
+                       *arguments(config, "--png", tmp_path / name))
     assert_refused("nowhere is no folder; make it", *arguments(config, "--png", tmp_path / "nowhere" / "plan.png"))
     assert_refused("--overwrite is for what --png writes", *arguments(config, "--overwrite"))
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:

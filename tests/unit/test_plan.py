@@ -21,7 +21,8 @@ from ds_layerwise import cli
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.layout import Bucket, Layout, Slot
-from ds_layerwise.plan.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
+from ds_layerwise.plan.model_file import read_model
+from ds_layerwise.plan.run_config import DEFAULT_BUCKET_NUMEL, RunConfig, left_to_deepspeed
 from ds_layerwise.recipes.registry import REGISTRY
 from ds_layerwise.tools import dry_run
 from tests.support.cli import assert_refused, run
@@ -110,8 +111,11 @@ def test_seconds_are_predicted_for_links_nodes_and_sums(files, tmp_path):
     assert predicted("--links", "tcp")["reduction"] == "ordered"
     assert predicted()["links"]["between_gb_s"] == 50 and predicted("--links", "pcie-ethernet")["links"][
         "between_gb_s"] == 25
-    assert_refused("links must be one of nvlink-ib, pcie-ethernet, tcp or a file, got 'ib'",
-                   *files(config(), "4", "--links", "ib"))
+    assert predicted("--links", "auto") == predicted()
+    for said, hint in (("foo", ", which is none"), ("nvlnk", "; did you mean 'nvlink-ib'?"),
+                       ("tpc", "; did you mean 'tcp'?")):
+        assert_refused(f"links must be one of auto, nvlink-ib, pcie-ethernet, tcp or a file, got {said!r}{hint}\n",
+                       *files(config(), "4", "--links", said))
 
 
 def test_bucket_sizes_are_compared_below_the_plan(files):
@@ -363,6 +367,8 @@ def one(**entry):
 
 
 @pytest.mark.parametrize("content, message", [
+    (MODEL.replace("numel:", "hidden_size: 0\nnumel:"), "small.yaml.hidden_size must be a whole number of at least 1, "
+     "got 0"),
     (one(shape=[-2, -4]), "shape must be a list of whole numbers of at least 1, got [-2, -4]"),
     (one(shape=["2", "4"]), "shape must be a list of whole numbers of at least 1, got ['2', '4']"),
     (one(name=7), "params[0].name must be a name, got 7"),
@@ -409,7 +415,10 @@ def test_no_garbage_is_looked_for_during_a_plan_and_it_is_again_after(files, tmp
 def test_a_config_that_is_not_there_is_refused(files, tmp_path):
     arguments = files(config())
     arguments[4] = tmp_path / "none.json"
-    assert_refused("No such file or directory", *arguments)
+    assert_refused(f"--config must be a file with a DeepSpeed config, got {arguments[4]}: No such file or directory; "
+                   "name one, such as those in ds_configs", *arguments)
+    arguments[4] = tmp_path
+    assert_refused(f"--config must be a file with a DeepSpeed config, got {tmp_path}: Is a directory", *arguments)
 
 
 #: Every section and key that a plan looks at.
@@ -503,18 +512,96 @@ def test_auto_is_what_a_trainer_fills_in(files):
         "optimizer.params.lr": filled["learning_rate"], "optimizer.params.eps": filled["adam_epsilon"],
         "optimizer.params.betas": [filled["adam_beta1"], filled["adam_beta2"]],
         "optimizer.params.weight_decay": filled["weight_decay"], "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": filled["learning_rate"]}
+        "scheduler.params.warmup_max_lr": filled["learning_rate"],
+        # It is the square of what this file does not say.
+        "zero_optimization.reduce_bucket_size": DEFAULT_BUCKET_NUMEL}
     code, out, err = run(*files(auto, "2", "--json"))
-    assert code == 0 and len(json.loads(out)) == 1 and err.count("assumed") == err.count("\n") == 9
+    assert code == 0 and len(json.loads(out)) == 1 and err.count("assumed") == err.count("\n") == 10
     # What no Trainer knows stays an error.
     auto["optimizer"]["params"]["muon_lr"] = "auto"
     assert_refused("optimizer.params.muon_lr is 'auto', and nothing filled it in", *files(auto))
 
 
-@pytest.mark.parametrize("ranks", ["0", "8,", "8,x", "-1"])
-def test_ranks_are_numbers(ranks, files, capsys):
+HIDDEN = MODEL.replace("numel: 5120", "numel: 5120\nhidden_size: 45")
+
+
+@pytest.mark.parametrize("model, numel, by", [
+    (HIDDEN, 45**2, "which a Trainer by default fills in like this"),
+    (MODEL, DEFAULT_BUCKET_NUMEL, "for which DeepSpeed takes its default, as the model says no hidden_size, of which a "
+                                  "Trainer takes the square")])
+def test_a_bucket_size_that_is_the_only_auto_is_said(model, numel, by, files):
+    auto, by_hand = (config(zero_optimization={"stage": 1, "reduce_bucket_size": size}) for size in ("auto", numel))
+    arguments = files(auto, "2", "--json")
+    arguments[2].write_text(model)
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, f'assumed for "auto", {by}: zero_optimization.reduce_bucket_size = {numel}\n')
+    assert run(*files(by_hand, "2", "--json")) == (0, out, "")
+    for form in ((), ("--list",)):
+        assert run(*files(auto, "2", *form))[1].startswith(err)
+
+
+def test_what_deepspeed_takes_for_auto_is_said():
+    given = {"overlap_comm": "auto", "compute_grad_norm": "auto", "reduce_bucket_size": "auto", "cpu_offload": "auto",
+             "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+    taken = DeepSpeedZeroConfig(**given)
+    assert left_to_deepspeed({"zero_optimization": given}) == {
+        "zero_optimization.reduce_bucket_size": taken.reduce_bucket_size,
+        "zero_optimization.overlap_comm": taken.overlap_comm,
+        "zero_optimization.compute_grad_norm": taken.compute_grad_norm,
+        "zero_optimization.cpu_offload": bool(taken.cpu_offload),
+        "zero_optimization.offload_optimizer.ratio": taken.offload_optimizer.ratio}
+    assert left_to_deepspeed(config()) == {}
+
+
+def test_other_autos_are_said_with_what_deepspeed_takes(files):
+    given = config(zero_optimization={"stage": 1, "reduce_bucket_size": 2048, "overlap_comm": "auto"})
+    assert run(*files(given, "2", "--json"))[2] == (
+        'assumed for "auto", for which DeepSpeed takes its default: zero_optimization.overlap_comm = false\n')
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ds_layerwise/plan/models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_models_that_come_with_the_package_say_their_hidden_size(path):
+    model = read_model(path)
+    assert {model.hidden_size} == {param.shape[-1] for param in model.params
+                                   if re.search(r"embed_tokens|wte|input_layernorm", param.name)}
+
+
+@pytest.mark.parametrize("more, alike, uneven", [
+    ((), 8, "12, 20"), (("--ranks_per_node", "3"), 3, "4, 8, 16, 20"), (("--links", "tcp"), 1, ""),
+    (("--links", "tcp", "--ranks_per_node", "12"), 12, "16, 20")])
+def test_nodes_with_different_numbers_of_ranks_are_planned_as_a_run_does(more, alike, uneven, files):
+    code, out, err = run(*files(config(), "2,4,8,12,16,20", "--json", *more))
+    plans = json.loads(out)
+    assert code == 0 and err == (uneven and (
+        f"assumed for {uneven} ranks, of which nodes of {alike} would have different numbers: sums are not made inside "
+        "nodes first, and ways are chosen as for one rank a node, as in a run there; start equally many on each, and "
+        "say how many with --ranks_per_node\n"))
+    told = [plan["ranks"] for plan in plans if plan["predicted"]["links"]["ranks_per_node"] != alike]
+    assert ", ".join(map(str, told)) == uneven
+    if more[:1] != ("--links",):
+        # Each device has an interface, with as many ranks on its node as there may be.
+        one, = json.loads(run(*files(config(), "20", "--json", "--ranks_per_node", "1"))[1])
+        assert plans[-1] == one
+    else:
+        rates = {plan["ranks"]: plan["predicted"]["links"]["between_gb_s"] for plan in plans}
+        assert rates == {2: 1.25, 4: 1.25, 8: 1.25, 12: 1.25, **dict.fromkeys((16, 20), 1.25 / alike)}
+
+
+def test_the_table_has_the_links_of_each_number_of_ranks(files):
+    every, one = "450 GB/s inside nodes of 8 ranks and 8 x 50 GB/s between them", (
+        "1 x 50 GB/s between nodes with one of these ranks each")
+    for ranks, said in (("8,16", f"{every}; update"), ("12", f"{one}; update"),
+                        ("8,12,16,20", f"{every} (8, 16 ranks), or {one} (12, 20 ranks); update")):
+        assert f"one after another, at {said}" in " ".join(run(*files(config(), ranks))[1].split())
+
+
+@pytest.mark.parametrize("ranks, must", [
+    *((ranks, f"a whole number from 1 on, got '{ranks.rpartition(',')[2]}'") for ranks in ("0", "8,", "8,x", "-1")),
+    ("131073", "at most 131,072 each, got 131073"), ("8,99999999", "at most 131,072 each, got 99999999")])
+def test_ranks_are_numbers(ranks, must, files, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run(*files(config()), "--ranks", ranks)
+        cli.main([*map(str, files(config())), "--ranks", ranks])
+    assert f"argument --ranks: must be {must}\n" in capsys.readouterr().err
 
 
 def test_it_takes_no_torch(files):

@@ -125,7 +125,7 @@ class TestLinks(DistributedTest):
         dist.barrier()
         monkeypatch.setattr(link_times, "measure", lambda *args: pytest.fail("measured for nothing"))
         assert_refused_alike("between_gb_s, between_us, rails cannot be measured on one node; .* with --like", "l.json")
-        assert_refused_alike("--like must be one of nvlink-ib, .* or a file, got 'ib'", "l.json", "--like", "ib")
+        assert_refused_alike("--like must be one of auto, nvlink-ib, .* or a file, got 'ib'", "l.json", "--like", "ib")
         like = ("--like", "tcp")
         assert_refused_alike("file exists; name another place, or replace it with --overwrite", folder / "file", *like)
         assert_refused_alike("is a folder; name a file", folder, *like, "--overwrite")

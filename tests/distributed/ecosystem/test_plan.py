@@ -5,8 +5,13 @@ import json
 import deepspeed.comm as dist
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from ds_layerwise.plan.links import unlike_the_run
 from ds_layerwise.plan.report import as_json
+from ds_layerwise.ranks import nodes
+from ds_layerwise.tools.dry_run import DryRun
+from tests.support import internals
 from tests.support.cli import run
 from tests.support.harness import DistributedTest
 from tests.support.models import TINY_GPT_MATRICES, tiny_gpt
@@ -58,7 +63,9 @@ class TestAgainstTheEngine(DistributedTest):
             arguments = ["plan", "--model", model, "--config", path, "--ranks", engine.optimizer.world_size,
                          "--links", "tcp", "--ranks_per_node", engine.optimizer.world_size]
             code, out, err = run(*arguments, "--json")
-            assert (code, err) == (0, ""), case
+            # Nobody has filled it in, and the file says no hidden_size, so that both take DeepSpeed's default.
+            left = "zero_optimization.reduce_bucket_size = 500000000\n" if case == "defaults" else ""
+            assert code == 0 and err.endswith(left) and err.count("\n") == bool(left), case
             plan, = json.loads(out)
             assert plan["digest"] == engine.optimizer.layout.digest(), case
             # What a step takes on some links is no engine's business.
@@ -72,3 +79,57 @@ class TestAgainstTheEngine(DistributedTest):
     def test_what_the_engine_leaves_at_its_default_is_the_plans_default(self):
         engine = start(tiny_gpt(), ds_config(bucket_numel="auto"))
         assert engine.optimizer.settings.bucket_numel == 500_000_000
+
+
+def on_nodes(monkeypatch, counts):
+    """Pretend that nodes have these numbers of ranks."""
+    where = [node for node, count in enumerate(counts) for _ in range(count)]
+    monkeypatch.setattr(nodes, "node_of_each_rank", lambda: where)
+
+
+def said_at_start(capsys, model, config):
+    """The engine, and what it says beside its table."""
+    capsys.readouterr()
+    engine = start(model, config)
+    return engine, [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_layerwise: ")]
+
+
+SMALL = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, max_position_embeddings=16, attn_implementation="eager",
+                    architectures=["LlamaForCausalLM"])
+UNEVEN = ("ds_layerwise: nodes have different numbers of ranks, {}: sums are not made inside nodes first, and ways of "
+          "buckets are chosen as for one rank a node; start equally many on each")
+
+
+class TestNodesAndLinks(DistributedTest):
+    world_size = 4
+
+    @pytest.mark.parametrize("counts, per_node, told", [
+        ((3, 1), 3, "3, 1"), ((2, 2), 2, ""), ((4,), 8, ""), ((1, 1, 1, 1), 1, "")])
+    def test_nodes_with_different_numbers_of_ranks_are_told_once_and_planned_alike(self, counts, per_node, told,
+                                                                                   monkeypatch, capsys, tmp_path):
+        on_nodes(monkeypatch, counts)
+        engine, said = said_at_start(capsys, LlamaForCausalLM(SMALL), config := ds_config(bucket_numel=3000))
+        assert said == ([UNEVEN.format(told)] if told and dist.get_rank() == 0 else [])
+        SMALL.save_pretrained(tmp_path / str(dist.get_rank()))
+        (ds_json := tmp_path / f"{dist.get_rank()}.json").write_text(json.dumps(config))
+        plan = DryRun.of(str(tmp_path / str(dist.get_rank())), ds_json, [4], links="tcp", ranks_per_node=per_node)
+        assert plan.forecasts[0].layout.digest() == engine.optimizer.layout.digest()
+        planned = internals.planned(engine).links
+        if max(counts) < 4:
+            assert plan.predictions[0].links == planned
+        assert bool(told) == any("of which nodes of" in line for line in plan.assumed)
+        assert bool(nodes.make_levels({1: None}, nodes.node_of_each_rank())) == (counts == (2, 2))
+
+    @pytest.mark.parametrize("counts, told", [((3, 1), "3, 1"), ((1, 3), "1, 3"), ((2, 2), ""), ((4,), "")])
+    def test_parts_of_a_model_tell_it_once(self, counts, told, monkeypatch, capsys):
+        on_nodes(monkeypatch, counts)
+        _, said = said_at_start(capsys, LlamaForCausalLM(SMALL), ds_config(tensor_parallel={"autotp_size": 2}))
+        assert said == ([UNEVEN.format(told)] if told and dist.get_rank() == 0 else [])
+
+    @pytest.mark.parametrize("links, told", [("nvlink-ib", True), ("tcp", False), ("auto", False)])
+    def test_links_of_devices_are_told_where_gloo_talks_and_planned_for_gloo(self, links, told, capsys):
+        engine, said = said_at_start(capsys, tiny_gpt(), ds_config(layerwise={"links": links}))
+        assert internals.planned(engine).links.on_host
+        line = f"ds_layerwise: {unlike_the_run(links, on_host=True)}"
+        assert said == ([line] if told and dist.get_rank() == 0 else [])

@@ -71,7 +71,7 @@ WRONG = [
     ("layerwise.layuot", "lpt", "layerwise.layuot is not an option; did you mean 'layout'?"),
     ("layerwise.layout", "best", "layerwise.layout must be one of 'balanced', 'lpt', 'size_matching', got 'best'"),
     ("layerwise.links", "infiniband",
-     "layerwise.links must be one of nvlink-ib, pcie-ethernet, tcp or a file, got 'infiniband'"),
+     "layerwise.links must be one of auto, nvlink-ib, pcie-ethernet, tcp or a file, got 'infiniband'"),
     ("layerwise.reduction", "sum", "layerwise.reduction must be one of 'auto', 'ordered', 'native', got 'sum'"),
     ("layerwise.alignment", 0, "layerwise.alignment must be a whole number of at least 1, got 0"),
     ("layerwise.fsync", "yes", "layerwise.fsync must be true or false, got 'yes'"),
