@@ -2,12 +2,11 @@
 
 import json
 from collections import UserList
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours
 from ds_layerwise.errors import ConfigError
@@ -115,7 +114,7 @@ def test_layerwise_section():
 @pytest.mark.parametrize("key", sorted(LayerWiseConfig.keys()))
 def test_defaults_may_be_written_out(key):
     default = getattr(LayerWiseConfig(), key)
-    said = asdict(default) if is_dataclass(default) else default
+    said = default.model_dump() if isinstance(default, BaseModel) else default
     assert LayerWiseConfig.from_section({key: said}) == LayerWiseConfig()
 
 
