@@ -47,6 +47,8 @@ class Pending:
         is_chained: whether ``finish`` begins another collective.
     """
 
+    __slots__ = ("_works", "_finish", "_keep", "is_chained")
+
     def __init__(self, works: Sequence[Any] = (), finish: Callable[[], Pending | None] | None = None, *,
                  keep: Tensor | None = None, is_chained: bool = False) -> None:
         self._works, self._finish, self._keep, self.is_chained = works, finish, keep, is_chained

@@ -26,16 +26,16 @@ class Turn:
         self._memory: dict[str, Tensor] = {}
         self._most: dict[str, int] = {}
         # Most buckets of a model are as long as another, and a view takes as long as the rest of a call.
-        self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, int | tuple[int, ...], torch.dtype], Tensor] = {}
 
     def empty(self, what: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of ``shape``, or 1-D, that holds anything. The next call with the same ``what`` gives its memory
         away again."""
-        key = what, (shape,) if isinstance(shape, int) else shape, dtype
-        found = self._views.get(key)
+        found = self._views.get((what, shape, dtype))
         if found is None:
-            found = self._bytes(what, math.prod(key[1]) * dtype.itemsize).view(dtype).view(key[1])
-            self._views[key] = found
+            numel = shape if isinstance(shape, int) else math.prod(shape)
+            found = self._bytes(what, numel * dtype.itemsize).view(dtype).view(shape)
+            self._views[what, shape, dtype] = found
         return found
 
     def _bytes(self, what: str, nbytes: int) -> Tensor:
