@@ -610,6 +610,21 @@ def test_native_sums_take_hardly_more_than_rings(ranks, links):
         assert wire.reduce + wire.sums <= 0.5 * ring and wire.gather + wire.params <= 0.75 * ring
 
 
+@pytest.mark.parametrize("links", [NVLINK_IB, PCIE_ETHERNET], ids=["nvlink-ib", "pcie-ethernet"])
+@pytest.mark.parametrize("bucket_numel", [50_000_000, 500_000_000])
+@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b"])
+@pytest.mark.parametrize("reduction, bound", [("native", 1.1), ("ordered", 1.5)])
+def test_what_a_step_takes_over_rings_without_owners(model, bucket_numel, links, reduction, bound):
+    """The bounds that the results of examples/benchmarks/links.py have for all models, and say where they do not."""
+    for ranks in (8, 64, 512, 4096):
+        num_buckets, found = planned(model, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
+        specs = load_model_specs(MODELS / f"{model}.yaml")
+        total = sum(spec.numel for spec in specs)
+        rings = -(-total // bucket_numel)
+        ring = rings * Group(ranks, links).ring(2 * total / rings)
+        assert found.reduce + found.sums <= bound * ring and found.gather + found.params <= bound * ring
+
+
 # --- what a step takes -----------------------------------------------------------------------------------------------
 
 CONFIG = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 128}, "bf16": {"enabled": True},
