@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import distributed
 
+from ds_layerwise.output import announce
 from ds_layerwise.ranks import comm
 
 #: By group of all ranks, those that were made for whoever has it, by their ranks: torch lets go of none before its end.
@@ -20,6 +21,7 @@ def node_of_each_rank() -> list[int]:
     """By rank of the world, the number of its node, counted in rank order. Every rank must call this.
 
     A node begins where the host's name changes, or where local ranks begin again: nodes may be namespaces of one host.
+    Where that makes several nodes of one host, rank 0 says so.
     """
     said = os.environ.get("LOCAL_RANK", "")
     places = comm.gather_objects((socket.gethostname(), int(said) if said.isdecimal() else -1), group=None)
@@ -27,6 +29,11 @@ def node_of_each_rank() -> list[int]:
     for (host, local), (next_host, next_local) in zip(places, places[1:]):
         node += next_host != host or (next_local <= local and next_local >= 0)
         nodes.append(node)
+    num_hosts = len({host for host, _ in places})
+    if node >= num_hosts and comm.rank_of(None) == 0:
+        announce(f"ds_layerwise: {len(places)} ranks on {num_hosts} host{'s' * (num_hosts > 1)} are taken for "
+                 f"{node + 1} nodes, as those of a host are not in a row, or LOCAL_RANK begins again among them: more "
+                 "bytes leave hosts than need to; number the ranks host by host, with LOCAL_RANK from 0 on in each")
     return nodes
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.cost import traffic_bytes
+from ds_layerwise.plan.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.links import NVLINK_IB
 from ds_layerwise.plan.reduction import partial_sums
 from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.wires import _add_up_at_once, average
+from ds_layerwise.ranks.buffers import DTYPES
+from ds_layerwise.ranks.in_flight import Turn
+from ds_layerwise.ranks.wires import Wire, _add_up_at_once, average
 from tests.support.rooms import rooms
 
 pytestmark = rooms("comm", "reduction", "wires")
@@ -98,6 +105,34 @@ def test_sums_that_a_device_makes_of_some_rows_at_a_time(dtype):
         out, expected = torch.full((numel,), torch.nan), rows.float().sum(0)
         _add_up_at_once(rows.clone(), out, spare=torch.full((numel * sum(partial_sums(size)),), torch.nan))
         assert torch.equal(out, expected), (size, numel)
+
+
+class Group(NamedTuple):
+    size: int
+    rank: int
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size, per_node, way, partial", [
+    (512, 1, "even", 32 + 2), (512, 8, "cuts", 4), (512, 64, "even", 8 * 4), (4096, 64, "cuts", 64 * 4),
+    (16, 1, "even", 0), (17, 1, "ragged", 2), (512, 1, "ragged", 32 + 2), (2, 1, "even", 0), (32, 32, "even", 2)])
+def test_what_a_device_adds_up_in_takes_what_is_said(size, per_node, way, partial, wire, monkeypatch):
+    monkeypatch.setattr(comm, "size_of", lambda group: group.size)
+    monkeypatch.setattr(comm, "rank_of", lambda group: group.rank)
+    monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
+    levels = {"inside": Group(per_node, 0), "across": Group(size // per_node, 0)} if 1 < per_node < size else {}
+    bucket = Bucket(0, "bfloat16", True, 0, (64,) * size, tuple(Slot(str(i), 64 * i, 64) for i in range(size)), way=way)
+    turn, meta = Turn(torch.device("meta")), {"device": torch.device("meta")}
+    Wire(Group(size, 0), on_host=False, **levels).reduce(
+        torch.empty(bucket.numel, dtype=DTYPES[wire], **meta), bucket, torch.empty(64, **meta), divide_by=1,
+        wire_dtype=DTYPES[wire], turn=turn).wait()
+    links = NVLINK_IB.model_copy(update={"ranks_per_node": per_node})
+    said, *_ = traffic_bytes(Layout("balanced", size, 64, (bucket,)), stage=1, stored_as={"bfloat16": wire},
+                             wires=[wire], links=links)
+    assert sum(memory.numel() for memory in turn._memory.values()) == said.total
+    one = 64 * DTYPES[wire].itemsize
+    sums = 4 * bucket.numel // per_node + one * size if levels else 0
+    assert said.total == sums + one * (size if size > 2 else 1) + 4 * 64 * partial
 
 
 @pytest.mark.parametrize("rows, kernels", [(2, 1), (16, 1), (17, 3), (64, 2), (512, 3), (2048, 3), (2049, 5)])
