@@ -211,7 +211,7 @@ class Checkpointing:
             plan = plan_load(mine, saved, self.owned.rule_records(), masters=masters, states=states,
                              on_missing_state=config.on_missing_state, on_optimizer_change=config.on_optimizer_change)
             if universal and strict:
-                check_names(saved, folder, planned.saved_shapes.keys(), of_all_stages=of_all_stages)
+                check_names(saved, folder, planned.saved_shapes.keys(), self.module, of_all_stages=of_all_stages)
             # One file has what was trained at its save, which may be frozen now, and nothing else.
             others = find_others(saved, folder, self.module, trained={spec.name for spec in planned.specs},
                                  rename=config.rename, strict=strict and not isinstance(opened, OneFile)

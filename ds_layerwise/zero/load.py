@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.record import Header, ShardRecord
 from ds_layerwise.checkpoint.reshard import LoadPlan
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.buffers import DTYPES
+from ds_layerwise.zero.sharded import tied
 from ds_layerwise.zero.unfinished import Accumulated
 
 
@@ -121,11 +126,11 @@ def nothing_prepared() -> LayerWiseError:
 LENIENT = "load_module_strict=False (strict=False for one file or a sharded checkpoint)"
 
 
-def check_names(saved: Renamed, folder: Path, here: Set[str], *, of_all_stages: Set[str]) -> None:
+def check_names(saved: Renamed, folder: Path, here: Set[str], model: nn.Module, *, of_all_stages: Set[str]) -> None:
     """Compare the names in a universal checkpoint with those ``here``, and those that other stages have.
 
     Raises:
-        LayerWiseError: one has what the other lacks.
+        LayerWiseError: one has what the other lacks; or there are two values for a parameter that ``model`` ties.
     """
     if missing := here - saved.header.shapes.keys():
         raise LayerWiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
@@ -134,3 +139,20 @@ def check_names(saved: Renamed, folder: Path, here: Set[str], *, of_all_stages: 
         raise LayerWiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
                              f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
                              f"layerwise.rename, or load what fits with {LENIENT}")
+    for second, first in tied(model, here).items():
+        # All ranks have the same, which may be large: one of them looks.
+        if {first, second} <= saved.header.shapes.keys() and comm.rank_of(None) == 0 and not _are_equal(
+                saved, first, second):
+            raise LayerWiseError(f"{first} and {second} are one parameter here, and differ in the checkpoint in "
+                                 f"{folder}; load it into a model that does not tie them, or with {LENIENT}, which "
+                                 f"takes {first}")
+
+
+def _are_equal(saved: Renamed, *names: str) -> bool:
+    shapes = [saved.header.shapes[name] for name in names]
+    if shapes[0] != shapes[1]:
+        return False
+    first, second = (torch.cat([piece.master for piece in saved.pieces(name, 0, math.prod(shapes[0]))])
+                     for name in names)
+    # DeepSpeed's converter may write the second name with the weights, and not the master, of the one parameter.
+    return any(torch.equal(first.to(dtype), second.to(dtype)) for dtype in DTYPES.values())

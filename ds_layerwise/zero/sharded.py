@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
                                  "or use engine.save_checkpoint() and engine.load_checkpoint()")
 
 
-def tied(module: nn.Module, trained: Mapping[str, object]) -> dict[str, str]:
+def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
     """By each further name of a parameter, the one that it is trained under."""
     names = {param: name for name, param in module.named_parameters()}
     return {name: names[param] for name, param in module.named_parameters(remove_duplicate=False)

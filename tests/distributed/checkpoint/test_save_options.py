@@ -331,6 +331,37 @@ class TestLoading(DistributedTest):
         for name, value in masters(other).items():
             assert torch.equal(value, other.module.get_parameter(name).float()), name
 
+    @pytest.mark.parametrize("how", ["universal", "one file"])
+    def test_two_values_for_what_is_one_parameter_here_where_the_engine_loads_nothing(self, how, tmp_path):
+        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
+        other = start(Net(tied=True), ds_config(checkpoint={"load_universal": how == "universal"}))
+        before = weights(other.module).clone()
+
+        def save():
+            if how == "universal":
+                engine.save_checkpoint(tmp_path)
+            else:
+                engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+
+        def load(strict=True):
+            if how == "universal":
+                other.load_checkpoint(tmp_path, load_module_strict=strict)
+            else:
+                other.optimizer.load_state_dict_from_file(tmp_path / "file", strict=strict)
+
+        save()
+        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, and differ"):
+            load()
+        assert torch.equal(weights(other.module), before)
+        load(strict=False)
+        assert torch.equal(other.module.head.weight, engine.module.embed.weight)
+        with torch.no_grad():
+            engine.module.head.weight.copy_(engine.module.embed.weight)
+        engine.optimizer.refresh_fp32_params()
+        save()
+        load()
+        assert torch.equal(other.module.head.weight, engine.module.embed.weight)
+
     def test_a_model_with_other_parameters(self, tmp_path):
         self.saved(tmp_path)
         other = start(Net(odd=True), ds_config(scheduler=WARMUP))
