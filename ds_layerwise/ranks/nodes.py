@@ -16,6 +16,9 @@ from ds_layerwise.ranks import comm
 #: By group of all ranks, those that were made for whoever has it, by their ranks: torch lets go of none before its end.
 _levels: weakref.WeakKeyDictionary[comm.Group, dict[tuple[int, ...], comm.Group]] = weakref.WeakKeyDictionary()
 
+#: Something, once this process has said that hosts are taken for several nodes.
+_told: list[bool] = []
+
 
 def node_of_each_rank() -> list[int]:
     """By rank of the world, the number of its node, counted in rank order. Every rank must call this.
@@ -30,10 +33,12 @@ def node_of_each_rank() -> list[int]:
         node += next_host != host or (next_local <= local and next_local >= 0)
         nodes.append(node)
     num_hosts = len({host for host, _ in places})
-    if node >= num_hosts and comm.rank_of(None) == 0:
+    if node >= num_hosts and comm.rank_of(None) == 0 and not _told:
+        _told.append(True)
         announce(f"ds_layerwise: {len(places)} ranks on {num_hosts} host{'s' * (num_hosts > 1)} are taken for "
-                 f"{node + 1} nodes, as those of a host are not in a row, or LOCAL_RANK begins again among them: more "
-                 "bytes leave hosts than need to; number the ranks host by host, with LOCAL_RANK from 0 on in each")
+                 f"{node + 1} nodes, as those of a host are not in a row, or LOCAL_RANK begins again among them; if "
+                 "they are one node, more bytes leave hosts than need to: number the ranks host by host, with "
+                 "LOCAL_RANK from 0 on in each")
     return nodes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,15 +32,18 @@ class BeforeUpdate:
         params: the trained parameters of ``model`` by name, which look into ``values``.
         tied: parameters that other stages of a pipeline hold, too, and the ranks of those stages.
         check_groups: refuses what the parameter groups say, if no update could take it.
+        inside_pass: whether a backward pass has begun and not ended.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, owned: Owned, *,
                  planned: Planned, config: LayerWiseConfig, settings: Settings,
                  tied: Sequence[tuple[str, comm.Group]], grad_sync: GradSync | EagerGradSync, offloading: Offloading,
-                 interrupted: Interrupted, progress: Progress, check_groups: Callable[[], None]) -> None:
+                 interrupted: Interrupted, progress: Progress, check_groups: Callable[[], None],
+                 engine: Callable[[], Any], inside_pass: Callable[[], bool]) -> None:
         ep_size = {spec.name: spec.ep_size for spec in planned.specs}
         self._owned, self._grad_sync, self._check_groups = owned, grad_sync, check_groups
         self._offloading, self._interrupted, self._progress = offloading, interrupted, progress
+        self._engine, self._inside_pass, self._stage = engine, inside_pass, settings.stage
         self._judge = Judge(owned, planned, config, settings)
         self.guard = Guard(model, params, values, may_be_unused=settings.may_be_unused,
                            tells=comm.rank_of(settings.group) == 0)
@@ -66,6 +70,7 @@ class BeforeUpdate:
         try:
             # All ranks have offloaded alike, so that nobody counts on what is away.
             self._offloading.check_not_offloaded()
+            error = error or self._catch_up()
             # What else it may raise ends a collective, in which the others are: they are not on their way to the sum.
             self._grad_sync.finish(aside=error is not None)
         except StepError as found:
@@ -86,6 +91,20 @@ class BeforeUpdate:
         if not have_begun:
             # What the engine has reduced by now is nothing, and no gradient that comes is too late for it.
             self._grad_sync.reset()
+            self._progress.forget_reductions(self._engine())
             raise nothing_reduced()
         self.same_weights.settle(bool(followed), bool(written))
         return self._judge.decide(summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
+
+    def _catch_up(self) -> StepError | None:
+        """Take part in what other ranks reduce in their backward passes, and wait for, if this one has not.
+
+        Returns:
+            What is wrong with this rank's own pass: an exception has ended it, and not all of its gradients are there.
+        """
+        broken = self._inside_pass() or self._progress.in_pass
+        missed = self._progress.missed(self._engine(), stage=self._stage)
+        for _ in range(missed):
+            self._progress.reduces(self._engine())
+            self._grad_sync.reduce()
+        return nothing_reduced() if broken and missed else None

@@ -154,5 +154,5 @@ def _are_equal(saved: Renamed, *names: str) -> bool:
         return False
     first, second = (torch.cat([piece.master for piece in saved.pieces(name, 0, math.prod(shapes[0]))])
                      for name in names)
-    # DeepSpeed's converter may write the second name with the weights, and not the master, of the one parameter.
-    return any(torch.equal(first.to(dtype), second.to(dtype)) for dtype in DTYPES.values())
+    # DeepSpeed's converter may write the second name with the weights of the one parameter: its master, rounded.
+    return any(torch.equal(first.to(dtype).to(second.dtype), second) for dtype in DTYPES.values())

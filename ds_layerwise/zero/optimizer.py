@@ -144,7 +144,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._before_update = BeforeUpdate(
             model, self._params, self._values, self._owned, planned=self._planned, config=self.config,
             settings=self.settings, tied=self._tied, grad_sync=self._grad_sync, offloading=self.offloading,
-            interrupted=self.interrupted, progress=self.progress, check_groups=self.optimizer.check_groups)
+            interrupted=self.interrupted, progress=self.progress, check_groups=self.optimizer.check_groups,
+            engine=self._engine, inside_pass=self._is_inside_pass)
         self._update = Update(self.optimizer, self._owned, self._param_sync, interrupted=self.interrupted,
                               timers=self.settings.timers, zero_grad=self.zero_grad)
         self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,
@@ -195,6 +196,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)
                 self._grad_sync.accumulate(name, launch=last and self._may_launch())
+                self.progress.in_pass = True
             if self.queue_post_backward_callback():
                 # Autograd says when the pass is over, and counting its hooks beforehand is an operation a parameter.
                 expected = self._hooks_fired_this_backward + 1
@@ -255,8 +257,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
 
         Raises:
-            LayerWiseError: on every rank, if on any gradients have not been reduced, because no backward pass reached
-                the boundary, or parameters are no longer what they were, see :class:`~ds_layerwise.zero.guard.Guard`.
+            LayerWiseError: on every rank, if on none a backward pass has left gradients, or one has ended in an error
+                on any, or parameters are no longer what they were, see :class:`~ds_layerwise.zero.guard.Guard`.
         """
         with ambient.set_aside(self._device), survivable(self._engine()):
             self._step()
@@ -266,9 +268,6 @@ class LayerWiseZeroOptimizer(StatesOutside):
         # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
         self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
-            if not self._is_inside_pass():
-                for _ in range(self.progress.missed(self._engine(), stage=self.settings.stage)):
-                    self.reduce_gradients()
             decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
         self.scaling.overflow = decision.skipped
         self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)

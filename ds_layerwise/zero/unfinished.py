@@ -71,10 +71,13 @@ class Progress:
     def restart(self, *, passes: int = 0) -> None:
         """Forget the step at hand, or start in the middle of one, after ``passes``."""
         self.passes, self._last_pass, self._complete = passes, -1, False
+        self.in_pass = False
+        """Whether a backward pass has left gradients and has not ended, as where an exception has ended it."""
 
     def pass_ended(self, engine: Any) -> None:
         """Take note of the end of a backward pass."""
         self.passes += 1
+        self.in_pass = False
         self._last_pass = engine.micro_steps
         # One block of coalesce_grad_reduction is one step, and inside_no_sync_ctxt is true in there, too.
         self._complete = engine.optimizer._coalesce_grad_reduction or (
@@ -86,11 +89,16 @@ class Progress:
         self._step, self._reductions = step, 1 + (self._reductions if self._step == step else 0)
         self._last_reduced = engine.micro_steps
 
+    def forget_reductions(self, engine: Any, *, but: int = 0) -> None:
+        """Take no reduction for one of the step at hand, but the first so many."""
+        self._step, self._reductions, self._last_reduced = _first_of_step(engine), but, -1
+
     def missed(self, engine: Any, *, stage: int) -> int:
         """In how many reductions of the step at hand, which is to end now, this rank has had no part.
 
-        The others count on it in each of their backward passes, and where its own loss reached none of the parameters
-        there was no pass here that anybody could have noticed.
+        The others count on it in each of their backward passes, and where its own loss reached none of the parameters,
+        and engine.backward() was not what was called, there was no pass here that anybody could have noticed. At stage
+        2 they have one a micro-batch.
         """
         if stage == 1:
             return int(self._last_reduced != engine.micro_steps)
@@ -225,6 +233,7 @@ def resume(accumulated: Accumulated | None, *, engine: Any, progress: Progress, 
     # The engine's count of passes where it does not say where a step ends.
     engine._unmanaged_backward_count = 0
     progress.updating = False
+    progress.forget_reductions(engine)
     if accumulated is None:
         return
     if is_managed(engine):
@@ -232,6 +241,7 @@ def resume(accumulated: Accumulated | None, *, engine: Any, progress: Progress, 
     else:
         engine._unmanaged_backward_count = accumulated.passes
     progress.restart(passes=accumulated.passes)
+    progress.forget_reductions(engine, but=accumulated.micro_batches)
     scale = accumulated.scale * scale_now / scale_before
     for name, start, values in accumulated.gradients:
         grad_sync.restore(name, start, values * scale if scale != 1 else values)

@@ -21,8 +21,11 @@ pytestmark = rooms("nodes")
 def test_nodes_are_rows_of_ranks_and_several_of_one_host_are_told(places, found, told, rank, monkeypatch, capsys):
     monkeypatch.setattr(comm, "gather_objects", lambda mine, *, group: places)
     monkeypatch.setattr(comm, "rank_of", lambda group: rank)
+    monkeypatch.setattr(nodes, "_told", [])
     assert nodes.node_of_each_rank() == found
     said = capsys.readouterr().out
+    # Once a process, however many engines it makes.
+    assert nodes.node_of_each_rank() == found and not capsys.readouterr().out
     assert (told in said and "number the ranks host by host" in said) if told and not rank else not said
 
 

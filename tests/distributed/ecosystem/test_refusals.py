@@ -260,7 +260,7 @@ class TestBadModels(DistributedTest):
     def test_groups_of_other_parameters_on_one_rank(self):
         for case, message in (("one is empty", r"rank 0 has 1.weight .* group 1,.*rank 1 has 1.weight .* group 0"),
                               ("an empty one more", r"only rank 1 has param_groups\[2\]"),
-                              ("left out", r"rank 0 has 1.bias .*, rank 1 has param_groups\[0\]")):
+                              ("left out", r"only rank 0 has 1.bias")):
             module = model(nn.Linear(8, 8), nn.LayerNorm(8))
             first, second = list(module[0].parameters()), list(module[1].parameters())
             groups = [first, second]

@@ -287,6 +287,59 @@ class TestOneRankAlone(DistributedTest):
         assert_same_on_all_ranks(engine.module)
 
     @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("overlap", [True, False])
+    def test_a_pass_that_an_exception_ended_beside_one_that_nobody_noticed(self, stage, overlap):
+        engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), Reference(
+            trainable(Net()), recipe_for(Net()))
+
+        def fail(gradient):
+            raise ValueError("no gradient")
+
+        if dist.get_rank() == 0:
+            hook = engine.module.tall.weight.register_hook(fail)
+            with pytest.raises(ValueError, match="no gradient"):
+                engine.backward(engine((40, 0, 0)))
+            hook.remove()
+        else:
+            (torch.zeros((), requires_grad=True) * 2).backward()
+        with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
+            engine.step()
+        engine.zero_grad()
+        for step in range(2):
+            engine.backward(engine((step, 0, dist.get_rank())))
+            engine.step()
+            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
+                           for name, p in oracle.params.items()}] for rank in range(2)])
+        for name, value in oracle.params.items():
+            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
+    def test_reductions_of_a_step_that_is_begun_again_do_not_count(self, stage, before, tmp_path):
+        engine = start(Net(), ds_config(stage=stage, gas=2))
+        for each in (0, 1):
+            engine.backward(engine((0, each, dist.get_rank())))
+            engine.step()
+        saved, counted = weights(engine.module).clone(), engine.micro_steps
+        if before == "a load":
+            engine.save_checkpoint(tmp_path)
+            engine.backward(engine((1, 0, dist.get_rank())))
+            engine.step()
+            engine.load_checkpoint(tmp_path)
+        else:
+            with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
+                engine.optimizer.step()
+        assert engine.micro_steps == counted and torch.equal(weights(engine.module), saved)
+        for each in (0, 1):
+            if dist.get_rank():
+                (torch.zeros((), requires_grad=True) * 2).backward()
+            else:
+                engine.backward(engine((1, each, 0)))
+            engine.step()
+        assert not torch.equal(weights(engine.module), saved)
+        assert_same_on_all_ranks(engine.module)
+
+    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_that_one_rank_has_dropped(self, stage):
         engine = start(Net(), ds_config(stage=stage))
         engine.backward(engine((0, 0, dist.get_rank())))

@@ -119,14 +119,14 @@ class TestRules(DistributedTest):
 
 def shifted(original):
     """A sum whose parts lie one element from where they belong."""
-    def average(rows, out, divide_by):
+    def average(rows, out, divide_by, spare=None):
         original(rows, out, divide_by)
         out.copy_(out.roll(1))
     return average
 
 
 def halved(original):
-    def average(rows, out, divide_by):
+    def average(rows, out, divide_by, spare=None):
         original(rows, out, divide_by * 2)
     return average
 
