@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.hosting import STAGING_SLOTS, StateBytes, master_bytes, pieces_on_host
 from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.links import Group, Links, group_of
-from ds_layerwise.plan.reduction import SUM_BYTES, Reduction, partial_sums, sum_dtype
+from ds_layerwise.plan.links import Links, group_of
+from ds_layerwise.plan.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
 from ds_layerwise.plan.rounds import begun_backwards, deal, exchange_bytes
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.shards import in_own_cuts
@@ -149,7 +149,7 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
             there are at most two buckets of gradients, and what their shards are received in, beside.
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
         wires: what they travel in, by bucket; what they accumulate in if None.
-        reduction: how sums are made; see :mod:`.plan.ways`.
+        reduction: how sums are made; see :mod:`.plan.reduction`.
         host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
         master_dtype: what masters of bfloat16 parameters are kept in; float32 where there is a ``host_ratio``.
 
@@ -228,7 +228,7 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
-        reduction: how sums are made; see :mod:`.plan.ways`. Only ``ordered`` has what all ranks sent side by side.
+        reduction: how sums are made; see :mod:`.plan.reduction`. Only ``ordered`` has what all ranks sent side by side.
         links: of them it counts which ranks share a node, and whether what travels lies in host memory, where that of
             buckets stays when it comes to the exchange; None for a node each, on a host.
 
@@ -253,7 +253,8 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
         if holders > 1 and reduction == "ordered":
             if group and not group.links.on_host:
-                _raise_to_own(parts[turn], bucket, SUM_BYTES * _partial_sums(bucket, group))
+                inside = group.local if bucket.way != "ragged" and group.has_levels else 1
+                _raise_to_own(parts[turn], bucket, SUM_BYTES * most_partial_sums(holders, per_node=inside))
             # Of two ranks each reads its own where they are.
             _raise_to_own(received[turn], bucket, wire_bytes * (holders if holders > 2 else 1))
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
@@ -276,13 +277,6 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
     return tuple(max((RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
                      key=lambda traffic: traffic.total)
                  for each, there, back in zip(reduced, sums_moved.tolist(), params_moved.tolist(), strict=True))
-
-
-def _partial_sums(bucket: Bucket, group: Group) -> int:
-    """How many partial sums a device makes of the summands of a rank's own, at most at a time; of all of its levels."""
-    if bucket.way == "ragged" or not group.has_levels:
-        return sum(partial_sums(group.size)) if group.size > 2 else 0
-    return max(group.nodes * sum(partial_sums(group.local)), sum(partial_sums(group.nodes)))
 
 
 def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:

@@ -109,7 +109,7 @@ class Forecast:
             routes: by name, of at least these.
             tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
-            reduction: how sums are made; see :mod:`.plan.ways`.
+            reduction: how sums are made; see :mod:`.plan.reduction`.
             links: see :func:`.plan.cost.traffic_bytes`.
             master_dtype: what masters are kept in.
         """

@@ -42,7 +42,7 @@ def plan_layout(specs: Sequence[ParamSpec], world_size: int, *, bucket_numel: in
             None matters to parameters that are cut by element.
         alignment: slots and shards start at multiples of this.
         links: what ways are chosen for where the policy is ``balanced``; :data:`.plan.links.NVLINK_IB` if None.
-        reduction: how sums are made; see :mod:`.plan.ways`.
+        reduction: how sums are made; see :mod:`.plan.reduction`.
         stage: of ZeRO. At stage 2 no bucket is a row of equal matrices, whose gradients wait for each other: they
             would have memory of their own while they wait.
 

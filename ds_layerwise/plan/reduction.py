@@ -1,4 +1,11 @@
-"""How sums over ranks are made: by whom, in which dtype, and how many at a time."""
+"""How sums over ranks are made: by whom, in which dtype, and how many at a time.
+
+Note: the two ways
+    ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what an all-to-all
+    brings, in float32 and in rank order; where nodes have several ranks, inside each node first, and then the sums of
+    nodes between the ranks with the same place in each, on their way in the dtype that gradients travel in. However
+    sums are made, parameters return by the backend's all-gathers. One reduction follows the other, as on one stream.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from typing import Literal, get_args
 
 from ds_layerwise.errors import LayoutError
 
-#: How sums are made: ``native`` by the backend's reduce-scatter, or ``ordered``, in float32 and in the order of ranks.
+#: How sums are made; see the note.
 Reduction = Literal["native", "ordered"]
 
 #: Bytes of a sum at its owner: float32.
@@ -35,6 +42,16 @@ def partial_sums(rows: int) -> Iterator[int]:
     while rows > ROWS_AT_ONCE:
         rows = -(-rows // ROWS_AT_ONCE)
         yield rows
+
+
+def most_partial_sums(ranks: int, *, per_node: int = 1) -> int:
+    """How many partial sums, as long as what a rank ends up with, a device has at a time.
+
+    Args:
+        per_node: ranks that add up inside a node first, for those in their place on each of the others; 1 for none.
+    """
+    num_nodes = ranks // per_node
+    return max(num_nodes * sum(partial_sums(per_node)), sum(partial_sums(num_nodes)))
 
 
 def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:

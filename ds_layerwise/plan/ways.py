@@ -4,13 +4,7 @@ Note: the three ways, and what they cost
     Straight to owners with equal shards, ``even``, costs what ZeRO-1's collectives do. Straight to owners with shards
     of any length, ``ragged``, costs more the longer the longest is, or the chain of ranks. In equal ``cuts`` a bucket
     costs the same as even shards, and its part of the step's one exchange, in which every rank sends the sums of its
-    cuts to their owners, and later gets back updated parameters; their dtype is :func:`sum_dtype`.
-
-Note: how sums are made
-    ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what an all-to-all
-    brings, in float32 and in rank order; where nodes have several ranks, inside each node first, and then the sums of
-    nodes between the ranks with the same place in each, on their way in the dtype that gradients travel in. However
-    sums are made, parameters return by the backend's all-gathers. One reduction follows the other, as on one stream.
+    cuts to their owners, and later gets back updated parameters; their dtype is :func:`.reduction.sum_dtype`.
 
 Note: rings in two levels
     A ring through all ranks moves the fewest bytes, and its latency is that of a message that passes each of them: 8 ms

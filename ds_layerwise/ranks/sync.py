@@ -24,6 +24,12 @@ def nothing_reduced() -> StepError:
                      "of those that accumulate: it counts them, and updates after the last")
 
 
+def half_a_pass() -> StepError:
+    """The error for a step after a backward pass that did not come to its end."""
+    return StepError("step() before the gradients were reduced: an exception has ended a backward pass, and not all of "
+                     "its gradients are there; call engine.zero_grad() on all ranks, and go on with the next batch")
+
+
 def no_gradient() -> StepError:
     """The error for a question about averaged gradients at a time when there are none."""
     return StepError("averaged gradients are there between the backward pass that reaches the boundary of gradient "

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout import Bucket
-from ds_layerwise.plan.reduction import ROWS_AT_ONCE, partial_sums
+from ds_layerwise.plan.reduction import ROWS_AT_ONCE, most_partial_sums, partial_sums
 from ds_layerwise.plan.ways import InLevels
 from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.comm import Group, Pending
@@ -137,7 +137,7 @@ class Wire:
             return Pending([work], lambda: _add_up(both, out, divide_by), keep=sent)
         received = turn.empty("received", self.size * own, sent.dtype)
         rows = turn.empty("received", (self.size, own), sent.dtype)
-        spare = self._spare(turn, own * sum(partial_sums(self.size)))
+        spare = self._spare(turn, own * most_partial_sums(self.size))
         work = comm.all_to_all(received, sent, group=self.group, received=None if numels is None else [own] * self.size,
                                sent_to=numels)
         return Pending([work], lambda: average(rows, out, divide_by, spare), keep=sent)
@@ -160,7 +160,7 @@ class Wire:
                            lambda: self._reduce_natively(turn, sums, out, divide_by, self.across), keep=sent,
                            is_chained=True)
         received = turn.empty("received", memory.numel(), wire_dtype)
-        spare = self._spare(turn, cut * max(num_nodes * sum(partial_sums(per_node)), sum(partial_sums(num_nodes))))
+        spare = self._spare(turn, cut * most_partial_sums(self.size, per_node=per_node))
         work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:

@@ -15,7 +15,7 @@ from ds_layerwise.ranks.agreement import Agreement
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.ranks.same_weights import SameWeights
-from ds_layerwise.ranks.sync import EagerGradSync, GradSync, nothing_reduced
+from ds_layerwise.ranks.sync import EagerGradSync, GradSync, half_a_pass, nothing_reduced
 from ds_layerwise.zero.decision import Decision, Judge
 from ds_layerwise.zero.guard import Guard
 from ds_layerwise.zero.interrupted import Interrupted
@@ -58,8 +58,8 @@ class BeforeUpdate:
             clip_grad: the bound of the norm; 0 for none.
 
         Raises:
-            LayerWiseError: on every rank, if on any gradients have not been reduced, or parameters are not what they
-                were; or if no rank has had a backward pass.
+            LayerWiseError: on every rank, if on any gradients have not been reduced, as an exception has ended its
+                backward pass, or parameters are not what they were; or if no rank has had a backward pass.
         """
         error: Exception | None = None
         idle, sums = frozenset[str](), self._judge.nothing()
@@ -107,4 +107,4 @@ class BeforeUpdate:
         for _ in range(missed):
             self._progress.reduces(self._engine())
             self._grad_sync.reduce()
-        return nothing_reduced() if broken and missed else None
+        return half_a_pass() if broken and missed else None

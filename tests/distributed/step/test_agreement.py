@@ -43,6 +43,17 @@ TURNS = {"micro": lambda step, micro, rank: micro % 2, "rank": lambda step, micr
          "all": lambda step, micro, rank: (step + micro + rank) % 2}
 
 
+def take_step(oracle, step):
+    """All parameters got a gradient on both ranks."""
+    oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
+                   for name, p in oracle.params.items()}] for rank in range(2)])
+
+
+def assert_weights_are(oracle, engine):
+    for name, value in oracle.params.items():
+        assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+
+
 class TestFrozenInTurn(DistributedTest):
     world_size = 2
 
@@ -207,8 +218,7 @@ class TestOneRankAlone(DistributedTest):
                 engine.step()
             mend()
             engine.step()
-            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
-                           for name, p in oracle.params.items()}] for rank in range(2)])
+            take_step(oracle, step)
         for name, value in oracle.params.items():
             assert relative_error(module.get_parameter(name).detach(), value) < 1e-5, name
         assert_same_on_all_ranks(module)
@@ -262,8 +272,7 @@ class TestOneRankAlone(DistributedTest):
                 oracle.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / 2
                                for name, p in oracle.params.items() if name != "tall.weight" or micro == rank}
                               for micro in range(2)] for rank in range(2)])
-        for name, value in oracle.params.items():
-            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+        assert_weights_are(oracle, engine)
 
     @pytest.mark.parametrize("how", ["engine", "plain", "scale"])
     @pytest.mark.parametrize("stage, gas, missed", [
@@ -282,8 +291,7 @@ class TestOneRankAlone(DistributedTest):
             oracle.step([[{name: torch.zeros(p.shape) if rank and micro in missed.get(step, [])
                            else whole_number_gradients(name, p.shape, step, micro, rank) / gas
                            for name, p in oracle.params.items()} for micro in range(gas)] for rank in range(2)])
-        for name, value in oracle.params.items():
-            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+        assert_weights_are(oracle, engine)
         assert_same_on_all_ranks(engine.module)
 
     @pytest.mark.parametrize("stage", [1, 2])
@@ -308,10 +316,8 @@ class TestOneRankAlone(DistributedTest):
         for step in range(2):
             engine.backward(engine((step, 0, dist.get_rank())))
             engine.step()
-            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
-                           for name, p in oracle.params.items()}] for rank in range(2)])
-        for name, value in oracle.params.items():
-            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+            take_step(oracle, step)
+        assert_weights_are(oracle, engine)
 
     @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
@@ -360,10 +366,8 @@ class TestOneRankAlone(DistributedTest):
             if (dist.get_rank(), step) == (1, 1):
                 torch.autograd.grad(engine((50, 0, 1)), [engine.module.experts])
             engine.step()
-            oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
-                           for name, p in oracle.params.items()}] for rank in range(2)])
-        for name, value in oracle.params.items():
-            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+            take_step(oracle, step)
+        assert_weights_are(oracle, engine)
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_plain_backward_pass_that_reaches_no_parameter_on_one_rank(self, stage):
@@ -378,5 +382,4 @@ class TestOneRankAlone(DistributedTest):
         engine.module.forward = forward
         oracle.step([[{}], [{name: whole_number_gradients(name, p.shape, 0, 0, 1)
                              for name, p in oracle.params.items()}]])
-        for name, value in oracle.params.items():
-            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+        assert_weights_are(oracle, engine)
