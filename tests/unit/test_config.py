@@ -128,11 +128,6 @@ def test_what_to_do_at_a_load():
         "fresh", "error", False, {})
 
 
-def test_an_auto_that_is_the_default_may_be_written():
-    written = LayerWiseConfig.from_section({"links": "auto", "reduction": "auto"})
-    assert written == LayerWiseConfig.from_section({}) and written.links == written.reduction == "auto"
-
-
 @pytest.mark.parametrize("section, message", [
     ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
     ({"layout": "best"}, "layerwise.layout must be one of"),
