@@ -117,8 +117,8 @@ def _torchao() -> Any:
         for name in ("create_dynamic_map", "quantize_8bit_with_qmap", "dequant_with_qmap"):
             getattr(quant_utils, name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"a state is to be kept in '8bit', which takes torchao ({error}); pip install "
-                          "\"ds_layerwise[low_bit]\", or keep it in 'bfloat16'") from error
+        raise ConfigError(f"a state is to be kept in '8bit', which takes torchao ({error}): pip install "
+                          "'torchao>=0.18', or keep it in 'bfloat16'") from error
     return quant_utils
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from ds_layerwise.recipes.presets import PRESETS
 from ds_layerwise.recipes.recipe import Recipe
 
 #: The second holds the widest cells of every column, so that none is cut off.
-_WIDTH, _PLAN_WIDTH = 110, 185
+_WIDTH, _PLAN_WIDTH = 110, 210
 
 
 def start_up_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast: Forecast,
@@ -54,8 +53,7 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
     if len(forecasts) == 1:
         one = start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect)
         return "\n".join([one, *([_rendered(*below, width=_PLAN_WIDTH)] if below else [])])
-    table = Table(title="memory of the fullest rank, and what the busiest rank sends, in MiB (M) and GiB (G)",
-                  title_justify="left")
+    table = Table(title="memory of the fullest rank, and what the busiest rank sends", title_justify="left")
     saves = any(any(forecast.saved) for forecast in forecasts)
     for header in ("ranks", "layout", "buckets", "NS max/mean", "total", "params", "grads", "masters", "states",
                    *["saved"] * saves, "host", "under way", "in a step", "at start", "padding", "sent"):
@@ -64,11 +62,11 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
         held, sent = forecast.memory[forecast.fullest], forecast.sent_by_busiest().values()
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
                       f"{forecast.report.work_max_over_mean:.3f}",
-                      *(_short(n) for n in (held.total, held.params, held.grads, held.masters, held.states,
+                      *(_size(n) for n in (held.total, held.params, held.grads, held.masters, held.states,
                                             *[forecast.saved[forecast.fullest]] * saves, held.host)),
-                      _short(max(traffic.total for traffic in forecast.traffic)), _short(max(forecast.workspace)),
-                      _short(max(forecast.start_up)),
-                      f"{100 * forecast.report.padding_fraction:.3f} %", _short(sum(map(sum, sent))))
+                      _size(max(traffic.total for traffic in forecast.traffic)), _size(max(forecast.workspace)),
+                      _size(max(forecast.start_up)),
+                      f"{100 * forecast.report.padding_fraction:.3f} %", _size(sum(map(sum, sent))))
     what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
             "gradients in one backward pass and parameters in a step")
     return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}", *below,
@@ -129,19 +127,21 @@ def _below(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> 
 
 def _fitting(forecasts: Sequence[Forecast], predictions: Sequence[Prediction], memory: int) -> list[Table | str]:
     """Whether the rank that needs most has it on a device with ``memory`` bytes, for each number of ranks."""
-    table = Table(title=f"the rank that needs most, on a device with {_short(memory)}, in MiB (M) and GiB (G)",
-                  title_justify="left")
+    table = Table(title=f"the rank that needs most, on a device with {_size(memory)}", title_justify="left")
     for header in ("ranks", "rank", "between steps", "under way", "in a step", "at start", "needed", "fits"):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast, prediction in zip(forecasts, predictions, strict=True):
         most = max(forecast.needed)
         rank = forecast.needed.index(most)
-        table.add_row(str(forecast.layout.world_size), str(rank), *(_short(each) for each in (
+        table.add_row(str(forecast.layout.world_size), str(rank), *(_size(each) for each in (
             forecast.memory[rank].total, forecast.traffic[rank].total, forecast.in_step[rank], forecast.start_up[rank],
             most)), _fit(prediction.own))
     told = ["needed: between steps, under way and in a step together, or at start if that is more. Not counted: what "
             "the forward and the backward pass keep, activations above all, and what drivers and libraries take for "
             "themselves."]
+    if not all(prediction.own.fits for prediction in predictions):
+        told.append("too much: more ranks, zero_optimization.stage 2, a smaller reduce_bucket_size, offload_optimizer, "
+                    "fewer bits (layerwise.master_dtype, momentum_dtype) or tensor parallelism need less of a device")
     if not any(prediction.own.fits for prediction in predictions):
         ranks = ", ".join(str(forecast.layout.world_size) for forecast in forecasts)
         other = any(size.fits for prediction in predictions for size in prediction.sizes)
@@ -152,14 +152,14 @@ def _fitting(forecasts: Sequence[Forecast], predictions: Sequence[Prediction], m
 
 def _fit(size: BucketSize) -> str:
     left = size.left or 0
-    return f"yes, {_short(left)} left" if size.fits else f"no, {_short(-left)} too much"
+    return f"yes, {_size(left)} left" if size.fits else f"no, {_size(-left)} too much"
 
 
 def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> list[Table | str]:
     """What a step takes, and with which bucket sizes it would take what."""
     links, reduction, asked = predictions[0].links, predictions[0].reduction, predictions[0].memory_bytes is not None
     table = Table(title=f"predicted a step, {reduction} sums", title_justify="left")
-    for header in ("ranks", "bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather", "all",
+    for header in ("ranks", "elements a bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather", "all",
                    *["fits"] * asked, ""):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast, prediction in zip(forecasts, predictions, strict=True):
@@ -167,7 +167,7 @@ def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction])
         for size in prediction.sizes:
             ways = ", ".join(f"{count} {way}" for way, count in prediction.ways.items()) if size is own else ""
             wire = size.wire
-            table.add_row(str(forecast.layout.world_size), _count(size.bucket_numel), str(size.num_buckets), ways,
+            table.add_row(str(forecast.layout.world_size), f"{size.bucket_numel:,}", str(size.num_buckets), ways,
                           _time(wire.reduce + wire.sums), _time(wire.tail), _time(prediction.update),
                           _time(wire.params + wire.gather), _time(wire.total + prediction.update),
                           *[_fit(size)] * asked,
@@ -193,14 +193,6 @@ def _time(nanoseconds: float) -> str:
             if nanoseconds >= 1e6 else f"{nanoseconds / 1e3:.1f} us")
 
 
-def _count(number: int) -> str:
-    for factor, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= factor:
-            # A config may say a size that no float holds.
-            return f"{Decimal(number) / factor:.4g} {letter}"
-    return str(number)
-
-
 def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
     console = Console(file=io.StringIO(), width=width, no_color=True, markup=False, emoji=False)
     for part in parts:
@@ -210,11 +202,7 @@ def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 10 * 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
-
-
-def _short(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} G" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} M"
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _hint(forecast: Forecast) -> list[str]:

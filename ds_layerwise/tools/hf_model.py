@@ -46,7 +46,7 @@ class HfShapes:
             torch, transformers = import_module("torch"), import_module("transformers")
         except ImportError as e:
             raise ConfigError(f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
-                              "pip install ds_layerwise[hf]") from e
+                              "pip install transformers") from e
         transformers.logging.set_verbosity_error()
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)

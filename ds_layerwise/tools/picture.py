@@ -27,7 +27,7 @@ def check_picture(path: Path, *, overwrite: bool) -> None:
     try:
         import_module("matplotlib")
     except ImportError as e:
-        raise ConfigError(f"--png takes matplotlib to draw ({e}): pip install ds_layerwise[plots]") from e
+        raise ConfigError(f"--png takes matplotlib to draw ({e}): pip install matplotlib") from e
     if path.is_dir() or not path.parent.is_dir():
         raise LayerWiseError(f"{path} is a folder; name a file" if path.is_dir() else
                              f"{path.parent} is no folder; make it, or name a file elsewhere with --png")

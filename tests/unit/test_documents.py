@@ -108,7 +108,9 @@ def test_configs_are_planned(block, tmp_path):
 
 #: Variables that pages set, and where they are read.
 VARIABLES = {"CLIENTS": ROOT / "tests" / "clients" / "run.py", "THOROUGH": ROOT / "tests" / "conftest.py",
-             "GLOO_SOCKET_IFNAME": None}
+             "GLOO_SOCKET_IFNAME": None, "HEAD": None}
+#: Modules of other packages that a launcher starts on every rank.
+TOOLS = {"llamafactory.launcher", "swift.cli.sft", "axolotl.cli.train", "trl.scripts.sft", "trl.scripts.dpo"}
 
 
 @each_block("sh")
@@ -125,7 +127,7 @@ def check_command(words):
         words = words[1:]
     program, *arguments = words
     checks = {"ds-layerwise": check_ours, "python": check_python, "bash": check_bash, "deepspeed": check_deepspeed,
-              "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None,
+              "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None, "srun": check_command,
               "export": lambda given: [assert_variable(each.partition("=")[0]) for each in given]}
     checks[program](arguments)
 
@@ -153,7 +155,12 @@ def check_ours(arguments):
 
 
 def check_python(arguments):
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        tree = ast.parse(arguments[1])
+        for line in tree.body:
+            if isinstance(line, ast.ImportFrom):
+                assert all(hasattr(importlib.import_module(line.module), each.name) for each in line.names)
+    elif arguments[0] == "-m":
         module = importlib.import_module(arguments[1])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", arguments[1:])
@@ -200,6 +207,8 @@ def check_deepspeed(arguments):
 def check_torchrun(arguments):
     parsed = torchrun.parse_args(arguments)
     assert parsed.module
+    # Without a place to meet, torchrun on each node waits for the other nodes at its own.
+    assert parsed.nnodes in ("1:1", "1") or (parsed.rdzv_backend == "c10d" and parsed.rdzv_endpoint)
     check_module(parsed.training_script, *parsed.training_script_args)
 
 
@@ -217,6 +226,9 @@ def check_module(module, script, *arguments):
         assert script == "links"
         return check_ours([script, *arguments])
     assert module == "ds_layerwise.run" and importlib.util.find_spec(module)
+    if script == "-m":
+        assert arguments[0] in TOOLS
+        return check_script("train.py", *arguments[1:])
     check_script(script, *arguments)
 
 
@@ -249,6 +261,7 @@ def test_the_page_of_the_command_line_has_every_command_and_option():
         for option in options_of(command):
             assert option in whole, f"{command} {option}"
     known = set().union(*map(options_of, COMMANDS))
+    whole = whole.replace("\\\n", " ")
     ours = re.sub(r"^(?:deepspeed|torchrun) .* ds_layerwise\.\w+ ", "", whole, flags=re.MULTILINE)
     assert set(re.findall(r"(?<![\w-])--[\w-]+", ours)) <= known
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_drawn_is_refused_first(config, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert_refused("--png takes matplotlib to draw", *arguments(config, "--png", tmp_path / "plan.png"))
-    with pytest.raises(LayerWiseError, match=r"pip install ds_layerwise\[plots\]"):
+    with pytest.raises(LayerWiseError, match=r"pip install matplotlib"):
         picture.check_picture(tmp_path / "plan.png", overwrite=False)
 
 
