@@ -159,8 +159,8 @@ def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction])
     """What a step takes, and with which bucket sizes it would take what."""
     links, reduction, asked = predictions[0].links, predictions[0].reduction, predictions[0].memory_bytes is not None
     table = Table(title=f"predicted a step, {reduction} sums", title_justify="left")
-    for header in ("ranks", "elements a bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather", "all",
-                   *["fits"] * asked, ""):
+    for header in ("ranks", "elements a bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather",
+                   "all", *["fits"] * asked, ""):
         table.add_column(header, justify="right", no_wrap=True)
     for forecast, prediction in zip(forecasts, predictions, strict=True):
         own, best = prediction.own, prediction.best

@@ -127,7 +127,8 @@ def check_command(words):
         words = words[1:]
     program, *arguments = words
     checks = {"ds-layerwise": check_ours, "python": check_python, "bash": check_bash, "deepspeed": check_deepspeed,
-              "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None, "srun": check_command,
+              "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None,
+              "srun": check_command,
               "export": lambda given: [assert_variable(each.partition("=")[0]) for each in given]}
     checks[program](arguments)
 
