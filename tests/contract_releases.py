@@ -1,9 +1,9 @@
-"""Walk the list of ds_layerwise/engine/contract.py against releases of DeepSpeed, each in a process of its own.
+"""Walk the lists of engine/contract.py and tests/support/deepspeed_names.py against releases of DeepSpeed.
 
     pip install --no-deps --target FOLDER deepspeed==0.18.9
     python -m tests.contract_releases FOLDER [FOLDER ...]
 
-prints what is missing or differs, and where ``since`` and ``until`` are not true; without a folder, of the installed
+walks them in a process for each release, and prints what is missing or differs, and where ``since`` and ``until`` are not true; without a folder, of the installed
 release.
 """
 
@@ -39,10 +39,12 @@ def walk_here() -> None:
     import deepspeed
 
     from ds_layerwise.engine.contract import CONTRACT, missing
+    from tests.support import deepspeed_names
     release = deepspeed.__version__
-    untrue = [f"{name.path} is there, and is to be since {name.since}, until {name.until}" for name in CONTRACT
+    untrue = [f"{name.path} is there, and is to be since {name.since}, until {name.until}"
+              for name in (*CONTRACT, *deepspeed_names.USED)
               if not name.is_in(release) and name.problem(release) is None]
-    print(MARK + json.dumps([deepspeed.__file__, release, missing() + untrue]))
+    print(MARK + json.dumps([deepspeed.__file__, release, missing() + deepspeed_names.missing(release) + untrue]))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
-"""Look up a dotted name of another package: whether it is there, with which parameters, set or asked for by whose code.
-
-An attribute that objects only get when they are made is found in the code that sets it, so that none has to be made.
-"""
+"""Look up a dotted name of another package: whether it is there, and with which parameters."""
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 _NOTHING: Any = object()
@@ -68,20 +63,7 @@ def _imported(module: str) -> ModuleType | None:
 
 def defines(owner: Any, name: str) -> bool:
     """Whether ``owner``, a module or a class with the bases that are of its package, defines ``name``."""
-    return any(name in vars(base) for base in _bases(owner)) if isinstance(owner, type) else hasattr(owner, name)
-
-
-def is_attribute(owner: Any, name: str) -> bool:
-    """Whether ``owner`` defines ``name``, or its instances have such an attribute: a field, or set by its code."""
-    if defines(owner, name) or not isinstance(owner, type):
-        return defines(owner, name)
-    fields = {**getattr(owner, "model_fields", {}), **getattr(owner, "__dataclass_fields__", {})}
-    return name in fields or any(_sets(code, name) for code in codes_of(owner))
-
-
-def is_asked_for(owner: Any, name: str) -> bool:
-    """Whether code of ``owner``, a class or a module, asks something for its attribute ``name``."""
-    return any(name in (*code.co_names, *code.co_consts) for code in codes_of(owner))
+    return any(name in vars(base) for base in bases_of(owner)) if isinstance(owner, type) else hasattr(owner, name)
 
 
 def difference(found: Any, expected: Sequence[str]) -> str | None:
@@ -102,59 +84,7 @@ def difference(found: Any, expected: Sequence[str]) -> str | None:
     return f"takes {inspect.signature(found)}, not ({', '.join(expected)})"
 
 
-def _sets(code: CodeType, name: str) -> bool:
-    return (name in code.co_names or name in code.co_consts) and name in _all_set(code)
-
-
-@functools.cache
-def _all_set(code: CodeType) -> frozenset[str]:
-    """The names of attributes that it sets."""
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    # Modules of torch are kept out of the list of submodules by self.__dict__["name"] = ...
-    return frozenset({name for operation, name in steps if operation == "STORE_ATTR"} | {
-        name for before, (operation, name), after in zip(steps, steps[1:], steps[2:])
-        if before == ("LOAD_ATTR", "__dict__") and operation == "LOAD_CONST" and after[0] == "STORE_SUBSCR"})
-
-
-@functools.cache
-def codes_of(owner: Hashable) -> tuple[CodeType, ...]:
-    """All code of a class and the classes of its package that it is derived from, or of a module."""
-    if isinstance(owner, ModuleType):
-        members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
-    elif isinstance(owner, type):
-        members = [value for base in _bases(owner) for value in vars(base).values()]
-    else:
-        members = []
-    return tuple(nested for value in members for function in _functions(value) for nested in _nested(function.__code__))
-
-
-def _bases(owner: type) -> list[type]:
+def bases_of(owner: type) -> list[type]:
+    """The classes of its package that ``owner`` is derived from, itself among them."""
     package = owner.__module__.partition(".")[0]
     return [base for base in owner.__mro__ if base.__module__.partition(".")[0] == package]
-
-
-def _functions(member: Any) -> Iterator[FunctionType]:
-    members = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "__func__", member),)
-    for each in members:
-        function = inspect.unwrap(each) if callable(each) else None
-        if isinstance(function, FunctionType):
-            yield function
-            # What a decorator goes around, and does not say so.
-            for cell in function.__closure__ or ():
-                if isinstance(inner := _content(cell), FunctionType):
-                    yield from _functions(inner)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        # It is empty as long as what it is for is being defined.
-        return None
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)

@@ -33,13 +33,15 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.zero import takeover
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from tests.contract_releases import ROOT, walk
+from tests.support import deepspeed_names
+from tests.support.deepspeed_names import USED, is_asked_for, is_attribute
 from tests.support.rooms import rooms
 
 pytestmark = rooms("contract", "lookup", "register", "patches")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}
-KNOWN = {name.known_as for name in CONTRACT}
+KNOWN = {name.known_as for name in (*CONTRACT, *USED)}
 ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 BASE = "deepspeed.runtime.base_optimizer.ZeROOptimizer"
 
@@ -144,11 +146,12 @@ def test_what_is_read_is_seen():
 
 def test_every_entry_is_used():
     written = {name for tree in TREES.values() for name in identifiers(tree)}
-    assert {name.key for name in CONTRACT} <= written
+    assert {name.key for name in (*CONTRACT, *USED)} <= written
 
 
 def test_an_entry_is_there_once_and_what_is_wrapped_is_found_by_its_name():
-    assert len({(name.path, name.kind) for name in CONTRACT}) == len(CONTRACT)
+    every = (*CONTRACT, *USED)
+    assert len({(name.path, name.kind) for name in every}) == len(every)
     wrapped = [name.key for name in CONTRACT if name.kind == "wrapped"]
     assert sorted(wrapped) == sorted(WRAPS)
     assert contract.resolve("load_checkpoint") == (DeepSpeedEngine, "load_checkpoint")
@@ -201,18 +204,12 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     def _broadcast_model(self, source_rank):
         """Another signature."""
 
-    def allreduce_gradients(self, bucket_size=0):
-        """It asks an optimizer for nothing."""
-
     monkeypatch.delattr(DeepSpeedEngine, "_configure_zero_optimizer")
     monkeypatch.delattr(DeepSpeedEngine, "zero_grad")
     monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", _broadcast_model)
-    monkeypatch.setattr(DeepSpeedEngine, "use_node_local_storage", property(lambda self: False))
-    monkeypatch.setattr(DeepSpeedEngine, "allreduce_gradients", allreduce_gradients)
     monkeypatch.setattr(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", ())
     monkeypatch.delattr(config_module, "DEEPSPEED_OPTIMIZERS")
     monkeypatch.delattr(moe_utils, "is_moe_param")
-    monkeypatch.delattr(PipelineParallelGrid, "get_stage_id")
     monkeypatch.setitem(sys.modules, "deepspeed.utils.bwc", None)
     before = snapshot()
     with pytest.raises(ConfigError) as raised:
@@ -222,12 +219,9 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
         f"{ENGINE}._configure_zero_optimizer is not there",
         f"{ENGINE}.zero_grad is not there",
         f"{ENGINE}._broadcast_model takes (self, source_rank), not (self)",
-        f"{ENGINE}.use_node_local_storage cannot be called",
-        f"{ENGINE}.reduce_gradients is not asked for",
         "deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS is no list",
         "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS is not there",
         "deepspeed.moe.utils.is_moe_param is not there",
-        "deepspeed.runtime.pipe.topology.PipelineParallelGrid.get_stage_id is not there",
         *(f"deepspeed.utils.bwc.{name} is not there, as deepspeed.utils.bwc is not there" for name in (
             "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
             "bwc_tensor_model_parallel_world_size")),
@@ -239,6 +233,23 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     monkeypatch.undo()
     register()
     assert DeepSpeedEngine.zero_grad.__wrapped__
+
+
+def test_what_is_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
+    def allreduce_gradients(self, bucket_size=0):
+        """It asks an optimizer for nothing."""
+
+    assert not deepspeed_names.missing(deepspeed.__version__)
+    monkeypatch.setattr(DeepSpeedEngine, "use_node_local_storage", property(lambda self: False))
+    monkeypatch.setattr(DeepSpeedEngine, "allreduce_gradients", allreduce_gradients)
+    monkeypatch.delattr(DeepSpeedEngine, "is_gradient_accumulation_boundary")
+    monkeypatch.delattr(PipelineParallelGrid, "get_stage_id")
+    assert set(deepspeed_names.missing(deepspeed.__version__)) == {
+        f"{ENGINE}.use_node_local_storage cannot be called",
+        f"{ENGINE}.reduce_gradients is not asked for",
+        f"{ENGINE}.is_gradient_accumulation_boundary is not there",
+        "deepspeed.runtime.pipe.topology.PipelineParallelGrid.get_stage_id is not there",
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in CONTRACT if name.kind in ("wrapped", "extended")],
@@ -449,9 +460,12 @@ class TestWhatWasRenamed:
             owner, old = lookup.owner_of(path)
             monkeypatch.setattr(owner, new, vars(owner)[old], raising=False)
             monkeypatch.delattr(owner, old)
-            entries = {part: tuple(replace(name, path=path.replace(old, new), was=((path, since), )) if
-                                   name.path == path else name for name in getattr(contract, part))
-                       for part in ("CONTRACT", "_WRAPPED")}
+            def renamed(name):
+                return replace(name, path=path.replace(old, new), was=((path, since), )) if name.path == path else name
+
+            entries = {part: tuple(map(renamed, getattr(contract, part))) for part in ("CONTRACT", "_WRAPPED")}
+            # What is only read is not looked up at start unless it has another name.
+            entries["CONTRACT"] += tuple(renamed(name) for name in USED if name.path == path and name.kind == "read")
             for part, names in entries.items():
                 monkeypatch.setattr(contract, part, names)
             return owner, old
@@ -543,9 +557,9 @@ def test_what_only_instances_have_is_found_in_the_code_that_sets_it():
             return inner
 
     found = {name for name in ("of_base", "by_dict", "computed", "nested", "by_item", "only_read", "nowhere")
-             if lookup.is_attribute(Derived, name)}
+             if is_attribute(Derived, name)}
     assert found == {"of_base", "by_dict", "computed", "nested"}
-    assert lookup.is_asked_for(Derived, "only_read") and not lookup.is_asked_for(Derived, "nowhere")
+    assert is_asked_for(Derived, "only_read") and not is_asked_for(Derived, "nowhere")
 
 
 def test_a_broken_import_is_said_as_it_is(tmp_path, monkeypatch):

@@ -1,0 +1,227 @@
+"""Names of DeepSpeed that the package only reads, or that DeepSpeed's code asks an optimizer for: looked up by tests.
+
+An attribute that objects only get when they are made is found in the code that sets it, so that none has to be made.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, Literal
+
+from ds_layerwise.engine import lookup
+from ds_layerwise.engine.contract import _BASE, _CONFIG, _ENGINE, _PIPE, _TIMERS, Name
+from ds_layerwise.engine.lookup import bases_of
+
+_ACCELERATOR = "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator"
+
+
+@dataclass(frozen=True)
+class Used(Name):
+    """One name of DeepSpeed that nothing goes around."""
+
+    kind: Literal["read", "asked"]  # type: ignore[assignment]
+    """``read``: got from, called on or set on what was imported, or an object of DeepSpeed. ``asked``: code of the
+    owner asks an optimizer, or a parameter, for it, and finds it in this package."""
+
+    def problem(self, release: str) -> str | None:
+        path = self.path_in(release)
+        try:
+            owner, name = lookup.owner_of(path)
+        except lookup.Absent as absent:
+            return f"{path} is not there, as {absent}"
+        if self.kind == "asked":
+            return None if is_asked_for(owner, name) else f"{path} is not asked for"
+        if not is_attribute(owner, name):
+            return f"{path} is not there"
+        if self.parameters is None:
+            return None
+        changed = lookup.difference(getattr(owner, name, None), self.parameters)
+        return changed and f"{path} {changed}"
+
+
+def missing(release: str) -> list[str]:
+    """What the installed DeepSpeed, taken for ``release``, lacks or has changed of :data:`USED`, each in words."""
+    # Somebody may have changed the code since.
+    codes_of.cache_clear()
+    return [problem for name in USED if name.is_in(release) and (problem := name.problem(release))]
+
+
+def is_attribute(owner: Any, name: str) -> bool:
+    """Whether ``owner`` defines ``name``, or its instances have such an attribute: a field, or set by its code."""
+    if lookup.defines(owner, name) or not isinstance(owner, type):
+        return lookup.defines(owner, name)
+    fields = {**getattr(owner, "model_fields", {}), **getattr(owner, "__dataclass_fields__", {})}
+    return name in fields or any(_sets(code, name) for code in codes_of(owner))
+
+
+def is_asked_for(owner: Any, name: str) -> bool:
+    """Whether code of ``owner``, a class or a module, asks something for its attribute ``name``."""
+    return any(name in (*code.co_names, *code.co_consts) for code in codes_of(owner))
+
+
+def _sets(code: CodeType, name: str) -> bool:
+    return (name in code.co_names or name in code.co_consts) and name in _all_set(code)
+
+
+@functools.cache
+def _all_set(code: CodeType) -> frozenset[str]:
+    """The names of attributes that it sets."""
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    # Modules of torch are kept out of the list of submodules by self.__dict__["name"] = ...
+    return frozenset({name for operation, name in steps if operation == "STORE_ATTR"} | {
+        name for before, (operation, name), after in zip(steps, steps[1:], steps[2:])
+        if before == ("LOAD_ATTR", "__dict__") and operation == "LOAD_CONST" and after[0] == "STORE_SUBSCR"})
+
+
+@functools.cache
+def codes_of(owner: Hashable) -> tuple[CodeType, ...]:
+    """All code of a class and the classes of its package that it is derived from, or of a module."""
+    if isinstance(owner, ModuleType):
+        members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
+    elif isinstance(owner, type):
+        members = [value for base in bases_of(owner) for value in vars(base).values()]
+    else:
+        members = []
+    return tuple(nested for value in members for function in _functions(value) for nested in _nested(function.__code__))
+
+
+def _functions(member: Any) -> Iterator[FunctionType]:
+    members = (member.fget, member.fset) if isinstance(member, property) else (getattr(member, "__func__", member),)
+    for each in members:
+        function = inspect.unwrap(each) if callable(each) else None
+        if isinstance(function, FunctionType):
+            yield function
+            # What a decorator goes around, and does not say so.
+            for cell in function.__closure__ or ():
+                if isinstance(inner := _content(cell), FunctionType):
+                    yield from _functions(inner)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # It is empty as long as what it is for is being defined.
+        return None
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _used(owner: str, kind: Literal["read", "asked"], names: str, parameters: tuple[str, ...] | None = None, *,
+          since: str | None = None) -> tuple[Used, ...]:
+    """Names of ``owner`` that differ in nothing else."""
+    return tuple(Used(f"{owner}.{name}", kind, parameters, since) for name in names.split())
+
+
+READ = (
+    *_used("deepspeed", "read", "__version__ initialize"),
+    # Those that send something do not say what they take.
+    *_used("deepspeed.comm", "read", "all_gather all_gather_into_tensor all_reduce all_to_all_single broadcast recv "
+             "reduce_scatter reduce_scatter_tensor send"),
+    *_used("deepspeed.comm", "read", "get_rank get_world_size", ("group",)),
+    Used("deepspeed.comm.ReduceOp", "read"),
+    Used("deepspeed.comm.get_global_rank", "read", ("group", "group_rank")),
+    *_used("deepspeed.comm", "read", "init_distributed is_initialized", ()),
+    Used("deepspeed.utils.groups._clone_world_group", "read", ()),
+    *_used("deepspeed.runtime.lr_schedules", "read", "WarmupLR WarmupDecayLR OneCycle LRRangeTest"),
+    Used(_CONFIG, "read"),
+    *_used(_CONFIG, "read", """
+        _param_dict bfloat16_config communication_data_type grad_accum_dtype gradient_accumulation_steps
+        load_universal_checkpoint optimizer_name zero_config"""),
+    *_used(_CONFIG, "read", "buffer_dtype param_dtype", since="0.19.2"),
+    Used(f"{_CONFIG}.managed_gradient_accumulation", "read", since="0.19.4"),
+    Used(f"{_CONFIG}.gradient_allreduce_op", "read", since="0.19.6"),
+    Used(f"{_CONFIG}.keep_in_fp32_modules", "read", since="0.19.8"),
+    Used("deepspeed.runtime.precision_config.DeepSpeedBF16Config.check_grad_overflow", "read"),
+    Used("deepspeed.runtime.zero.config.DeepSpeedZeroConfig.offload_optimizer", "read"),
+    Used("deepspeed.runtime.zero.config.DeepSpeedZeroConfig.compute_grad_norm", "read", since="0.19.7"),
+    *_used("deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig", "read",
+            "device pin_memory ratio"),
+    Used("deepspeed.runtime.tensor_parallel.config.TPTrainingConfig.tensor_parallel", "read"),
+    Used("deepspeed.runtime.tensor_parallel.config.TPConfig.tp_group", "read"),
+    *_used(_ENGINE, "read", """
+        _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
+        enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
+        gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
+        module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu optimizer save_non_zero_checkpoint
+        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps timers"""),
+    Used("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
+    Used("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),
+    *_used(_ENGINE, "read", """
+        autotp_size bfloat16_enabled dynamic_loss_scale dynamic_loss_scale_args get_data_types
+        gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_universal_checkpoint
+        loss_scale tensor_parallel_config torch_autocast_dtype torch_autocast_enabled use_node_local_storage
+        wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
+        zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm""",
+            ("self",)),
+    Used(f"{_ENGINE}.backward", "read", ("self", "loss")),
+    Used(f"{_ENGINE}.step", "read", ("self", "lr_kwargs")),
+    Used(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
+    Used(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
+    *_used(_ENGINE, "read", "_running_engine_step _unmanaged_backward_count", since="0.19.4"),
+    Used(f"{_ENGINE}.managed_gradient_accumulation", "read", ("self",), since="0.19.4"),
+    Used("deepspeed.runtime.engine.EngineTimers.step_timers", "read"),
+    *_used(f"{_BASE}.ZeROOptimizer", "read", """
+        _backward_active_depth _backward_hook_state _hooks_fired_this_backward _max_expected_hooks_seen"""),
+    *_used(f"{_BASE}.ZeROOptimizer", "read", """
+        clear_backward_seen_flag enter_backward exit_backward queue_post_backward_callback reenter_backward_if_needed
+        should_refresh_expected_hook_count""", ("self",)),
+    Used(f"{_BASE}.ZeROOptimizer.update_hook_state_and_maybe_run_epilogue", "read", (
+        "self", "current_expected_count")),
+    *_used(f"{_BASE}.BackwardHookStateManager", "read", """
+        backward_active_depth hooks_fired_this_backward post_backward_callback_graph_task_id
+        post_backward_callback_queued"""),
+    *_used("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "read", "dynamic loss_scale"),
+    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.is_decoupled", "read", ("self",)),
+    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.save", "read", (
+        "self", "state_dict", "path")),
+    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.load", "read", (
+        "self", "path", "map_location")),
+    *_used(f"{_PIPE}.module.PipelineModule", "read", """
+        _layer_specs _local_start _num_layers forward_funcs tied_modules tied_weight_attrs"""),
+    Used(f"{_PIPE}.module.PipelineModule._recursive_getattr", "read", ("module", "attr_name")),
+    Used(f"{_PIPE}.module.PipelineModule.ckpt_layer_path_list", "read", ("self", "ckpt_dir", "local_layer_idx")),
+    Used(f"{_PIPE}.module.PipelineModule.get_tied_weights_and_groups", "read", ("self",)),
+    Used(f"{_PIPE}.module.PipelineModule.ds_pipe_replicated", "read"),
+    *_used(f"{_PIPE}.topology.PipelineParallelGrid", "read", """
+        get_model_parallel_group get_model_parallel_rank get_slice_parallel_world_size get_stage_id""", ("self",)),
+    Used("deepspeed.moe.experts.Experts.group_name", "read"),
+    *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),
+    Used(f"{_ACCELERATOR}.Stream", "read"),
+    *_used(_ACCELERATOR, "read", "current_device_name current_stream empty_cache is_synchronized_device "
+             "supported_dtypes synchronize", ("self",)),
+    Used(f"{_ACCELERATOR}.device_name", "read"),
+    Used(f"{_ACCELERATOR}.is_fp64_supported", "read", ("self",), since="0.19.6"),
+    Used(f"{_ACCELERATOR}.pin_empty", "read", ("self", "dtype"), since="0.19.7"),
+    Used(f"{_ACCELERATOR}.pin_memory", "read", ("self", "tensor")),
+    Used(f"{_ACCELERATOR}.set_device", "read", ("self", "device_index")),
+    Used(f"{_ACCELERATOR}.stream", "read", ("self", "stream")),
+)
+
+#: Some of it the engine takes for not asked for, where an optimizer has no such member: then nothing else would tell.
+ASKED = (
+    *_used(_ENGINE, "asked", """
+        _global_grad_norm _restore_from_bit16_weights bit16_groups checkpoint_event_epilogue checkpoint_event_prologue
+        clear_backward_seen_flag cur_scale dp_process_group enter_backward exit_backward offload_states overflow
+        overlapping_partition_gradients_reduce_epilogue param_groups reduce_gradients refresh_fp32_params reload_states
+        round_robin_bit16_groups update_lp_params"""),
+    *_used(_ENGINE, "asked", """
+        _coalesce_grad_reduction get_gradient_for_reduction reduce_ready_partitions_and_remove_grads setup_buckets""",
+            since="0.19.1"),
+    Used(f"{_ENGINE}.finalize_gradient_accumulation_boundary", "asked", since="0.19.4"),
+    *_used("deepspeed.utils.tensor_fragment", "asked", """
+        _hp_mapping get_full_hp_grad get_full_hp_param set_full_hp_grad set_full_hp_param"""),
+    Used("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.ds_grad_is_ready", "asked"),
+)
+
+USED: tuple[Used, ...] = (*READ, *ASKED)
