@@ -3,8 +3,8 @@
     pip install --no-deps --target FOLDER deepspeed==0.18.9
     python -m tests.contract_releases FOLDER [FOLDER ...]
 
-walks them in a process for each release, and prints what is missing or differs, and where ``since`` and ``until`` are not true; without a folder, of the installed
-release.
+walks them in a process for each release, and prints what is missing or differs, and where ``since`` and ``until`` are
+not true; without a folder, of the installed release.
 """
 
 from __future__ import annotations

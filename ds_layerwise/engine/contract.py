@@ -216,7 +216,7 @@ def resolve(key: str) -> tuple[Any, str]:
 
 
 def renamed() -> Iterator[tuple[Any, str, str]]:
-    """Names that the installed DeepSpeed has changed: the owner that this package looks at, the old name, the new path."""
+    """Names that the installed DeepSpeed has changed: the owner that is looked at, the old name, the new path."""
     release = str(deepspeed.__version__)
     for entry in CONTRACT:
         path = entry.path_in(release)
