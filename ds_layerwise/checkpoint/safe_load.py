@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import Unpickler, UnpicklingError
+from pickletools import genops
 from typing import Any
 from zipfile import is_zipfile
 
@@ -35,8 +36,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except _MALFORMED as e:
-        raise LayerWiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
-                             "checkpoint") from e
+        what = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        raise LayerWiseError(f"{path} is damaged: {what}{e}; restore it, or load another checkpoint") from e
 
 
 def load_safely(path: Path, *, with_objects: bool = False) -> Any:
@@ -73,6 +74,33 @@ def load_bytes_safely(content: bytes, path: Path) -> Any:
             return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
         raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+
+
+class _Restricted(Unpickler):
+    """Calls nothing but what ``known`` has, by module and name."""
+
+    def __init__(self, content: bytes, known: Container[str]) -> None:
+        super().__init__(BytesIO(content))
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See :class:`pickle.Unpickler`."""
+        if f"{module}.{name}" not in self._known:
+            raise UnpicklingError(f"it asks for {module}.{name}, which no such file needs")
+        return super().find_class(module, name)
+
+
+def unpickle_known(content: bytes, known: Container[str]) -> Any:
+    """What ``pickle`` wrote into ``content``, of objects that ``known`` names; see :class:`_Restricted`.
+
+    Raises:
+        Exception: as many kinds as ``pickle`` raises; there is something else in it, or it is damaged.
+    """
+    for operation, argument, _ in genops(content):
+        # Python makes room for as many objects.
+        if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
+            raise UnpicklingError(f"it counts {argument} objects, and has {len(content)} bytes")
+    return _Restricted(content, known).load()
 
 
 def _load(path: Path, known: list[Any]) -> Any:

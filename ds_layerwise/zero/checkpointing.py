@@ -15,13 +15,14 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.beside import write_beside
 from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.one_file import OneFile
 from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
-from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, header_tensor, unwrapped
+from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, unwrapped
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.untrained import find_others
 from ds_layerwise.config import LayerWiseConfig
@@ -271,9 +272,10 @@ class Checkpointing:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
         with self._saving_whole(self._check_sharded):
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
-            header = header_tensor(Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler))
+            header, scaler = Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler)
             return sharded.state_dict(self.owned.record(to_save=True).pieces, self.planned.saved_shapes, self.module,
-                                      groups, header, is_first=comm.rank_of(None) == 0)
+                                      groups, lambda sums: write_beside(header, scaler, sums),
+                                      is_first=comm.rank_of(None) == 0)
 
     def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.checkpoint.beside import Sums, sums_of
 from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.record import PieceRecord
-from ds_layerwise.checkpoint.sharded import Piece, unwrapped
+from ds_layerwise.checkpoint.sharded import MODEL, STATE, Piece, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers import probe
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.ranks import comm
 from ds_layerwise.recipes.any_torch import AnyTorch
 
 #: Recipes that torch has a class for, which reads their states.
@@ -21,13 +23,13 @@ _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam
 
 
 def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]], module: nn.Module,
-               groups: list[dict[str, Any]], header: Tensor, *, is_first: bool) -> dict[str, Any]:
+               groups: list[dict[str, Any]], beside: Callable[[Sums], Tensor], *, is_first: bool) -> dict[str, Any]:
     """What ``torch.distributed.checkpoint.save`` takes, as views into live memory.
 
     Args:
         pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a checkpoint.
         groups: the parameter groups, as torch's ``get_state_dict`` has them.
-        header: what only this package asks for, equal on all ranks.
+        beside: what only this package asks for, from the checksums of what all ranks hand over.
         is_first: whether this rank writes what all of them have.
     """
     model: dict[str, Any] = {unwrapped(name): value for name, value in untrained(module, shapes).items()
@@ -46,8 +48,24 @@ def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ..
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
+    sums = _sums_of_all({f"{MODEL}.{name}": value for name, value in model.items()} | {
+        f"{STATE}.{name}.{key}": value for name, of in state.items() for key, value in of.items()})
     return {"model": model, "optim": {"state": state, "param_groups": groups},
-            **({"ds_layerwise": {"header": header}} if is_first else {})}
+            **({"ds_layerwise": {"header": beside(sums)}} if is_first else {})}
+
+
+def _sums_of_all(mine: Mapping[str, Tensor]) -> Sums:
+    """By name, the checksums of what this rank and all others hand over. All must call it."""
+    own = {name: sums_of(value.held, value.start) if isinstance(value, Piece) else sums_of(value)
+           for name, value in mine.items()}
+    merged: dict[str, list[tuple[int, int, Sequence[int]]]] = {}
+    for of_rank in comm.gather_objects(own, group=None):
+        for name, part in of_rank.items():
+            parts = merged.setdefault(name, [])
+            # Ranks that hold the same hold it alike.
+            if part[1] and all(part[0] != other[0] for other in parts):
+                parts.append(part)
+    return merged
 
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
