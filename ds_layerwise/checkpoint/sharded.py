@@ -39,7 +39,7 @@ from ds_layerwise.checkpoint.beside import Beside
 from ds_layerwise.checkpoint.manifest import leads_out
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
-from ds_layerwise.checkpoint.safe_load import unpickle_known
+from ds_layerwise.checkpoint.safe_load import naming, unpickle_known
 from ds_layerwise.errors import LayerWiseError
 
 T = TypeVar("T")
@@ -272,9 +272,10 @@ class ShardedCheckpoint:
         content = self._empty(HEADER)
         self._read({HEADER: content})
         beside = Beside(content, Path(self._where))
-        if lost := (beside.sums or {}).keys() - self._sizes.keys():
-            raise LayerWiseError(f"{self._where} is damaged: its list has lost {min(lost)}; restore it, or load "
-                                 "another checkpoint")
+        with naming(Path(self._where)):
+            for path, parts in (beside.sums or {}).items():
+                if (size := self._sizes.get(path)) is None or math.prod(size) != sum(numel for _, numel, _ in parts):
+                    raise ValueError(f"its list has {path} as {size}, which was saved otherwise")
         return beside
 
     @contextmanager
