@@ -7,7 +7,6 @@ tensors, as ``torch.save`` writes it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_layerwise.checkpoint import aside
 from ds_layerwise.checkpoint.beside import Beside, sums_of, write_beside
 from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
 from ds_layerwise.errors import LayerWiseError
@@ -37,16 +37,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tup
     Raises:
         LayerWiseError: it cannot be written; what was there is as before.
     """
-    sums = {name: [sums_of(value)] for name, value in tensors.items()}
+    sums = {name: sums_of(value) for name, value in tensors.items()}
     beside = write_beside(header, scaler, sums)
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
         save_file({**tensors, _HEADER: beside}, incomplete)
-        descriptor = os.open(incomplete, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        aside.flush(incomplete)
         incomplete.replace(path)
     except (SafetensorError, OSError) as e:
         incomplete.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.utils.tensor_fragment import fragment_address
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ds_layerwise.checkpoint.plain import Unreadable, readable
@@ -39,6 +40,10 @@ from ds_layerwise.plan.layout import Layout
 #: Our own key beside DeepSpeed's, and the version of what is under it.
 KEY = "layerwise"
 FORMAT = 2
+
+#: Of what a header is read, with the kind of each entry; and which of them are written as they are.
+_RULES, _HEADER = TypeAdapter(dict[str, RuleRecord]), TypeAdapter(Header)
+_DESCRIBED = frozenset(("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept", "repeats"))
 
 _ENDING = "_mp_rank_{mp_rank:02d}_optim_states.pt"
 
@@ -137,21 +142,27 @@ def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
 
 
 def header_of(state_dict: Mapping[str, Any]) -> Header:
-    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it."""
+    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it.
+
+    Raises:
+        ValueError: an entry is of another kind than what was written; names it. What is missing is a ``KeyError``.
+    """
     ours = state_dict[KEY]
-    # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states mean.
-    rules = {name: RuleRecord(rule.get("family", name), tuple(rule["state_keys"]), rule["gradient_average"],
-                              rule.get("meaning", "")) for name, rule in ours["rules"].items()}
-    groups, unreadable = _groups(ours["param_groups"])
-    scaler = state_dict.get(LOSS_SCALER)
-    return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
-                  # Version 0.1 of this package, which writes the same format, did not write the first three of these.
-                  configured=ours.get("configured"), fast_dtypes=ours.get("fast_dtypes"),
-                  kept=ours.get("kept", {}),
-                  unreadable=(*ours.get("unreadable", ()), *unreadable),
-                  rules={name: rules[key] for name, key in ours["rule_of"].items()},
-                  loss_scaler=None if isinstance(scaler, Unreadable) else scaler,
-                  overflow=bool(state_dict.get("overflow", False)), repeats=str(ours.get("repeats", "")))
+    try:
+        # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states mean.
+        rules = _RULES.validate_python({name: {"family": name, **rule} for name, rule in ours["rules"].items()})
+        groups, unreadable = _groups(ours["param_groups"])
+        scaler = state_dict.get(LOSS_SCALER)
+        return _HEADER.validate_python({
+            # Version 0.1 of this package, which writes the same format, did not write some of these.
+            **{key: value for key, value in ours.items() if key in _DESCRIBED},
+            "rules": {name: rules[key] for name, key in ours["rule_of"].items()}, "param_groups": groups,
+            "unreadable": (*ours.get("unreadable", ()), *unreadable),
+            "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
+            "overflow": bool(state_dict.get("overflow", False))})
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from e
 
 
 def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:

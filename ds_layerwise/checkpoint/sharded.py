@@ -39,7 +39,7 @@ from ds_layerwise.checkpoint.beside import Beside
 from ds_layerwise.checkpoint.manifest import leads_out
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
-from ds_layerwise.checkpoint.safe_load import naming, unpickle_known
+from ds_layerwise.checkpoint.safe_load import UNREADABLE, naming
 from ds_layerwise.errors import LayerWiseError
 
 T = TypeVar("T")
@@ -49,10 +49,6 @@ MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds
 
 #: Where :data:`HEADER` begins, as torch has it beside its name.
 _OWN = ("ds_layerwise",)
-
-#: What torch's readers raise at files that are missing or damaged.
-_ERRORS = (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError, ImportError,
-           AttributeError, AssertionError, TypeError, MemoryError, OverflowError)
 
 #: What the list of tensors is made of, by the names that pickle has for it.
 _IN_A_LIST = frozenset((
@@ -171,16 +167,27 @@ class Piece(Tensor):
         raise LayerWiseError(f"{index.fqn}: there is no box at {index.offset} of it")
 
 
+class _OfAList(pickle._Unpickler):
+    """Calls nothing but what such a list is made of. The one in C makes room for as many objects as a file says."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See :class:`pickle.Unpickler`."""
+        if f"{module}.{name}" not in _IN_A_LIST:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no list of tensors needs")
+        return super().find_class(module, name)
+
+
 def _listed_in(folder: Path) -> Metadata:
     """The list of tensors in ``folder``.
 
     Raises:
-        Exception: one of :data:`_ERRORS`; there is none, or it is damaged.
+        Exception: there is none, or it is damaged.
     """
     path = folder / ".metadata"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
-    found: Metadata = unpickle_known(path.read_bytes(), _IN_A_LIST)
+    with path.open("rb") as file:
+        found: Metadata = _OfAList(file).load()
     for name in {info.relative_path for info in found.storage_data.values()}:
         if leads_out(name) or not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is no file of it")
@@ -273,8 +280,9 @@ class ShardedCheckpoint:
         self._read({HEADER: content})
         beside = Beside(content, Path(self._where))
         with naming(Path(self._where)):
-            for path, parts in (beside.sums or {}).items():
-                if (size := self._sizes.get(path)) is None or math.prod(size) != sum(numel for _, numel, _ in parts):
+            for path, blocks in (beside.sums or {}).items():
+                size = self._sizes.get(path)
+                if size is None or math.prod(size) != sum(last - first for first, (last, _) in blocks.items()):
                     raise ValueError(f"its list has {path} as {size}, which was saved otherwise")
         return beside
 
@@ -283,7 +291,7 @@ class ShardedCheckpoint:
         """Say ``what`` of the checkpoint where reading it leads to an error of torch's."""
         try:
             yield
-        except _ERRORS as e:
+        except (*UNREADABLE, ImportError) as e:
             raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
     def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:

@@ -48,24 +48,15 @@ def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ..
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
-    sums = _sums_of_all({f"{MODEL}.{name}": value for name, value in model.items()} | {
-        f"{STATE}.{name}.{key}": value for name, of in state.items() for key, value in of.items()})
+    named = {f"{MODEL}.{name}": value for name, value in model.items()} | {
+        f"{STATE}.{name}.{key}": value for name, of in state.items() for key, value in of.items()}
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for of_rank in comm.gather_objects({name: sums_of(value.held, value.start) if isinstance(value, Piece) else
+                                        sums_of(value) for name, value in named.items()}, group=None):
+        for name, blocks in of_rank.items():
+            sums.setdefault(name, {}).update(blocks)
     return {"model": model, "optim": {"state": state, "param_groups": groups},
             **({"ds_layerwise": {"header": beside(sums)}} if is_first else {})}
-
-
-def _sums_of_all(mine: Mapping[str, Tensor]) -> Sums:
-    """By name, the checksums of what this rank and all others hand over. All must call it."""
-    own = {name: sums_of(value.held, value.start) if isinstance(value, Piece) else sums_of(value)
-           for name, value in mine.items()}
-    merged: dict[str, list[tuple[int, int, Sequence[int]]]] = {}
-    for of_rank in comm.gather_objects(own, group=None):
-        for name, part in of_rank.items():
-            parts = merged.setdefault(name, [])
-            # Ranks that hold the same hold it alike.
-            if part[1] and all(part[0] != other[0] for other in parts):
-                parts.append(part)
-    return merged
 
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
