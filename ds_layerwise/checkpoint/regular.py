@@ -45,6 +45,9 @@ FORMAT = 2
 _RULES, _HEADER = TypeAdapter(dict[str, RuleRecord]), TypeAdapter(Header)
 _DESCRIBED = frozenset(("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept", "repeats"))
 
+#: More than there are anywhere.
+_MOST_RANKS = 1 << 20
+
 _ENDING = "_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 #: The states that DeepSpeed's converter carries along.
@@ -216,6 +219,8 @@ class RegularCheckpoint:
             self.header = header_of(state_dict)
             self.world_size: int = self.ours["world_size"]
             self.layout = Layout.from_json(self.ours["layout"])
+            if not 0 < self.world_size == self.layout.world_size <= _MOST_RANKS:
+                raise ValueError(f"world_size is {self.world_size!r:.100}, and {self.layout.world_size} in its layout")
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         # Version 0.1 of this package, which writes the same format, knew no experts.
         expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
@@ -275,13 +280,16 @@ class RegularCheckpoint:
         if fragment is None or holds != (param_start, param_start + fragment.numel):
             raise LayerWiseError(f"{self.path(rank)} does not hold the part of {name} that its layout says; the files "
                                  "are not of one save")
-        cut = slice(fragment.start, fragment.start + fragment.numel)
         states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
         extra = state_dict[KEY]["extra_states"].get(name, {})
         names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
-        state = {key: states[carried] if key == "step" else states[carried][cut] for key, carried in names.items()}
-        return PieceRecord(name, param_start, state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index][cut],
-                           {**state, **extra})
+        state = {"": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
+                 **{key: states[carried] for key, carried in names.items()}}
+        for key, value in {**state, **extra}.items():
+            if not isinstance(value, Tensor) or key not in extra and key != "step" and value.shape != (fragment.numel,):
+                raise ValueError(f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, and "
+                                 f"{fragment.numel} elements by its own list")
+        return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
 
     def _index(self, name: str) -> int:
         if not hasattr(self, "_indices"):

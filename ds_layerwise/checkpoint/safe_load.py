@@ -18,10 +18,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_layerwise.checkpoint.plain import stand_ins
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 
 #: What reading a dict leads to that is not what it should be.
-_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError, ArithmeticError)
+_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError, ArithmeticError, RecursionError)
 
 #: What torch's readers raise at files that are missing or damaged.
 UNREADABLE = (RuntimeError, EOFError, OSError, MemoryError, UnpicklingError, struct.error, *_MALFORMED)
@@ -39,7 +39,7 @@ def naming(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except LayerWiseError:
+    except (ConfigError, RoutingError):
         raise
     except _MALFORMED as e:
         what = "" if type(e) is ValueError else f"{type(e).__name__}: "

@@ -50,15 +50,6 @@ MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds
 #: Where :data:`HEADER` begins, as torch has it beside its name.
 _OWN = ("ds_layerwise",)
 
-#: What the list of tensors is made of, by the names that pickle has for it.
-_IN_A_LIST = frozenset((
-    *(f"torch.distributed.checkpoint.metadata.{name}" for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
-    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout",
-    "collections.OrderedDict", "pathlib.PosixPath", "pathlib._local.PosixPath"))
-
 #: What wrappers of modules put into names.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -167,16 +158,6 @@ class Piece(Tensor):
         raise LayerWiseError(f"{index.fqn}: there is no box at {index.offset} of it")
 
 
-class _OfAList(pickle._Unpickler):
-    """Calls nothing but what such a list is made of. The one in C makes room for as many objects as a file says."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """See :class:`pickle.Unpickler`."""
-        if f"{module}.{name}" not in _IN_A_LIST:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no list of tensors needs")
-        return super().find_class(module, name)
-
-
 def _listed_in(folder: Path) -> Metadata:
     """The list of tensors in ``folder``.
 
@@ -187,7 +168,8 @@ def _listed_in(folder: Path) -> Metadata:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
     with path.open("rb") as file:
-        found: Metadata = _OfAList(file).load()
+        # The one in C makes room for as many objects as a file says that it has.
+        found: Metadata = pickle._Unpickler(file).load()
     for name in {info.relative_path for info in found.storage_data.values()}:
         if leads_out(name) or not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is no file of it")
@@ -197,7 +179,7 @@ def _listed_in(folder: Path) -> Metadata:
 class ShardedCheckpoint:
     """A checkpoint of ``torch.distributed.checkpoint``, of this package or of FSDP2; see :class:`.record.Saved`.
 
-    Values that are no tensors are not read, as torch would run code for them.
+    Values that are no tensors are not read, as torch would run code for them; its list of tensors is a pickle.
 
     Args:
         checkpoint: its folder, or what reads it from elsewhere.

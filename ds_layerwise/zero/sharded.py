@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.beside import Sums, sums_of
+from ds_layerwise.checkpoint.beside import sums_of, write_beside
 from ds_layerwise.checkpoint.names import first_expert
-from ds_layerwise.checkpoint.record import PieceRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.checkpoint.sharded import MODEL, STATE, Piece, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers import probe
@@ -23,15 +23,15 @@ _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam
 
 
 def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]], module: nn.Module,
-               groups: list[dict[str, Any]], beside: Callable[[Sums], Tensor], *, is_first: bool) -> dict[str, Any]:
+               groups: list[dict[str, Any]], header: Header, scaler: tuple[str, Any]) -> dict[str, Any]:
     """What ``torch.distributed.checkpoint.save`` takes, as views into live memory.
 
     Args:
         pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a checkpoint.
         groups: the parameter groups, as torch's ``get_state_dict`` has them.
-        beside: what only this package asks for, from the checksums of what all ranks hand over.
-        is_first: whether this rank writes what all of them have.
+        header, scaler: what only this package asks for, equal on all ranks; the second with DeepSpeed's name for it.
     """
+    is_first = comm.rank_of(None) == 0
     model: dict[str, Any] = {unwrapped(name): value for name, value in untrained(module, shapes).items()
                              } if is_first else {}
     state: dict[str, dict[str, Any]] = {}
@@ -56,7 +56,7 @@ def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ..
         for name, blocks in of_rank.items():
             sums.setdefault(name, {}).update(blocks)
     return {"model": model, "optim": {"state": state, "param_groups": groups},
-            **({"ds_layerwise": {"header": beside(sums)}} if is_first else {})}
+            **({"ds_layerwise": {"header": write_beside(header, scaler, sums)}} if is_first else {})}
 
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """One flipped bit anywhere in one file of whole parameters, or in a sharded checkpoint: never other values."""
 
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,18 +171,24 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
             assert torch.equal(whole[folder][key], value)
 
 
-def test_a_list_of_tensors_runs_nothing_and_takes_no_memory(tmp_path):
+def test_a_list_of_tensors_that_is_none(tmp_path):
     write_sharded(tmp_path)
-    path, marker = Path(tmp_path, ".metadata"), tmp_path / "ran"
+    path = Path(tmp_path, ".metadata")
     whole = path.read_bytes()
-    path.write_bytes(b"cos\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR.")
-    with pytest.raises(LayerWiseError, match="asks for os.system, which no list of tensors needs"):
-        opened(tmp_path)
-    assert not marker.exists()
-    path.write_bytes(b"Nr\xff\xff\xff\xff" * 3 + b".")
-    with pytest.raises(LayerWiseError, match="is no checkpoint of torch.distributed.checkpoint that this rank can"):
+    for content, message in ((b"Nr\xff\xff\xff\xff" * 3 + b".", "is no checkpoint of torch.distributed.checkpoint"),
+                             (b"\x96" + b"\xff" * 7 + b"\x0f.", "is no checkpoint of torch.distributed.checkpoint"),
+                             (whole.replace(b"ds_layerwise.header", b"ds_layerwise.heater"),
+                              "its list has lost ds_layerwise.header")):
+        path.write_bytes(content)
+        with pytest.raises(LayerWiseError, match=message):
+            opened(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(LayerWiseError, match=".metadata is no file"):
         opened(tmp_path)
     path.unlink()
-    path.write_bytes(whole.replace(b"ds_layerwise.header", b"ds_layerwise.heater"))
-    with pytest.raises(LayerWiseError, match="its list has lost ds_layerwise.header"):
+    path.write_bytes(whole)
+    (tmp_path / "__0_0.distcp").unlink()
+    os.mkfifo(tmp_path / "__0_0.distcp")
+    with pytest.raises(LayerWiseError, match="__0_0.distcp is no file of it"):
         opened(tmp_path)
