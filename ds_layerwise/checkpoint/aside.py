@@ -36,7 +36,12 @@ _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 def claim(folder: Path, save_id: str) -> bool:
-    """Whether this process is the first on this disk that asks to write ``folder``, of all that know ``save_id``."""
+    """Whether this process is the first on this disk that asks to write ``folder``, of all that know ``save_id``.
+
+    Raises:
+        LayerWiseError: ``folder`` can be none.
+    """
+    _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(folder.with_name(f"{folder.name}.{save_id}{INCOMPLETE}"), os.O_CREAT | os.O_EXCL))
@@ -45,12 +50,25 @@ def claim(folder: Path, save_id: str) -> bool:
     return True
 
 
+def _check_free(folder: Path) -> None:
+    """Refuse a file that would be in the way, or be moved out of it.
+
+    Raises:
+        LayerWiseError: ``folder``, or what it is in, is one, or a link that leads to no folder.
+    """
+    for place in (folder, *folder.parents):
+        if os.path.lexists(place) and not place.is_dir():
+            raise LayerWiseError(f"{place} is no folder, and a save of {folder.name} needs one of that name; move it "
+                                 "away, or choose another tag or place")
+
+
 def begin(folder: Path) -> None:
     """Make an empty place to write ``folder`` into, and put right what an earlier save left of it.
 
     Raises:
-        LayerWiseError: a folder that no save made has a name that this one needs.
+        LayerWiseError: a file, or a folder that no save made, has a name that this one needs.
     """
+    _check_free(folder)
     for place in (staged(folder), folder.with_name(folder.name + REPLACED)):
         if os.path.lexists(place) and not is_a_saves(place):
             what = "is a link" if place.is_symlink() else "is a file" if place.is_file() else \

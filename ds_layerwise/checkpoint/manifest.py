@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,9 +79,9 @@ class Manifest:
             LayerWiseError: it is missing, damaged, or in a newer format.
         """
         path = folder / FILE_NAME
-        if not path.exists():
-            raise LayerWiseError(f"{path} is missing: the save was never finished, or files were lost since; load "
-                                 "another checkpoint")
+        if not path.is_file():
+            raise LayerWiseError(f"{path} is {'no file' if path.exists() else 'missing'}: the save was never finished, "
+                                 "or files were lost since; load another checkpoint")
         try:
             content = json.loads(path.read_text())
             found, written, files = content["format"], content["digest"], content["files"]
@@ -160,9 +160,13 @@ def _digest(files: object) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _placed(ranges: Iterable[tuple[int, int]]) -> Iterator[ByteRange]:
+def _placed(ranges: Sequence[tuple[int, int]]) -> Iterator[ByteRange]:
     start = 0
+    if not ranges:
+        raise ValueError("a file has no range")
     for size, crc32 in ranges:
+        if type(size) is not int or size < 0 or type(crc32) is not int:
+            raise ValueError(f"{[size, crc32]!r} is no range of bytes and its checksum")
         yield ByteRange(start, size, crc32)
         start += size
 

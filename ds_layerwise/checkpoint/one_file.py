@@ -7,27 +7,20 @@ tensors, as ``torch.save`` writes it.
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_layerwise.checkpoint import aside
+from ds_layerwise.checkpoint.beside import Beside, sums_of, write_beside
 from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
-from ds_layerwise.checkpoint.regular import KEY, describe, header_of
-from ds_layerwise.checkpoint.safe_load import load_bytes_safely, naming
 from ds_layerwise.errors import LayerWiseError
 
 _HEADER = "ds_layerwise"
-
-#: Under which a file says which save it is of, so that ranks notice if theirs are of several.
-_SAVE = "save"
 
 
 def name_in_file(name: str, key: str | None) -> str:
@@ -44,16 +37,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tup
     Raises:
         LayerWiseError: it cannot be written; what was there is as before.
     """
-    beside = io.BytesIO()
-    torch.save({KEY: describe(header), scaler[0]: scaler[1], _SAVE: uuid4().hex}, beside)
+    sums = {name: sums_of(value) for name, value in tensors.items()}
+    beside = write_beside(header, scaler, sums)
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
-        save_file({**tensors, _HEADER: torch.frombuffer(beside.getbuffer(), dtype=torch.uint8)}, incomplete)
-        descriptor = os.open(incomplete, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        save_file({**tensors, _HEADER: beside}, incomplete)
+        aside.flush(incomplete)
         incomplete.replace(path)
     except (SafetensorError, OSError) as e:
         incomplete.unlink(missing_ok=True)
@@ -79,11 +68,8 @@ class OneFile:
         self._file = opened
         if _HEADER not in names:
             raise LayerWiseError(f"{path} was not written by save_state_dict_to_file(): it has no {_HEADER}")
-        with naming(path):
-            content = self._file.get_tensor(_HEADER).numpy().tobytes()
-            beside = load_bytes_safely(content, path)
-            self.header = header_of(beside)
-            self._save = str(beside[_SAVE])
+        self.beside = Beside(self._file.get_tensor(_HEADER), path)
+        self.header = self.beside.header
         wanted = {name_in_file(name, key) for name, rule in self.header.rules.items()
                   for key in (None, *rule.state_keys)}
         if missing := wanted - names:
@@ -91,12 +77,16 @@ class OneFile:
 
     def identity(self) -> list[str]:
         """What is the same for all ranks that read the same save."""
-        return [f"save {self._save}"]
+        return [f"save {self.beside.save}"]
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """One piece, the whole parameter."""
-        rule, master = self.header.rules[name], self._file.get_tensor(name_in_file(name, None)).view(-1)
-        state = {}
-        for key in rule.state_keys:
-            state[key] = flat(self._file.get_tensor(name_in_file(name, key)), self.header.shapes[name])
-        return [PieceRecord(name, 0, master, state)]
+        """One piece, the whole parameter, of which the elements ``[start, stop)`` are compared with their checksums."""
+        shape, state = self.header.shapes[name], dict[str, Tensor]()
+        for key in (None, *self.header.rules[name].state_keys):
+            path = name_in_file(name, key)
+            value = self._file.get_tensor(path)
+            is_part = key is None or tuple(value.shape) == tuple(shape)
+            first, last = self.beside.around(path, start, stop) if is_part else (0, value.numel())
+            self.beside.check(path, value.reshape(-1)[first:last], first)
+            state[key or ""] = flat(value, shape) if key else value.reshape(-1)
+        return [PieceRecord(name, 0, state.pop(""), state)]

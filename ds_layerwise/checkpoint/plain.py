@@ -51,6 +51,30 @@ def plain(value: Any, where: str) -> Any:
         raise LayerWiseError(f"{where} holds itself, which a checkpoint cannot; take it out of the group") from None
 
 
+def check_kind(held: Any, value: Any, where: str) -> None:
+    """Refuse a ``value`` of a file that is another kind of thing than ``held``, in whose place it would go on.
+
+    Where the first is a number, so must be the second; a group of values is compared item by item, as far as both go.
+
+    Raises:
+        ValueError: it is; calls it ``where``.
+    """
+    groups = tuple, list
+    if isinstance(held, Mapping) and isinstance(value, Mapping):
+        for key in held.keys() & value.keys():
+            check_kind(held[key], value[key], f"{where}.{key}")
+    elif isinstance(held, groups) and isinstance(value, groups):
+        for index, pair in enumerate(zip(held, value, strict=False)):
+            check_kind(*pair, f"{where}[{index}]")
+    elif (_is_number(held) and not isinstance(held, bool) and not _is_number(value)) or (
+            isinstance(held, groups) and _is_number(value)):
+        raise ValueError(f"{where} is {value!r:.100}, and was to go on in the place of {held!r:.100}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, numpy.number)) or isinstance(value, Tensor) and not value.dim()
+
+
 def like(held: Any, value: Any) -> Any:
     """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or ``held``, if it says the same.
 

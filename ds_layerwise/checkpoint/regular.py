@@ -28,6 +28,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.utils.tensor_fragment import fragment_address
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ds_layerwise.checkpoint.plain import Unreadable, readable
@@ -39,6 +40,13 @@ from ds_layerwise.plan.layout import Layout
 #: Our own key beside DeepSpeed's, and the version of what is under it.
 KEY = "layerwise"
 FORMAT = 2
+
+#: Of what a header is read, with the kind of each entry; and which of them are written as they are.
+_RULES, _HEADER = TypeAdapter(dict[str, RuleRecord]), TypeAdapter(Header)
+_DESCRIBED = frozenset(("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept"))
+
+#: More than there are anywhere.
+_MOST_RANKS = 1 << 20
 
 _ENDING = "_mp_rank_{mp_rank:02d}_optim_states.pt"
 
@@ -136,23 +144,29 @@ def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
 
 
 def header_of(state_dict: Mapping[str, Any]) -> Header:
-    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it."""
+    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it.
+
+    Raises:
+        ValueError: an entry is of another kind than what was written; names it. What is missing is a ``KeyError``.
+    """
     ours = state_dict[KEY]
-    # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states mean.
-    rules = {name: RuleRecord(rule.get("family", name), tuple(rule["state_keys"]), rule["gradient_average"],
-                              rule.get("meaning", "")) for name, rule in ours["rules"].items()}
-    groups, unreadable = _groups(ours["param_groups"])
-    scaler = state_dict.get(LOSS_SCALER)
-    # Earlier versions saved the gradients of a step that was not over, which are left where they are.
-    repeats = ours.get("repeats") or ("" if ours.get("accumulated") is None else WITHIN_STEP)
-    return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
-                  # Version 0.1 of this package, which writes the same format, did not write the first three of these.
-                  configured=ours.get("configured"), fast_dtypes=ours.get("fast_dtypes"),
-                  kept=ours.get("kept", {}),
-                  unreadable=(*ours.get("unreadable", ()), *unreadable),
-                  rules={name: rules[key] for name, key in ours["rule_of"].items()},
-                  loss_scaler=None if isinstance(scaler, Unreadable) else scaler,
-                  overflow=bool(state_dict.get("overflow", False)), repeats=str(repeats))
+    try:
+        # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states mean.
+        rules = _RULES.validate_python({name: {"family": name, **rule} for name, rule in ours["rules"].items()})
+        groups, unreadable = _groups(ours["param_groups"])
+        scaler = state_dict.get(LOSS_SCALER)
+        return _HEADER.validate_python({
+            # Version 0.1 of this package, which writes the same format, did not write some of these.
+            **{key: value for key, value in ours.items() if key in _DESCRIBED},
+            "rules": {name: rules[key] for name, key in ours["rule_of"].items()}, "param_groups": groups,
+            "unreadable": (*ours.get("unreadable", ()), *unreadable),
+            "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
+            "overflow": bool(state_dict.get("overflow", False)),
+            # Earlier versions saved the gradients of a step that was not over, which are left where they are.
+            "repeats": ours.get("repeats") or ("" if ours.get("accumulated") is None else WITHIN_STEP)})
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from e
 
 
 def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -206,6 +220,8 @@ class RegularCheckpoint:
             self.header = header_of(state_dict)
             self.world_size: int = self.ours["world_size"]
             self.layout = Layout.from_json(self.ours["layout"])
+            if not 0 < self.world_size == self.layout.world_size <= _MOST_RANKS:
+                raise ValueError(f"world_size is {self.world_size!r:.100}, and {self.layout.world_size} in its layout")
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         # Version 0.1 of this package, which writes the same format, knew no experts.
         expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
@@ -265,13 +281,16 @@ class RegularCheckpoint:
         if fragment is None or holds != (param_start, param_start + fragment.numel):
             raise LayerWiseError(f"{self.path(rank)} does not hold the part of {name} that its layout says; the files "
                                  "are not of one save")
-        cut = slice(fragment.start, fragment.start + fragment.numel)
         states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
         extra = state_dict[KEY]["extra_states"].get(name, {})
         names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
-        state = {key: states[carried] if key == "step" else states[carried][cut] for key, carried in names.items()}
-        return PieceRecord(name, param_start, state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index][cut],
-                           {**state, **extra})
+        state = {"": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
+                 **{key: states[carried] for key, carried in names.items()}}
+        for key, value in {**state, **extra}.items():
+            if not isinstance(value, Tensor) or key not in extra and key != "step" and value.shape != (fragment.numel,):
+                raise ValueError(f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, and "
+                                 f"{fragment.numel} elements by its own list")
+        return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
 
     def _index(self, name: str) -> int:
         if not hasattr(self, "_indices"):

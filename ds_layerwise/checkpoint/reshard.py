@@ -48,15 +48,16 @@ def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *
     plan, shapes = LoadPlan(), saved.header.shapes
     for piece in own.pieces:
         start, stop = piece.param_start, piece.param_start + piece.master.numel()
+        numel = math.prod(shapes.get(piece.name, ()))
         sources = saved.pieces(piece.name, start, stop) if piece.name in shapes else ()
         if masters and piece.name in shapes:
-            plan.copies.extend(_copies(piece, {"": ""}, sources))
+            plan.copies.extend(_copies(piece, {"": ""}, sources, numel))
         elif masters:
             plan.masters_from_model.append(piece.name)
         if states:
             kept, why = _kept(piece, saved.header.rules.get(piece.name), rules[piece.name], sources,
                               on_missing_state=on_missing_state, on_optimizer_change=on_optimizer_change)
-            plan.copies.extend(_copies(piece, kept, sources))
+            plan.copies.extend(_copies(piece, kept, sources, numel))
             if restarts := tuple(key for key in piece.state if key not in kept):
                 plan.restarts[piece.name] = restarts
             if why:
@@ -140,8 +141,13 @@ def _of_other_shapes(piece: PieceRecord, keys: Sequence[str], sources: Sequence[
     return found
 
 
-def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord]) -> Iterator[Copy]:
-    """``names`` says for each key of ``piece`` under which one ``sources`` hold it; the key of the master is empty."""
+def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord],
+            numel: int) -> Iterator[Copy]:
+    """``names`` says for each key of ``piece`` under which one ``sources`` hold it; the key of the master is empty.
+
+    Args:
+        numel: how many elements the parameter has, by its shape in the checkpoint.
+    """
     for key, saved_key in names.items():
         into = piece.state[key] if key else piece.master
         if key and not piece.is_elementwise(key):
@@ -155,6 +161,10 @@ def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[Piec
         for source in sources:
             # A universal checkpoint has those of a parameter without axes without axes, too.
             value = _values(piece.name, source, saved_key).reshape(-1)
+            if source.param_start + value.numel() > numel:
+                raise LayerWiseError(f"the checkpoint's files hold {source.param_start + value.numel()} elements of "
+                                     f"{saved_key or 'the weights'} of {piece.name}, and its shape has {numel}; one "
+                                     "belongs to another save")
             first, last = max(start, source.param_start), min(stop, source.param_start + value.numel())
             covered += max(0, last - first)
             if first < last:

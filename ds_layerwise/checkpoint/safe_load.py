@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -16,10 +18,13 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_layerwise.checkpoint.plain import stand_ins
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 
 #: What reading a dict leads to that is not what it should be.
-_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError)
+_MALFORMED = (LookupError, TypeError, AttributeError, ValueError, AssertionError, ArithmeticError, RecursionError)
+
+#: What torch's readers raise at files that are missing or damaged.
+UNREADABLE = (RuntimeError, EOFError, OSError, MemoryError, UnpicklingError, struct.error, *_MALFORMED)
 
 #: Records of DeepSpeed that have no code to run.
 _KNOWN: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -34,9 +39,11 @@ def naming(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except (ConfigError, RoutingError):
+        raise
     except _MALFORMED as e:
-        raise LayerWiseError(f"{path} is damaged: {type(e).__name__}: {e}; restore it, or load another "
-                             "checkpoint") from e
+        what = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        raise LayerWiseError(f"{path} is damaged: {what}{e}; restore it, or load another checkpoint") from e
 
 
 def load_safely(path: Path, *, with_objects: bool = False) -> Any:
@@ -51,8 +58,8 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
     Raises:
         LayerWiseError: the file is missing, damaged, or holds something else.
     """
-    if not path.exists():
-        raise LayerWiseError(f"{path} is missing; the checkpoint is not whole")
+    if not path.is_file():
+        raise LayerWiseError(f"{path} is {'no file' if path.exists() else 'missing'}; the checkpoint is not whole")
     try:
         try:
             return _load(path, _KNOWN)
@@ -62,8 +69,8 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
         with torch.serialization.safe_globals(_KNOWN):
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         return _load(path, [*_KNOWN, *stand_ins(unknown)])
-    except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
-        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+    except UNREADABLE as e:
+        raise _refused(path, e) from e
 
 
 def load_bytes_safely(content: bytes, path: Path) -> Any:
@@ -71,8 +78,17 @@ def load_bytes_safely(content: bytes, path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(_KNOWN):
             return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, UnpicklingError, *_MALFORMED) as e:
-        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {str(e).partition(chr(10))[0]}") from e
+    except UNREADABLE as e:
+        raise _refused(path, e) from e
+
+
+def _refused(path: Path, error: BaseException) -> LayerWiseError:
+    """The error for ``path``, without what torch advises: to read it again, and run what is in it."""
+    text = str(error)
+    if isinstance(error, UnpicklingError):
+        found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
+        text = f"it asks for {found[1]}, which only code could restore" if found else "it is no data of torch.save"
+    return LayerWiseError(f"{path} cannot be read: {type(error).__name__}: {text.partition(chr(10))[0]}")
 
 
 def _load(path: Path, known: list[Any]) -> Any:

@@ -11,12 +11,12 @@ Note: who writes what
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,10 +35,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ds_layerwise.checkpoint.beside import Beside
+from ds_layerwise.checkpoint.manifest import leads_out
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
-from ds_layerwise.checkpoint.regular import KEY, describe, header_of
-from ds_layerwise.checkpoint.safe_load import load_bytes_safely
+from ds_layerwise.checkpoint.safe_load import UNREADABLE, naming
 from ds_layerwise.errors import LayerWiseError
 
 T = TypeVar("T")
@@ -46,9 +47,8 @@ T = TypeVar("T")
 #: What the file calls weights, states, and what is beside them.
 MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds_layerwise.header"
 
-#: What torch's readers raise at files that are missing or damaged.
-_ERRORS = (OSError, RuntimeError, ValueError, EOFError, LookupError, pickle.UnpicklingError, ImportError,
-           AttributeError, AssertionError, TypeError)
+#: Where :data:`HEADER` begins, as torch has it beside its name.
+_OWN = ("ds_layerwise",)
 
 #: What wrappers of modules put into names.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -158,11 +158,22 @@ class Piece(Tensor):
         raise LayerWiseError(f"{index.fqn}: there is no box at {index.offset} of it")
 
 
-def header_tensor(header: Header, scaler: tuple[str, Any]) -> Tensor:
-    """What is beside the tensors, as bytes."""
-    content = io.BytesIO()
-    torch.save({KEY: describe(header), scaler[0]: scaler[1]}, content)
-    return torch.frombuffer(bytearray(content.getvalue()), dtype=torch.uint8)
+def _listed_in(folder: Path) -> Metadata:
+    """The list of tensors in ``folder``.
+
+    Raises:
+        Exception: there is none, or it is damaged.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file")
+    with path.open("rb") as file:
+        # The one in C makes room for as many objects as a file says that it has.
+        found: Metadata = pickle._Unpickler(file).load()
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        if leads_out(name) or not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is no file of it")
+    return found
 
 
 class ShardedCheckpoint:
@@ -188,19 +199,24 @@ class ShardedCheckpoint:
                  strict: bool = True) -> None:
         self._reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
         self._where = "the checkpoint" if isinstance(checkpoint, StorageReader) else str(checkpoint)
-        try:
-            self._metadata: Metadata = self._reader.read_metadata()
-        except _ERRORS as e:
-            raise LayerWiseError(f"{self._where} is no checkpoint of torch.distributed.checkpoint that this rank can "
-                                 f"read ({type(e).__name__}: {e})") from e
-        self._sizes = {key: tuple(each.size) for key, each in self._metadata.state_dict_metadata.items()
-                       if isinstance(each, TensorStorageMetadata)}
+        with self._naming("is no checkpoint of torch.distributed.checkpoint that this rank can read"):
+            self._metadata: Metadata = self._reader.read_metadata() if isinstance(
+                checkpoint, StorageReader) else _listed_in(Path(checkpoint))
+            self._sizes = {key: tuple(map(int, each.size)) for key, each in self._metadata.state_dict_metadata.items()
+                           if isinstance(each, TensorStorageMetadata)}
+            paths = (self._metadata.planner_data or {}).values()
+            if HEADER not in self._sizes and any(path[:1] == _OWN for path in paths if isinstance(path, tuple)):
+                raise ValueError(f"its list has lost {HEADER}")
         shapes = {key.removeprefix(f"{MODEL}."): size for key, size in self._sizes.items()
                   if key.startswith(f"{MODEL}.")}
         if not shapes:
             raise LayerWiseError(f"{self._where} has no weights under {MODEL}; it has "
                                  f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
                                  "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two")
+        self.beside: Beside | None = None
+        """None of what another package wrote."""
+        if HEADER in self._sizes:
+            self.beside = self._own_beside()
         self._keys = self._states_of(shapes)
         self.wrapped = {unwrapped(name): name for name in (*rules, *others, *second) if unwrapped(name) != name}
         """By name without wrappers, as torch has it, what this run calls a parameter."""
@@ -208,8 +224,8 @@ class ShardedCheckpoint:
         rules = {old: rules[new] for old, new in renamed.items() if new in rules}
         self._others = self._found_of(others, {new: old for old, new in renamed.items()}, shapes, strict=strict)
         self._shapes = {old: shape for old, shape in shapes.items() if renamed[old] not in second}
-        if HEADER in self._sizes:
-            own = self._own_header()
+        if self.beside is not None:
+            own = self.beside.header
             # It says what was trained. What was not is under model alone, and may be trained now.
             self.header = replace(own, shapes=self._shapes, rules=self._known(own.rules), kept=self._known(own.kept))
         else:
@@ -241,19 +257,35 @@ class ShardedCheckpoint:
     def _known(self, told: Mapping[str, T]) -> dict[str, T]:
         return {name: said for name, said in told.items() if name in self._shapes}
 
-    def _own_header(self) -> Header:
-        content = torch.empty(self._sizes[HEADER], dtype=torch.uint8, device="cpu")
+    def _own_beside(self) -> Beside:
+        content = self._empty(HEADER)
         self._read({HEADER: content})
-        return header_of(load_bytes_safely(content.numpy().tobytes(), Path(self._where)))
+        beside = Beside(content, Path(self._where))
+        with naming(Path(self._where)):
+            for path, blocks in (beside.sums or {}).items():
+                size = self._sizes.get(path)
+                if size is None or math.prod(size) != sum(last - first for first, (last, _) in blocks.items()):
+                    raise ValueError(f"its list has {path} as {size}, which was saved otherwise")
+        return beside
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Say ``what`` of the checkpoint where reading it leads to an error of torch's."""
+        try:
+            yield
+        except (*UNREADABLE, ImportError) as e:
+            raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
     def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
         """What is known of a checkpoint that this package did not write."""
         counted = sorted(name for name, keys in self._keys.items() if _COUNT in keys and name in trained)
-        step = torch.zeros(self._sizes[f"{STATE}.{counted[0]}.{_COUNT}"] if counted else (), dtype=torch.float32,
-                           device="cpu")
+        step = 0
         if counted:
-            self._read({f"{STATE}.{counted[0]}.{_COUNT}": step})
-        return Header(step=int(step), shapes=self._shapes, param_groups=None, dtypes=None, rules={
+            path = f"{STATE}.{counted[0]}.{_COUNT}"
+            self._read({path: (count := self._empty(path))})
+            with self._naming(f"has no number as {path}"):
+                step = int(count)
+        return Header(step=step, shapes=self._shapes, param_groups=None, dtypes=None, rules={
             name: RuleRecord(rules[name].family if name in rules else "unknown",
                              self._with_count(keys, rules.get(name)),
                              rules[name].gradient_average if name in rules else None)
@@ -269,18 +301,19 @@ class ShardedCheckpoint:
         """Fill ``targets``, by their names in the file, by this rank alone.
 
         Raises:
-            LayerWiseError: the file is damaged, or has something of another size.
+            LayerWiseError: the file is damaged, or has something of another size, or of other values than were saved.
         """
         planner, reader = DefaultLoadPlanner(flatten_state_dict=False), self._reader
-        try:
+        with self._naming(f"cannot be read at {', '.join(sorted(targets)[:3])}"):
             planner.set_up_planner(targets, self._metadata, is_coordinator=True)
             reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
             plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
             reader.read_data(plan, planner).wait()
-        except _ERRORS as e:
-            raise LayerWiseError(f"{self._where} cannot be read at {', '.join(sorted(targets)[:3])} "
-                                 f"({type(e).__name__}: {e})") from e
+        if self.beside is not None:
+            for path, target in targets.items():
+                values, start = (target.held, target.start) if isinstance(target, Piece) else (target, 0)
+                self.beside.check(path, values, start)
 
     def identity(self) -> list[str]:
         """What is the same for all ranks that read the same save."""
@@ -288,33 +321,34 @@ class ShardedCheckpoint:
 
     def read_others(self) -> dict[str, Tensor]:
         """Frozen parameters and buffers, by name."""
-        read = {name: torch.empty(self._sizes[f"{MODEL}.{old}"], dtype=dtype, device="cpu")
-                for name, (old, dtype) in self._others.items()}
+        read = {old: self._empty(f"{MODEL}.{old}") for old, _ in self._others.values()}
         if read:
-            self._read({f"{MODEL}.{self._others[name][0]}": value for name, value in read.items()})
-        return read
+            self._read({f"{MODEL}.{old}": value for old, value in read.items()})
+        return {name: read[old].to(dtype) for name, (old, dtype) in self._others.items()}
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """One piece, the elements ``[start, stop)``, read into memory of the host."""
-        shape = self._shapes[name]
-        rule = self.header.rules.get(name)
-        held: dict[str, Tensor] = {"": torch.empty(stop - start, dtype=torch.float32, device="cpu")}
-        targets: dict[str, Any] = {f"{MODEL}.{name}": Piece(held[""], start, shape, may_be_read_into=True)}
-        for key in rule.state_keys if rule is not None else ():
-            path = f"{STATE}.{name}.{key}"
+        """One piece, the elements ``[start, stop)`` and what has a checksum with them, read into memory of the host."""
+        shape, rule = self._shapes[name], self.header.rules.get(name)
+        if self.beside is not None:
+            start, stop = self.beside.around(f"{MODEL}.{name}", start, stop)
+        held: dict[str, Tensor] = {}
+        targets: dict[str, Any] = {}
+        for key in ("", *(rule.state_keys if rule is not None else ())):
+            path = f"{STATE}.{name}.{key}" if key else f"{MODEL}.{name}"
             if path not in self._sizes and key == _COUNT:
                 held[key] = torch.ones((), dtype=torch.float32, device="cpu")
-                continue
-            dtype = self._dtype(path)
-            if self._sizes.get(path) == shape and shape:
-                held[key] = torch.empty(stop - start, dtype=dtype, device="cpu")
+            elif not key or self._sizes.get(path) == shape != ():
+                held[key] = self._empty(path, (stop - start,))
                 targets[path] = Piece(held[key], start, shape, may_be_read_into=True)
             else:
-                targets[path] = held[key] = torch.empty(self._sizes.get(path, ()), dtype=dtype, device="cpu")
+                targets[path] = held[key] = self._empty(path)
         self._read(targets)
-        master = held.pop("")
+        master = held.pop("").float()
         return [PieceRecord(name, start, master, held)]
 
-    def _dtype(self, path: str) -> torch.dtype:
-        found = self._metadata.state_dict_metadata.get(path)
-        return found.properties.dtype if isinstance(found, TensorStorageMetadata) else torch.float32
+    def _empty(self, path: str, size: tuple[int, ...] | None = None) -> Tensor:
+        """Memory of the host for a tensor of the file, or for ``size`` of it."""
+        with self._naming(f"cannot be read at {path}"):
+            found = self._metadata.state_dict_metadata[path]
+            dtype = found.properties.dtype if isinstance(found, TensorStorageMetadata) else torch.float32
+            return torch.empty(self._sizes[path] if size is None else size, dtype=dtype, device="cpu")

@@ -27,7 +27,7 @@ from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
-from ds_layerwise.checkpoint.safe_load import load_safely
+from ds_layerwise.checkpoint.safe_load import load_safely, naming
 from ds_layerwise.engine.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
@@ -215,11 +215,13 @@ def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine,
 
 def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoint: dict[str, Any],
                             strict: bool = True, custom_load_fn: Any = None, **options: Any) -> Any:
+    load: Load | None = engine.optimizer.checkpointing.load if uses_us(engine) else None
+    place = load.found.folder if load is not None and load.found is not None else Path("the model's file")
     if uses_us(engine) and custom_load_fn is not None:
-        with comm.Alike(None):
+        with comm.Alike(None), naming(place):
             _check_scheduler(engine, checkpoint)
     elif uses_us(engine):
-        with comm.Alike(None):
+        with comm.Alike(None), naming(place):
             held = checkpoint["module"]
             renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
             # Frozen parameters are the same once more, by their names in the checkpoint.
@@ -290,10 +292,17 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
                              "fits with load_module_strict=False")
 
 
+#: What the engine takes from the model's file when it has loaded the model.
+_COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
+
+
 def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
     # Who calls load_module_state_dict loads no scheduler.
     load: Load | None = engine.optimizer.checkpointing.load
     wants = load is not None and load.wants_scheduler
+    for key in _COUNTS if load is not None else ():
+        if not isinstance(checkpoint.get(key), int):
+            raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, and no number")
     if engine.lr_scheduler is not None and wants:
         more = check_scheduler(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
         if more and comm.rank_of(None) == 0:
@@ -316,7 +325,8 @@ def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
     except LayerWiseError:
         # A client may have put anything into it; the engine loads it next, and that is the user's decision.
         return
-    _check_scheduler(engine, checkpoint)
+    with naming(Path(names[0])):
+        _check_scheduler(engine, checkpoint)
 
 
 def _get_all_ckpt_names(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoints_path: str,

@@ -13,6 +13,7 @@ from typing import Any
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler, swa_utils
 
+from ds_layerwise.checkpoint.plain import check_kind
 from ds_layerwise.errors import LayerWiseError
 
 #: What schedulers of torch have, or have not, by its version and by their options, and load without.
@@ -48,6 +49,7 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
 
     Raises:
         LayerWiseError: there is none, or it has what this one lacks, or lacks what this one has; names that.
+        ValueError: something in it is another kind of thing than this one has there; names it.
     """
     if saved is None:
         raise LayerWiseError("the checkpoint holds no state of a learning rate scheduler, and this run has one; load "
@@ -58,6 +60,7 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
         found = [] if isinstance(saved, type(own)) else [f"is a {type(saved).__name__}, not a {type(own).__name__}"]
     else:
+        check_kind(own, saved, "the state of the learning rate scheduler")
         found = _differences(scheduler, own, saved, "")
     more = [] if found or not isinstance(own, Mapping) else sorted(filter(_counts, map(str, saved.keys() - own.keys())))
     if found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -160,11 +159,7 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
     except SafetensorError as e:
         raise LayerWiseError(f"{path} cannot be written: {e}") from e
     path.chmod(mode)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    aside.flush(path)
 
 
 def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -104,7 +104,8 @@ class Contents:
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, together(name, key, values, numel)
             elif all(torch.equal(value, values[0]) for value in values):
-                yield key, values[0]
+                # A parameter without axes has its states without axes in one form and with one in the other.
+                yield key, values[0] if self.trained[name] else values[0].reshape(-1)
             else:
                 raise LayerWiseError(f"{name} has several {key}, one for each of its {len(values)} pieces, which "
                                      "differ, or one of them is cut short")

@@ -21,7 +21,8 @@ from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
-from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, header_tensor, unwrapped
+from ds_layerwise.checkpoint.safe_load import naming
+from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, unwrapped
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.untrained import find_others
 from ds_layerwise.config import LayerWiseConfig
@@ -180,7 +181,7 @@ class Checkpointing:
         self.offloading.reload()
         config, planned = self.config, self.planned
         of_all_stages = pipeline.names_of_all_stages(self.module, self.settings.model_group)
-        with comm.Alike(None):
+        with comm.Alike(None), naming(folder):
             opened = open_it()
             # A regular checkpoint names what is not trained in the file of the model, which the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
@@ -192,6 +193,7 @@ class Checkpointing:
                 raise LayerWiseError(f"{folder} has {len(groups)} parameter groups, this run {len(own)}; "
                                      "make as many, empty ones count, or load with load_optimizer_states=False")
             if states:
+                self.scaling.check(saved.header.loss_scaler)
                 check_accuracy(planned.routes, planned.specs, resumed_groups.after(
                     self.optimizer, saved.header, wins=config.on_hyper_change), told=(
                         f"with what the parameter groups of {folder} go on with (layerwise.on_hyper_change is "
@@ -256,9 +258,8 @@ class Checkpointing:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
         with self._saving_whole(self._check_sharded):
             groups = sharded.groups_of(self.planned.routes, self.optimizer.groups_now(), self.planned.names)
-            header = header_tensor(Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler))
             return sharded.state_dict(self.owned.record(to_save=True).pieces, self.planned.saved_shapes, self.module,
-                                      groups, header, is_first=comm.rank_of(None) == 0)
+                                      groups, Renamed.of(self.header(), unwrapped), (LOSS_SCALER, self.scaling.scaler))
 
     def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""

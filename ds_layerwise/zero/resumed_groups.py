@@ -22,7 +22,7 @@ from deepspeed.runtime import lr_schedules
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, SequentialLR
 
-from ds_layerwise.checkpoint.plain import like, plain
+from ds_layerwise.checkpoint.plain import check_kind, like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config import OnHyperChange
 from ds_layerwise.optimizers.client_object import ABOUT_GROUPS
@@ -51,10 +51,19 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def after(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange) -> list[dict[str, Any]]:
-    """What :func:`take_over` is to make of :meth:`.LayerWiseOptimizer.groups_now`, rates aside; nothing is changed."""
+    """What :func:`take_over` is to make of :meth:`.LayerWiseOptimizer.groups_now`, rates aside; nothing is changed.
+
+    Raises:
+        ValueError: ``header`` says something in the place of a number that is none.
+    """
     groups: list[dict[str, Any]] = [dict(group) for group in optimizer.groups_now()]
     for index, saved in enumerate(header.param_groups or ()):
         group, built = groups[index], optimizer.built_with[index]
+        for what, said in {"param_groups": saved, **({"configured": header.configured[index]} if header.configured
+                                                     else {})}.items():
+            check_kind({**built, **optimizer.param_groups[index]}, said, f"{what}[{index}]")
+            if "lr" not in said:
+                raise ValueError(f"{what}[{index}] has no lr")
         if bool(saved.keys() & RATIOS.values()) is bool(built.keys() & RATIOS.values()):
             before = _given(saved, header.configured[index] if header.configured else None, built, is_scheduled=False)
             own = {key for key in built if wins == "config" and key in before and before[key] != built[key]}

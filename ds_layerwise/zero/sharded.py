@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.checkpoint.beside import sums_of, write_beside
 from ds_layerwise.checkpoint.names import first_expert
-from ds_layerwise.checkpoint.record import PieceRecord
-from ds_layerwise.checkpoint.sharded import Piece, unwrapped
+from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.checkpoint.sharded import MODEL, STATE, Piece, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers import probe
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.ranks import comm
 from ds_layerwise.recipes.any_torch import AnyTorch
 
 #: Recipes that torch has a class for, which reads their states.
@@ -21,15 +23,15 @@ _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam
 
 
 def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]], module: nn.Module,
-               groups: list[dict[str, Any]], header: Tensor, *, is_first: bool) -> dict[str, Any]:
+               groups: list[dict[str, Any]], header: Header, scaler: tuple[str, Any]) -> dict[str, Any]:
     """What ``torch.distributed.checkpoint.save`` takes, as views into live memory.
 
     Args:
         pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a checkpoint.
         groups: the parameter groups, as torch's ``get_state_dict`` has them.
-        header: what only this package asks for, equal on all ranks.
-        is_first: whether this rank writes what all of them have.
+        header, scaler: what only this package asks for, equal on all ranks; the second with DeepSpeed's name for it.
     """
+    is_first = comm.rank_of(None) == 0
     model: dict[str, Any] = {unwrapped(name): value for name, value in untrained(module, shapes).items()
                              } if is_first else {}
     state: dict[str, dict[str, Any]] = {}
@@ -46,8 +48,15 @@ def state_dict(pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ..
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
+    named = {f"{MODEL}.{name}": value for name, value in model.items()} | {
+        f"{STATE}.{name}.{key}": value for name, of in state.items() for key, value in of.items()}
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for of_rank in comm.gather_objects({name: sums_of(value.held, value.start) if isinstance(value, Piece) else
+                                        sums_of(value) for name, value in named.items()}, group=None):
+        for name, blocks in of_rank.items():
+            sums.setdefault(name, {}).update(blocks)
     return {"model": model, "optim": {"state": state, "param_groups": groups},
-            **({"ds_layerwise": {"header": header}} if is_first else {})}
+            **({"ds_layerwise": {"header": write_beside(header, scaler, sums)}} if is_first else {})}
 
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:

@@ -166,6 +166,17 @@ class TestFoldersThatSavesNeed:
             assert holds(folder) == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
+@pytest.mark.parametrize("tag", ["notes.txt", "notes.txt/step10", "nowhere", "nowhere/step10"])
+def test_a_tag_that_is_the_name_of_a_file_is_refused(tag, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for do in (aside.begin, lambda folder: aside.claim(folder, "0" * 16)):
+        with pytest.raises(LayerWiseError, match=f"{tmp_path / tag.split('/')[0]} is no folder, and a save of"):
+            do(tmp_path / tag)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "nowhere"]
+
+
 def test_what_a_link_leads_to_is_not_removed(tmp_path):
     """A folder takes the place of the link, and what the link led to is as it was."""
     commit(tmp_path / "disk" / "tag", "old")

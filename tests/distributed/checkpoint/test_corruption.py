@@ -40,6 +40,18 @@ FILES = {
                   "zero/embed.weight/exp_avg_sq.pt", "zero/norm.bias/step.pt", "zero/running/fp32.pt"],
 }
 
+#: What is written in the place of an entry beside the tensors, with a list that agrees with it.
+NONSENSE = {
+    "step": "three", "shapes": {"big": "wide"}, "rules": {"muon": 3}, "rule_of": {"big": "none"}, "dtypes": 5,
+    "param_groups": [{"lr": "fast"}], "configured": [{"weight_decay": 0.5}], "kept": ["big"], "repeats": 7,
+    "loss_scaler": "large", "loss_scaler.cur_scale": None, "param_groups.lr": None, "param_groups.betas": 0.5,
+}
+
+#: The same, of a regular checkpoint, and of the file of the model.
+OF_REGULAR = {"layout": "[" * 10**5, "world_size": 10**12, "param_starts": 4, "extra_states": {"big": 1}}
+OF_MODEL = {"global_steps": "three", "skipped_steps": None, "lr_scheduler": {"last_batch_iteration": "three"},
+            "module": {"big": 3}}
+
 #: Files that say no more than which step it is, and the parameters' shapes and optimizers.
 SAME_IN_EVERY_RUN = ("zero/norm.bias/step.pt", "zero/optimizer_state.pt")
 
@@ -84,6 +96,11 @@ def cases(format, world_size, num_random):
     yield Case(format, world_size, "make_folder", POINTER)
     yield Case(format, world_size, "newer_manifest", FILE_NAME)
     yield Case(format, world_size, "nested_manifest", FILE_NAME)
+    header = RANK_0 if format == "regular" else "zero/optimizer_state.pt"
+    for key in (*NONSENSE, *(OF_REGULAR if format == "regular" else ())):
+        yield Case(format, world_size, "nonsense and list", header, key)
+    for key in OF_MODEL.keys() - ({"module"} if format == "universal" else set()):
+        yield Case(format, world_size, "nonsense and list", MODEL, key)
     if format == "regular":
         yield Case(format, world_size, "swap", RANK_0, RANK_1)
         yield Case(format, world_size, "swap", RANK_0, MODEL)
@@ -145,6 +162,9 @@ class Damage:
             return [str(path), str(self.load_dir / case.argument.decode(errors="replace").strip())]
         if do in ("swap", "copy"):
             return [str(path), str(self.folder / case.argument)]
+        if do == "nonsense":
+            # All files say the same beside their tensors.
+            return [f"{self.folder} is damaged", str(path)]
         # Where files contradict each other, or the list, any of them may be the wrong one.
         return [str(self.folder)] if do == "take" and (then_list or case.file == FILE_NAME) else [str(path)]
 
@@ -212,9 +232,24 @@ class Damage:
     def forget(self, path, case, rng):
         self.edit(path, lambda ours: ours.pop(case.argument))
 
-    def edit(self, path, change):
+    def nonsense(self, path, case, rng):
+        key, _, inner = case.argument.partition(".")
+
+        def change(ours, content):
+            if inner:
+                held = vars(content[key]) if key == "loss_scaler" else ours[key][0]
+                held[inner] = NONSENSE[case.argument]
+            elif case.file == MODEL:
+                content[key] = {**content[key], **OF_MODEL[key]} if key == "module" else OF_MODEL[key]
+            else:
+                (content if key in content else ours)[key] = {**NONSENSE, **OF_REGULAR}[key]
+
+        self.edit(path, change, whole=True)
+
+    def edit(self, path, change, *, whole=False):
         content = torch.load(path, weights_only=False)
-        change(content.get("optimizer_state_dict", content)[regular.KEY])
+        inside = content.get("optimizer_state_dict", content)
+        change(*[inside.get(regular.KEY), inside][:1 + whole])
         path.unlink()
         torch.save(content, path)
 
