@@ -61,10 +61,10 @@ class BucketOrder:
         begins when the first is over and those of all buckets before it have begun. What buckets in cuts hold goes on
         to its owners when all have arrived.
 
-    Note: two collectives of a bucket on a device
-        The first is waited for on the stream of reductions, the second on one that belongs to the bucket's turn: so one
-        bucket is inside its node while the one before is between nodes. The next but one, whose turn it is then, waits
-        for both.
+    Note: collectives of a bucket on a device
+        The last is waited for on a stream that belongs to the bucket's turn, one before it on the stream of reductions:
+        so the next bucket is copied while this one travels, and is inside its node while this one is between nodes. The
+        next but one, whose turn it is then, waits for both.
     """
 
     def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *,
@@ -245,11 +245,10 @@ class BucketOrder:
         """Take over the next bucket, which has begun to travel; ``with self._side``."""
         if self._side.exists:
             # Streams wait, and neither the host nor the computation.
-            if pending.is_chained:
-                pending.begin_last()
-                with self._ends[self._launched % len(self._ends)]:
-                    pending.wait()
-            else:
+            pending.begin_last()
+            end = self._ends[self._launched % len(self._ends)]
+            end.follow()
+            with end:
                 pending.wait()
         else:
             self._pending.append(pending)

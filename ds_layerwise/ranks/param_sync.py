@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
+from torch.overrides import TorchFunctionMode
 
 from ds_layerwise.output import announce
 from ds_layerwise.plan.layout import Bucket, Layout
@@ -21,7 +21,6 @@ from ds_layerwise.ranks.exchange import Exchange
 from ds_layerwise.ranks.in_flight import Turn
 from ds_layerwise.ranks.profiling import profiled
 from ds_layerwise.ranks.side_stream import LaunchStream, SideStream
-from ds_layerwise.ranks.under_way import can_mark, mark, references, transforms, unmark
 from ds_layerwise.ranks.wires import Wires
 
 
@@ -31,15 +30,12 @@ class ParamSync:
     With :meth:`overlap_with_forward` the wait moves from the optimizer step to whoever uses a parameter first.
 
     Note: who waits for a parameter that is under way
-        A module waits for its own parameters just before it runs, whatever its code is. Any other reader (a penalty on
-        weights, ``F.embedding(tokens, self.head.weight)``, a functional call, a copy, a write, a look after the step)
-        goes through torch, which asks the parameter: see :mod:`.ranks.under_way`. That leaves who looks at the memory
-        past the parameter. So the step waits for everything where there may be any: another tensor into the same
-        memory, as ``param.data`` or a ``state_dict`` that was kept; parameters of a class of their own; scripted
-        modules; and once torch has compiled anything, which asks for the class of a parameter over and over. A
-        transform of torch.func unpacks parameters unasked, and so waits for everything when it begins; where nobody
-        can notice that, the step waits. Nobody sees C++ code that a module hands the weight of another one:
-        docs/training.md says so.
+        A module that holds parameters waits for them just before it runs, saves or loads, whatever its code is; outside
+        of a forward pass of the model it waits for all. Within one, whatever torch is given waits too: ``F.linear(x,
+        self.head.weight)`` in the code of another module. When that forward pass is over, nothing is under way. The
+        step itself waits for all parameters of a module whose ``forward`` was replaced, as by a captured graph, and for
+        everything once torch has compiled anything. Code of a script that reads weights between a step and the forward
+        pass calls :meth:`finish`.
 
     Note: buckets in cuts
         Owners send what the cuts of all ranks hold of their shards, in the rounds of an
@@ -70,8 +66,10 @@ class ParamSync:
         self._turn = Turn(values.tensors[0].device)
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._views: list[int] | None = None
-        self._apart: list[Tensor] = []
+        self._index_of: dict[object, int] = {
+            param: index for index, each in enumerate(self._params) for param in each}
+        self._modules: list[nn.Module] = []
+        self._modes: list[Any] = []
         self._told = False
         # Another thread than the one that trains may be the one that reads.
         self._lock = threading.RLock()
@@ -83,10 +81,6 @@ class ParamSync:
         """
         bucket = self.layout.buckets[index]
         memory = self._values.bucket(bucket)
-        if self._views is not None:
-            if self._apart[index].data_ptr() != memory.data_ptr():
-                self._apart[index] = _apart(memory)
-            memory = self._apart[index]
         self._launched_on = LaunchStream()
         with profiled("gather"):
             if bucket.way == "cuts":
@@ -163,35 +157,35 @@ class ParamSync:
                 if index in self._pending:
                     self._pending[index].wait()
                     self._launched_on.follow()
-                    unmark(self._params[index])
                     del self._pending[index]
-            if not self._pending:
-                transforms.leave(self)
 
-    def _wait_for_all(self) -> None:
-        with self._lock:
-            self.wait(sorted(self._pending, reverse=True))
-
-    def _before_transform(self) -> None:
-        if self._pending and self.rank == 0 and not self._told:
-            self._told = True
-            announce("ds_layerwise: overlap_param_gather: a transform of torch.func (vmap, grad, ...) began before all "
-                     "updated parameters had arrived, and waited for all of them; where each forward pass begins with "
-                     "one, nothing is left to overlap")
-        self._wait_for_all()
+    def wait_for(self, params: Iterable[object]) -> None:
+        """Wait for those of ``params`` that are under way."""
+        self.wait(sorted({self._index_of[param] for param in params if param in self._index_of}, reverse=True))
 
     def finish(self) -> None:
         """Wait for everything under way."""
-        self._wait_for_all()
+        with self._lock:
+            self.wait(sorted(self._pending, reverse=True))
         self._turn.release()
         if self._memory:
             # An update that was left half-way launched some of the buckets of a round.
             self._start_rounds()
 
     def may_be_late(self) -> bool:
-        """Whether everybody who uses parameters after this step will wait for them; ask before :meth:`launch`."""
-        return (self._views is not None and self._views == self._count_views() and not _has_compiled()
-                and transforms.can_be_noticed and all(can_mark(param) for params in self._params for param in params))
+        """Say if whoever uses parameters after this step waits for them; ask before :meth:`launch`."""
+        if not self._hooks:
+            return False
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        has_compiled = dynamo is not None and bool(dynamo.counters["frames"])
+        if has_compiled and not self._told:
+            self._say_that_steps_wait("torch has compiled something, and compiled code asks nobody")
+        return not has_compiled
+
+    def _say_that_steps_wait(self, reason: str) -> None:
+        self._told = True
+        if self.rank == 0:
+            announce(f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for its parameters")
 
     def _begin_last(self) -> None:
         """Let the last collective of everything under way begin, in the order of launching."""
@@ -203,51 +197,93 @@ class ParamSync:
         # What is used when, and what else begins before, may differ between ranks.
         self._begin_last()
         self._turn.release()
-        for index in self._pending:
-            mark(self._params[index], functools.partial(self.wait, (index, )))
-        if self._pending:
-            transforms.listen(self, self._before_transform)
-
-    def _count_views(self) -> list[int]:
-        return [references(memory) for memory in self._values.tensors]
+        for module in self._modules:
+            # A graph that was captured reads addresses, and calls none of the modules below.
+            if "forward" in vars(module):
+                self.wait_for(module.parameters())
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """Hook every module of ``model`` that holds parameters of the layout."""
-        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        """Hook ``model``, and every module of it that holds parameters of the layout."""
+        self._modules = list(model.modules())
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            self._say_that_steps_wait("some modules are scripted, and call no hooks")
             return
-        # A backend holds on to what it has sent for a moment that nobody can wait for: not to what is counted.
-        self._apart = [_apart(self._values.bucket(bucket)) for bucket in self.layout.buckets]
-        self._views = self._count_views()
-        index_of = {param: index for index, params in enumerate(self._params) for param in params}
-        # A copy of a module has its hooks, too: they know it from the original, and keep neither alive.
-        needs = weakref.WeakKeyDictionary({
-            module: indices for module in model.modules()
-            if (indices := sorted({index_of[p] for p in module._parameters.values() if p in index_of}, reverse=True))})
-        this = weakref.ref(self)
+        if not hasattr(torch.func, "debug_unwrap"):
+            self._say_that_steps_wait("it takes torch 2.7")
+            return
+        # Hooks stay on copies of their module, and keep nothing alive. A compiler traces them, asks whether anything
+        # is under way, and compiles anew where that changes.
+        this, pending, modes = weakref.ref(self), self._pending, self._modes
 
-        # A compiler would trace these with the modules that they hook, and cannot: they wait for collectives.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def before_module(module: nn.Module, _args: object) -> None:
+        def arrive(module: nn.Module) -> None:
             sync = this()
             if sync is not None:
-                sync.wait(needs.get(module, ()))
+                own = [param for param in module._parameters.values() if param in sync._index_of]
+                sync.wait_for(own) if modes or not own else sync.finish()
 
-        self._hooks += [module.register_forward_pre_hook(before_module, prepend=True) for module in needs]
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begin() -> None:
+            sync = this()
+            if sync is not None:
+                modes.append(_Readers(sync))
+                modes[-1].__enter__()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def end() -> None:
+            modes.pop().__exit__(None, None, None)
+            sync = this()
+            if sync is not None and not modes:
+                sync.finish()
+
+        def before_module(module: nn.Module, *_: object) -> None:
+            if pending:
+                arrive(module)
+
+        def before_forward(*_: object) -> None:
+            if pending:
+                begin()
+
+        def after_forward(*_: object) -> None:
+            if modes:
+                end()
+
+        for module in self._modules:
+            if any(param in self._index_of for param in module._parameters.values()):
+                self._hooks += [module.register_forward_pre_hook(before_module, prepend=True),
+                                module.register_state_dict_pre_hook(before_module),  # type: ignore[no-untyped-call]
+                                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                                    before_module)]
+        self._hooks += [model.register_forward_pre_hook(before_forward, prepend=True),
+                        model.register_forward_hook(after_forward, always_call=True)]
 
     def remove_hooks(self) -> None:
         """Undo :meth:`overlap_with_forward`."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._views, self._apart = None, []
+        self._modules.clear()
 
 
-def _apart(memory: Tensor) -> Tensor:
-    """``memory`` by another storage: who holds that one is one reference to the first, for all."""
-    return from_dlpack(memory)
+class _Readers(TorchFunctionMode):
+    """A forward pass, in which any call of torch waits for the parameters that it is given."""
+
+    def __init__(self, sync: ParamSync) -> None:
+        super().__init__()
+        self._sync = sync
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._sync._pending:
+            self._sync.wait_for(_tensors_in((args, kwargs)))
+        return function(*args, **(kwargs or {}))
 
 
-def _has_compiled() -> bool:
-    """Whether torch has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        # Transforms of torch.func wrap what they are given.
+        yield torch.func.debug_unwrap(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))

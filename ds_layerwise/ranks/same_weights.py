@@ -42,7 +42,7 @@ class SameWeights:
         Args:
             followed: 0-d bool, whether masters had to follow weights on this rank.
         """
-        return torch.stack([followed, followed.new_tensor(bool(self.written()))]).float()
+        return torch.stack([followed, torch.full_like(followed, bool(self.written()))]).float()
 
     def settle(self, followed: bool, written: bool) -> None:
         """Say once that masters followed weights on any rank, and compare what was written on any.

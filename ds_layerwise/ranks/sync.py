@@ -14,7 +14,7 @@ from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer, cut_of, dtype_name
-from ds_layerwise.ranks.wires import Wires
+from ds_layerwise.ranks.wires import Wires, room_in
 
 
 def nothing_reduced() -> StepError:
@@ -137,10 +137,12 @@ class GradSync(BucketOrder):
         if not self._finished:
             # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves averages alone.
             self._to_owners(self.reduced.bucket)
-            undivided = [self.reduced.bucket(index) for index, cut in self._cuts.items() if cut.dtype != torch.float32]
-            if undivided and self._divide_by != 1:
-                with self._side:
-                    torch._foreach_div_(undivided, self._divide_by)
+            with self._side:
+                for index, cut in self._cuts.items():
+                    ranks = self._wires[self.layout.buckets[index].ep_size].size
+                    left = 1.0 if cut.dtype == torch.float32 else self._divide_by * room_in(cut.dtype, ranks)
+                    if left != 1:
+                        self.reduced.bucket(index).div_(left)
         self._finished = True
 
     def finish(self, *, aside: bool = False) -> None:

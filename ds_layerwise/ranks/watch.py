@@ -70,9 +70,9 @@ class Watch:
         keys = [(what, rule) for what in ("update", "momentum") for rule in self._rules]
         none = torch.zeros((), dtype=widest_float(), device=self._device)
         squares = [torch.stack(self._squares[key]).sum() if key in self._squares else none for key in keys]
-        numels = torch.tensor([*(self._numels.get(key, 0) for key in keys), float(failed)], dtype=none.dtype,
-                              device=self._device)
-        sums = torch.cat([torch.stack(squares), numels])
+        # Filled on the device: a copy would wait for it.
+        numels = [torch.full_like(none, number) for number in (*(self._numels.get(key, 0) for key in keys), failed)]
+        sums = torch.stack([*squares, *numels])
         self._sum_over_ranks(sums)
         self.restart()
         *found, any_failed = sums.tolist()

@@ -167,14 +167,16 @@ class AttentionLogits:
             return {}
         reduced = comm.max_over_ranks(self._noted.clone(), group=self._settings.group)
         self.forget()
-        values = reduced.tolist()
-        mine = {attention.name: max(values[place]) for attention, place in self._places.values()}
-        largest = torch.tensor([*(mine.get(name, -math.inf) for name in self._everywhere), values[-1]],
-                               dtype=torch.float32, device=reduced.device)
+        mine = {attention.name: reduced[place].max() for attention, place in self._places.values()}
+        none = torch.full_like(reduced[-1], -math.inf)
+        largest = torch.stack([*(mine.get(name, none) for name in self._everywhere), reduced[-1]])
         if self._settings.model_group is not None:
             comm.max_over_ranks(largest, group=self._settings.model_group)
-        *of_modules, others = largest.tolist()
-        found = dict(zip(self._everywhere, of_modules, strict=True))
+        # The host waits once.
+        values = torch.cat([largest, reduced]).tolist()
+        others = values[len(self._everywhere)]
+        found = dict(zip(self._everywhere, values))
+        values = values[len(largest):]
         self._judge(found)
         if others > -math.inf:
             found[""] = others

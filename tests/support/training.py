@@ -10,6 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_layerwise
+from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.wires import Wire
 from tests.support import internals
 from tests.support.reference import Recipe, trainable, whole_number_loss
 
@@ -157,3 +159,13 @@ def poison(engine):
             shards.bucket(bucket.index)[own] = float("nan")
             hit += int(own.sum())
     return hit
+
+
+def arrive_late(monkeypatch):
+    """Send nothing before somebody waits for it: who does not, is sure to read what is old."""
+    gather = Wire.gather
+
+    def late(wire, memory, bucket, turn=None):
+        return comm.Pending(finish=lambda: gather(wire, memory, bucket).wait())
+
+    monkeypatch.setattr(Wire, "gather", late)

@@ -1,5 +1,7 @@
 """Products that a device has none of are refused before anything runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -57,9 +59,15 @@ def test_fast_is_what_noise_does_not_reach(monkeypatch):
 
 
 @pytest.mark.parametrize("device, capability, candidates", [
-    ("cpu", None, {torch.bfloat16}), ("xpu", None, set()), ("meta", None, set()),
-    ("cuda", (7, 0), {torch.float16}), ("cuda", (9, 0), {torch.float16, torch.bfloat16})])
-def test_only_what_a_device_has_is_measured(device, capability, candidates, monkeypatch):
+    ("cpu", None, {torch.bfloat16}), ("xpu", None, {torch.bfloat16}), ("npu", None, set()), ("meta", None, set()),
+    ("cuda", (7, 0), {torch.float16}), ("cuda", (9, 0), {torch.float16, torch.bfloat16}),
+    ("gfx90a:sramecc+:xnack-", (9, 0), {torch.bfloat16}), ("gfx942", (9, 4), {torch.float16, torch.bfloat16})])
+def test_only_what_a_device_has_and_is_exact_in_is_measured(device, capability, candidates, monkeypatch):
+    supported = [torch.float32, *[torch.bfloat16] * (device == "xpu")]
+    monkeypatch.setattr(type(get_accelerator()), "supported_dtypes", lambda self: supported)
+    arch = {"gcnArchName": device} if device.startswith("gfx") else {}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**arch))
+    device = "cuda" if arch else device
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     asked = set()
     monkeypatch.setattr(devices, "speed_over_float32", lambda dtype, device: asked.add(dtype) or 0.0)

@@ -51,7 +51,7 @@ INSIDE = {
                    "adafactor client_object elementwise kronecker orthogonalized probe",
                    "adamuon client_states muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch",
                    "client registry"),
-    "ranks": ("buffers host_group host_memory in_flight leaving profiling scaled side_stream under_way writes",
+    "ranks": ("buffers host_group host_memory in_flight leaving profiling scaled side_stream writes",
               "kept_states remaindered sums update_sets", "watch", "comm owned",
               "agreement disks nodes own_groups same_weights", "wires", "exchange link_times",
               "bucket_order measured_links param_sync", "sync"),

@@ -39,8 +39,8 @@ def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypa
     sync.leave_under_way()
     reader = Stream() if on_another else device.current
     with device.stream(reader):
-        assert params["b"].sum() == 0
+        sync.wait_for([params["b"]])
     number = layout.bucket_of("b").index
     assert reader.knows == device.current.knows == {number}
-    params["a"].sum()
+    sync.wait_for([params["a"]])
     assert device.current.knows == {0, 1}

@@ -3,6 +3,9 @@
 The model is on torch's meta device, which has no numbers: whoever asks for one is refused.
 """
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ds_layerwise
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import rules_of
@@ -26,6 +30,8 @@ from tests.support.training import Net
 pytestmark = rooms("owned")
 
 META = torch.device("meta")
+
+PACKAGE = Path(ds_layerwise.__file__).parent
 
 #: They hand a number, or how many there are of something, to the host.
 WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique", "equal")
@@ -131,3 +137,18 @@ def test_the_norm_in_parts_is_the_norm(factor):
     values = torch.arange(-5, 6, dtype=torch.float32, device="cpu").repeat(2**20) * factor
     expected = 2**20 * 110 * float(torch.tensor(factor, dtype=torch.float32)) ** 2
     assert float(sum_of_squares([values], values.device)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_number_of_the_host_is_copied_to_a_device():
+    """``torch.tensor(..., device=...)`` and ``new_tensor`` copy pageable memory, for which the host waits: torch does
+    so below the operations that :class:`Watch` sees. ``full`` and its like are launches."""
+    copies = []
+    for folder in ("optimizers", "orthogonalize", "parallel", "ranks", "zero"):
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = getattr(getattr(node, "func", None), "attr", None)
+                device = next((ast.unparse(each.value) for each in getattr(node, "keywords", ())
+                               if each.arg == "device"), None)
+                if name == "new_tensor" or (name in ("tensor", "as_tensor") and device != "'cpu'"):
+                    copies.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not copies

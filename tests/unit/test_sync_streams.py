@@ -157,6 +157,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                 # The next step is on the stream that computes, and reads some of the parameters in a forward pass.
                 computing.wait_stream(stepping)
                 for name in order[:3]:
+                    param_sync.wait_for([params[name]])
                     params[name].sum()
             # Nothing is under way when what it writes to is gone.
             param_sync.finish()
@@ -186,6 +187,30 @@ def test_one_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(mac
     assert levels[:2 * len(waits_for)] == ["inside", "across"] * len(waits_for)
     # Bucket k has the memory of bucket k - 2, so it waits for that one, and for no later one.
     assert waits_for == [max(0, bucket - 1) for bucket in range(len(waits_for))]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("way", ["ragged", "cuts"])
+def test_a_bucket_is_copied_while_the_one_before_travels(machine, stage, way, monkeypatch):
+    over, collective = [], machine.collective
+
+    def begin(reads, writes, group):
+        known = [done for stream, done in machine.current.knows.items() if "name='all'" in stream.name]
+        work = collective(reads, writes, group)
+        if group.name == "all":
+            over.append(max(known, default=0))
+        return work
+
+    with machine, torch.no_grad():
+        sync, _, params, _ = make_syncs(stage, way, "native")
+        monkeypatch.setattr(machine, "collective", begin)
+        for name in params:
+            params[name].grad = torch.ones(SHAPES[name])
+        for name in params:
+            sync.accumulate(name, launch=True)
+    # Those of experts, which come last, are another group's. Bucket k has the memory of bucket k - 2.
+    number = sum(bucket.ep_size == 1 for bucket in sync.layout.buckets)
+    assert number > 3 and over == [max(0, bucket - 1) for bucket in range(number)]
 
 
 def test_what_buckets_had_is_there_for_the_exchange(machine, monkeypatch):

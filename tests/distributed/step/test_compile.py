@@ -1,5 +1,6 @@
 """torch.compile of the model, which changes no gradient, and no name but where DeepSpeed's own changes, too."""
 
+import functools
 import os
 import warnings
 
@@ -12,9 +13,9 @@ from torch import nn
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import assert_same_on_all_ranks, ds_config, start, weights
+from tests.support.training import arrive_late, assert_same_on_all_ranks, ds_config, start, weights
 
-pytestmark = rooms("sync", "under_way")
+pytestmark = rooms("sync", "param_sync")
 
 STEPS = 3
 
@@ -45,13 +46,15 @@ def new_counter():
     return torch._dynamo.testing.CompileCounter()
 
 
-def train(engine, *, gas=1, direct=False):
-    for step in range(STEPS):
+def train(engine, *, gas=1, direct=False, steps=STEPS, wait=True):
+    for step in range(steps):
         for micro in range(gas):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
             loss = engine(torch.randint(0, 7, (4, ), generator=generator))
             loss.backward() if direct else engine.backward(loss)
             engine.step()
+    if not wait:
+        return None
     engine.optimizer.wait_for_params()
     assert_same_on_all_ranks(engine.module)
     return weights(engine.module)
@@ -103,14 +106,25 @@ class TestCompiled(DistributedTest):
             assert not other.optimizer.fresh_states
         assert torch.equal(train(other), train(engine))
 
-    def test_a_compiled_reader_of_what_is_under_way(self):
+    @pytest.mark.parametrize("after", [0, 1], ids=["from the start", "while parameters are under way"])
+    @pytest.mark.parametrize("what", ["model", "layer", "function"])
+    def test_overlap_param_gather_breaks_no_graph_and_hides_no_weight(self, what, after, monkeypatch):
+        arrive_late(monkeypatch)
+        config = ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True})
+        plain = start(Layers(), config)
+        expected = [train(plain, steps=steps) for steps in (after, STEPS)][-1]
         counter = new_counter()
-        engine = start(Layers(), ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True}))
-        weight = engine.module.head.weight
-        read = torch.compile(lambda: weight.square().sum() + weight.norm(), backend=counter)
-        for _ in range(STEPS):
-            engine.backward(engine(torch.randint(0, 7, (4, ))))
-            engine.step()
-            found = read()
-            assert engine.optimizer.layout.bucket_of("head.weight").index not in internals.gathers_under_way(engine)
-            assert found == weight.square().sum() + weight.norm()
+        engine = start(Layers(), config)
+        train(engine, steps=after, wait=False)
+        assert bool(internals.gathers_under_way(engine)) == bool(after)
+        layers = engine.module.layers
+        if what == "model":
+            engine.compile(backend=counter)
+        elif what == "layer":
+            layers[1].compile(backend=counter)
+        else:
+            layers[1].forward = torch.compile(functools.partial(nn.Linear.forward, layers[1]), backend=counter)
+        assert torch.equal(train(engine), expected)
+        assert not sum(torch._dynamo.utils.counters["graph_break"].values()) or after
+        assert counter.frame_count == 1 or after
+        assert not internals.gathers_under_way(engine)

@@ -23,6 +23,7 @@ from tests.support.training import (
     train_engine,
     whole_gradients,
 )
+from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("optimizer", "sync", "buffers", "loss_scaling")
 
@@ -110,6 +111,22 @@ class TestLossScale(DistributedTest):
             engine.destroy()
         for name, value in results[0].items():
             assert relative_error(results[1][name], value) < 1e-6, name
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("cuts", [False, True], ids=["to owners", "in cuts"])
+    def test_sums_of_the_backend_leave_it_as_much_room(self, cuts, stage, monkeypatch):
+        """Gradients of 40,000 on both ranks, of which the sum is no float16."""
+        allow_fp16()
+        if cuts:
+            plan_in_cuts(monkeypatch)
+        for reduction in ("ordered", "native"):
+            engine = start(Net(), ds_config(stage=stage, clip=0.0, fp16={"enabled": True, "loss_scale": 1},
+                                            layerwise={"reduction": reduction}))
+            engine.backward(sum(p.sum() for p in engine.module.parameters()) * 40000)
+            gradients = whole_gradients(engine)
+            engine.step()
+            assert not engine.optimizer.overflow and math.isfinite(engine.get_global_grad_norm())
+            assert all((value == 40000).all() for value in gradients.values())
 
     def test_a_static_one_stays_after_an_overflow(self):
         allow_fp16()

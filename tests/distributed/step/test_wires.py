@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
@@ -111,6 +112,34 @@ class TestReduce(DistributedTest):
             out = memory[start:stop] if in_place and dtype == torch.float32 else torch.full((stop - start,), torch.nan)
             wire.reduce(memory, bucket, out, divide_by=4.0, wire_dtype=dtype).wait()
             assert torch.equal(out, rows.float().sum(0)[start:stop] / 4.0)
+
+    @pytest.mark.parametrize("how", ["native", "native in levels", "ordered", "ordered in levels"])
+    def test_float16_overflows_no_earlier_than_the_gradients_of_a_rank(self, how, monkeypatch):
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def reduce_scatter_ragged(out, parts, *, group):
+            whole = torch.cat(list(parts))
+            dist.all_reduce(whole)
+            out.copy_(whole.split_with_sizes([len(part) for part in parts])[rank])
+            return SimpleNamespace(wait=lambda: None)
+
+        monkeypatch.setattr(comm, "reduce_scatter_ragged", reduce_scatter_ragged)
+        levels, native = how.endswith("levels"), how.startswith("native")
+        wire = wires_of(2 if levels else 1, native=native, rings=IN_LEVELS if levels else None)
+        for bucket in buckets_of(size):
+            start, stop = span(bucket, rank, size)
+            for value in (61440.0, -61440.0, 3.0):
+                # As on a device, where ragged sums are the backend's.
+                used = replace(wire, on_host=False) if bucket.way == "ragged" and native else wire
+                memory = torch.full((bucket.numel, ), value, dtype=torch.float16)
+                out = torch.empty(stop - start)
+                used.reduce(memory, bucket, out, divide_by=size, wire_dtype=torch.float16).wait()
+                assert torch.equal(out, torch.full_like(out, value))
+                if bucket.way == "cuts" and native:
+                    memory.fill_(value)
+                    out = memory[start:stop]
+                    wire.reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.float16).wait()
+                    assert torch.equal(out.float() / wires.room_in(out.dtype, size), torch.full(out.shape, value * size))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("levels", [False, True])
