@@ -222,6 +222,7 @@ _READ = (
         zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm""",
             ("self",)),
     Name(f"{_ENGINE}.backward", "read", ("self", "loss")),
+    Name(f"{_ENGINE}._backward_prologue_per_tensor", "read", ("self", "grad")),
     Name(f"{_ENGINE}.step", "read", ("self", "lr_kwargs")),
     Name(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     Name(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
