@@ -29,7 +29,7 @@ from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.before_update import BeforeUpdate
 from ds_layerwise.zero.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import norm_tensor, survivable, timed
-from ds_layerwise.zero.first_step import FirstStep
+from ds_layerwise.zero.gradient_share import divide_once
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
@@ -82,8 +82,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
         with comm.Alike(None), ambient.set_aside(self._device):
             self._init_buffers(self._device)
         groups = self._init_syncs()
-        self._first_step = FirstStep(self._params, self._owned, planned, optimizer, config, settings, groups=groups,
-                                     fast_dtypes=self._products.dtypes) if config.verify_first_step else None
+        self._first_step = None if not config.verify_first_step else first_step.FirstStep(
+            self._params, self._owned, planned, optimizer, config, settings, groups=groups,
+            fast_dtypes=self._products.dtypes)
         self._init_parts(model)
         self._init_hooks(model, groups)
         start_up.warn_of_zeros(planned, settings, self._owned)
@@ -165,9 +166,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
     def _init_hooks(self, model: nn.Module, groups: comm.Groups) -> None:
         if self.config.overlap_param_gather:
             self._param_sync.overlap_with_forward(model)
-        every = list(self._params.values())
-        self._hooks = [register_grad_hook(param, self._make_hook(name, every))
-                       for name, param in self._params.items()]
+        self._divided = divide_once(self._engine(), every := list(self._params.values()))
+        self._hooks = [*self._divided.values(), *(register_grad_hook(param, self._make_hook(name, every))
+                                                  for name, param in self._params.items())]
         takeover.take(self._params.values(), self)
         self._access = [StateAccess(name, param, self._owned, group=groups[self.layout.bucket_of(name).ep_size],
                                     local_sum=self._grad_sync.local_sum, gradient_divisor=self._grad_sync.divisor,

@@ -165,6 +165,8 @@ READ = (
         zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm""",
             ("self",)),
     Used(f"{_ENGINE}.backward", "read", ("self", "loss")),
+    Used(f"{_ENGINE}._backward_prologue_per_tensor", "read", ("self", "grad")),
+    Used(f"{_ENGINE}._is_gradient_accumulation_boundary", "read"),
     Used(f"{_ENGINE}.step", "read", ("self", "lr_kwargs")),
     Used(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     Used(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),

@@ -16,9 +16,9 @@ from ds_layerwise.errors import StepError
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import assert_same_on_all_ranks, ds_config, start, whole_gradients
+from tests.support.training import allow_fp16, assert_same_on_all_ranks, ds_config, start, whole_gradients
 
-pytestmark = rooms("sync", "guard")
+pytestmark = rooms("sync", "guard", "gradient_share")
 
 STEPS = 2
 
@@ -47,11 +47,12 @@ def batch(step, micro, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
 
 
-def plain_gradients(module, passes, *, stage, gas):
+def plain_gradients(module, passes, *, stage, gas, with_module=False):
     """What the ranks' gradients average to, summed in the order in which they are reduced.
 
     Args:
-        passes: of a rank, the backward passes of a step: pairs of a micro-batch and a function of the model's outputs.
+        passes: of a rank, the backward passes of a step: pairs of a micro-batch and a function of the model's outputs,
+            or, ``with_module``, of the model and these.
     """
     size = dist.get_world_size()
     grads = []
@@ -59,12 +60,14 @@ def plain_gradients(module, passes, *, stage, gas):
         grads.append([])
         for inputs, loss in passes(rank):
             plain = copy.deepcopy(module)
-            (loss(plain(inputs)) / gas).backward()
+            (loss(*[plain] * with_module, plain(inputs)) / gas).backward()
             grads[-1].append({name: p.grad for name, p in trainable(plain).items()})
     total = {}
     for name in trainable(module):
         of = [[g[name] for g in of_rank] for of_rank in grads]
-        parts = [sum(of_rank) for of_rank in of] if stage == 1 else [sum(of_all) for of_all in zip(*of, strict=True)]
+        # Ranks' sums are made in float32.
+        parts = ([sum(of_rank).float() for of_rank in of] if stage == 1 else
+                 [sum(grad.float() for grad in of_all) for of_all in zip(*of, strict=True)])
         total[name] = sum(parts) / size
     return total
 
@@ -259,6 +262,117 @@ class TestOutputs(Graphs):
 
 
 class TestOutputsAtStage2(TestOutputs):
+    stage = 2
+
+
+class Layers(nn.Module):
+    """Outputs that depend on one another, as a transformer's: a loss on logits, these on hidden states."""
+
+    def __init__(self, kind, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(8, 8, dtype=dtype) for _ in range(3))
+
+    def forward(self, x):
+        x = x.to(self.layers[0].weight.dtype)
+        states = [x := torch.tanh(layer(x)) for layer in self.layers]
+        return self.kind(loss=x.square().mean(), logits=x, hidden_states=tuple(states))
+
+
+@dataclass
+class LayersOutput(ModelOutput):
+    """What a transformer returns with ``output_hidden_states``."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+def as_tuple(loss, logits, hidden_states):
+    return loss, logits, hidden_states
+
+
+def nested(loss, logits, hidden_states):
+    return {"loss": loss, "more": [{"logits": logits}, hidden_states]}
+
+
+KINDS = {"ModelOutput": (LayersOutput, lambda out: (out.loss, out.logits, out.hidden_states)),
+         "tuple": (as_tuple, lambda out: out), "dict": (dict, lambda out: tuple(out.values())),
+         "nested": (nested, lambda out: (out["loss"], out["more"][0]["logits"], out["more"][1]))}
+
+#: Losses of what a model returns, and of its parameters.
+LOSSES = {"its own": lambda module, loss, logits, states: loss,
+          "outside": lambda module, loss, logits, states: logits.sum(),
+          "several outputs": lambda module, loss, logits, states: loss + states[0].square().sum() + logits.sum(),
+          "a penalty": lambda module, loss, logits, states: loss + module.layers[1].weight.square().sum()}
+
+#: Of a backward pass that DeepSpeed does not start itself, and of one that it does.
+BEGINS = {"by hand": lambda engine, loss: loss.backward(),
+          "scaled": lambda engine, loss: engine.scale(loss).backward(),
+          "engine": lambda engine, loss: engine.backward(loss)}
+
+
+class TestSeveralOutputs(Graphs):
+    """A gradient is divided by the number of micro-batches once, whatever it passes on its way."""
+
+    def check(self, kind, loss, begin, *, gas=4, dtype=torch.float32, scale=1, **changes):
+        make, outputs_of = KINDS[kind]
+
+        def loss_of(module, outputs):
+            return LOSSES[loss](module, *outputs_of(outputs))
+
+        engine = self.engine(Layers(make, dtype), gas=gas, **changes)
+        expected = plain_gradients(engine.module, lambda rank: [
+            (batch(0, micro, rank), lambda module, outputs: scale * loss_of(module, outputs)) for micro in range(gas)],
+            stage=self.stage, gas=gas, with_module=True)
+        for micro in range(gas):
+            BEGINS[begin](engine, loss_of(engine.module, engine(batch(0, micro, dist.get_rank()))))
+            if micro == gas - 1:
+                assert_gradients(engine, expected)
+            engine.step()
+        engine.destroy()
+
+    def test_in_whatever_the_model_returns(self):
+        for kind in KINDS:
+            self.check(kind, "its own", "by hand")
+
+    def test_of_whatever_loss(self):
+        for loss in LOSSES:
+            for begin in BEGINS:
+                self.check("ModelOutput", loss, begin, gas=2)
+
+    def test_in_bf16_and_with_a_scaled_loss(self):
+        allow_fp16()
+        for begin in ("by hand", "engine"):
+            self.check("ModelOutput", "several outputs", begin, dtype=torch.bfloat16, bf16={"enabled": True})
+        for begin in ("scaled", "engine"):
+            self.check("ModelOutput", "several outputs", begin, dtype=torch.float16, scale=2**6, fp16={
+                "enabled": True, "initial_scale_power": 6})
+
+    def test_what_somebody_asks_autograd_for_is_not_divided(self):
+        engine = self.engine(Layers(LayersOutput), gas=4)
+        outputs = engine(batch(0, 0, 0))
+        wanted = [engine.module.layers[0].weight, outputs.hidden_states[0]]
+        got = torch.autograd.grad(outputs.loss, wanted, retain_graph=True)
+        plain = Layers(LayersOutput)
+        outputs = plain(batch(0, 0, 0))
+        expected = torch.autograd.grad(outputs.loss, [plain.layers[0].weight, outputs.hidden_states[0]])
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+    def test_together_and_with_another_number_of_micro_batches(self):
+        """Gradients that stay on parameters are not divided again."""
+        engine = self.engine(Layers(LayersOutput))
+        engine.set_train_batch_size(4 * dist.get_world_size())
+        expected = self.expected(engine.module, lambda rank: [
+            (batch(0, micro, rank), lambda outputs: outputs.loss) for micro in range(4)], gas=4)
+        with engine.coalesce_grad_reduction():
+            for micro in range(4):
+                backward(engine, engine(batch(0, micro, dist.get_rank())).loss, direct=micro % 2 == 0)
+        for name, value in whole_gradients(engine).items():
+            torch.testing.assert_close(value, expected[name].flatten(), msg=name)
+
+
+class TestSeveralOutputsAtStage2(TestSeveralOutputs):
     stage = 2
 
 
