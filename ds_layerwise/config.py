@@ -24,7 +24,7 @@ from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.presets import PRESETS, started
 from ds_layerwise.recipes.qk_clip import QkClip
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import NOT_HERE, entry_of, names, recipes_of_settings
+from ds_layerwise.recipes.registry import NOT_HERE, entry_of, names, recipes_of_settings, refuse_of_others
 from ds_layerwise.recipes.settings import (
     Betas,
     Count,
@@ -188,6 +188,7 @@ class OptimizerConfig(Hyper):
         named = _named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"
         matrix, scalar = (entry_of(named, whole=True).recipe, entry_of(_scalar_name(params), whole=False).recipe)
         model = params_model(matrix, scalar, general)
+        refuse_of_others(params, matrix, scalar, {*model.keys()})
         _only_ours("optimizer.params", params, {*model.keys(), *ALWAYS_TRUE, "adam_w_mode"})
         for key in ALWAYS_TRUE:
             if params.pop(key, True) is not True:

@@ -137,6 +137,8 @@ _WRAPPED = (
     Name(f"{_ENGINE}._load_zero_checkpoint", "wrapped", ("self", "load_dir", "tag")),
     Name(f"{_ENGINE}.load_module_state_dict", "wrapped", ("self", "checkpoint", "strict", "custom_load_fn")),
     Name(f"{_ENGINE}._get_all_ckpt_names", "wrapped", ("self", "checkpoints_path", "tag")),
+    # A script calls it.
+    Name("torch.nn.utils.clip_grad_norm_", "wrapped", ("parameters", "max_norm")),
     Name("deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS", "extended"),
     Name("deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS", "extended"),
 )

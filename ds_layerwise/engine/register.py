@@ -7,7 +7,7 @@ from typing import Any
 
 import deepspeed
 
-from ds_layerwise.engine import contract, own_overrides, patches
+from ds_layerwise.engine import contract, last_words, own_overrides, patches
 from ds_layerwise.recipes.overrides import overrides_of
 from ds_layerwise.recipes.param_keys import ParamKey
 
@@ -28,6 +28,7 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             that, and nothing was patched. Or somebody has replaced since what an earlier call has wrapped. Or
             ``overrides`` say what no override can say.
     """
+    last_words.begin()
     given = None if overrides is None else overrides_of(overrides)
     with patches.changing():
         if not patches.is_registered():
@@ -50,6 +51,7 @@ def unregister() -> None:
     """
     with patches.changing():
         patches.unwrap()
+        last_words.end()
         own_overrides.keep(())
 
 
@@ -63,6 +65,7 @@ def initialize(*args: Any, overrides: Mapping[ParamKey, Mapping[str, Any]] | Non
     Raises:
         ConfigError: ``overrides`` say what no override can say; and all that :func:`register` and the engine raise.
     """
+    last_words.begin()
     given = overrides_of(overrides)
     register()
     with own_overrides.beside(given):

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import PicklingError
 from shutil import disk_usage
 from typing import Any
 
@@ -242,6 +243,11 @@ def _saying_where(save_dir: str | Path) -> Iterator[None]:
         yield
     except LayerWiseError:
         raise
+    except (AttributeError, TypeError, PicklingError) as e:
+        if "pickle" not in str(e):
+            raise
+        raise LayerWiseError("the checkpoint cannot be written, as client_state, or what the module's state_dict has, "
+                             f"holds what no file can: {e}; leave it out") from e
     except RuntimeError as e:
         raise LayerWiseError(f"the checkpoint cannot be written to {save_dir}, which has {disk_usage(save_dir).free} "
                              f"bytes left: {str(e).partition(chr(10))[0]}; what was saved before is still there") from e

@@ -2,19 +2,18 @@
 
 Note: what is wrapped, and why there
     ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is the first thing that
-    an engine does with its config, so a mistake is found before memory is spent; only the config's own
-    ``_configure_train_batch_size`` computes before. ``_broadcast_model`` is the first collective on the model: ranks
-    whose models differ must find out before it. ``_configure_basic_optimizer`` builds the optimizer that the config
-    names; ``_do_optimizer_sanity_check`` would pick another wrapper class for bf16 with float32 accumulation;
-    ``_configure_zero_optimizer`` builds the wrapper. ``zero_use_cpu_optimizer`` would keep ``engine.offload_states``
-    from moving what ``offload_optimizer`` left on the device. One function is no method: ``get_zero_config`` would
-    refuse a ratio below 1. The other modules of this folder have more. Every wrap asks first whether it is for us.
+    an engine does with its config, so a mistake is found before memory is spent; :mod:`.reading` is before.
+    ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out before it.
+    ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check`` would pick
+    another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper.
+    ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what ``offload_optimizer`` left on the
+    device. The other modules of this folder have more. Every wrap asks first whether it is for us.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,23 +35,23 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise.config import is_for_us, is_ours
-from ds_layerwise.engine import loading, own_overrides, patches, reference, saving, schedules, shared_memory
+from ds_layerwise.config import is_for_us
+from ds_layerwise.engine import loading, own_overrides, patches, reading, reference, saving, schedules, shared_memory
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.client import ClientOptimizer, given_by
+from ds_layerwise.optimizers.client import ClientOptimizer, given_by, must_be_optimizer, pointing_to_ours
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
-from ds_layerwise.plan.config_file import config_of
-from ds_layerwise.plan.ds_config import refuse_misplaced, retell, type_meant, what_ranks_share, with_plain_numbers
+from ds_layerwise.plan.ds_config import retell, type_meant, what_ranks_share
 from ds_layerwise.plan.listing import as_text
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
 from ds_layerwise.zero import autocast, param_map, takeover
+from ds_layerwise.zero.in_vain import warn_once
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from ds_layerwise.zero.settings import Settings
 
@@ -62,71 +61,15 @@ def _uses_us(engine: DeepSpeedEngine) -> bool:
     return is_for_us(engine._config._param_dict)
 
 
-def _has_client(config: Mapping[str, Any]) -> bool:
-    """Whether the script is to give the optimizer of ``config``, which is for this backend."""
-    return config.get("optimizer") is None
-
-
-def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
-    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at stage 3 alone.
-
-    Raises:
-        ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
-    """
-    zero = given.get("zero_optimization")
-    if is_for_us(given):
-        refuse_misplaced(given)
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if not isinstance(offload, dict) or not is_for_us(given):
-        return original(given)
-    ratio = offload.get("ratio", "auto")
-    if ratio == "auto":
-        return original(given)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
-    rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
-    config = original({**given, "zero_optimization": rest})
-    config.offload_optimizer.ratio = ratio
-    return config
-
-
 def _run(engine: DeepSpeedEngine) -> RunConfig:
     """What the engine's config says to this backend; read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
-        found = RunConfig.from_ds_config(config._param_dict, client=_has_client(config._param_dict))
+        found = RunConfig.from_ds_config(config._param_dict, client=reading.has_client(config._param_dict))
         layerwise = found.layerwise.model_copy(update={"overrides": (*found.layerwise.overrides, *own_overrides.now())})
         config._layerwise_run = replace(found, layerwise=layerwise)
     run: RunConfig = config._layerwise_run
     return run
-
-
-def _initialize_params(original: Callable[[Any], Any], config: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
-    """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it, too."""
-    optimizer = given.get("optimizer")
-    if not is_for_us(given) and not (isinstance(optimizer, str) and is_ours(optimizer)):
-        return original(given)
-    # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
-    config_of(with_plain_numbers(given))
-    try:
-        return original(given)
-    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        try:
-            RunConfig.from_ds_config(given, client=_has_client(given))
-        except ConfigError as ours:
-            raise ours from error
-        retell(error)
-        raise
-
-
-def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
-    if is_for_us(config._param_dict):
-        config._param_dict = with_plain_numbers(config._param_dict)
-        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            if config._param_dict.get(key) == "auto":
-                raise ConfigError(f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
-                                  "Accelerate do; give it a whole number, or remove it")
-    return original()
 
 
 def _configure_with_arguments(original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any) -> Any:
@@ -159,7 +102,11 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         described += [f"{override.label(i)} = {override.changes()}"
                       for i, override in enumerate(_run(engine).layerwise.overrides) if override.key is not None]
         comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
-    return original()
+    try:
+        return original()
+    except AssertionError as error:
+        retell(error)
+        raise
 
 
 def _alike() -> AbstractContextManager[None]:
@@ -175,15 +122,17 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     """
     run = _run(engine)
     _refuse_what_is_not_read(engine._config, given)
-    if _has_client(given):
+    if reading.has_client(given):
         if engine.client_optimizer is None:
             raise ConfigError("the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
                               "optimizer given to initialize(), and there is none of these; name one, or remove the "
                               "section")
+        if not callable(engine.client_optimizer):
+            must_be_optimizer(engine.client_optimizer)
         _refuse_what_clients_lack(run)
     else:
         check_recipes(run.optimizer.recipes)
-    if not _has_client(given) and engine.client_optimizer is not None:
+    if not reading.has_client(given) and engine.client_optimizer is not None:
         raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
                           f"{given['optimizer']['type']!r} in the config; remove one")
     if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(engine.mpu):
@@ -266,7 +215,7 @@ def _configure_optimizer(original: Callable[[Any, Any], Any], engine: DeepSpeedE
                          model_parameters: Any) -> Any:
     if not _uses_us(engine) or client_optimizer is None:
         return original(client_optimizer, model_parameters)
-    with _alike():
+    with _alike(), pointing_to_ours(client_optimizer):
         ours = ClientOptimizer(given_by(client_optimizer, model_parameters),
                                split=_run(engine).layerwise.client_optimizer.split)
         check_recipes(ours.recipes_by_group)
@@ -315,6 +264,14 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     return built
 
 
+def _clip_grad_norm_(original: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(takeover.is_trained(param) and param.grad is None for param in given):
+        warn_once("clip_grad_norm_() of the script finds no gradients, and clips none: they stay in the engine; set "
+                  "gradient_clipping in the config, and ask engine.get_global_grad_norm() for the norm")
+    return original(given, *args, **options)
+
+
 def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     # Gradients do not stay on the parameters, where the original looks for them.
     if isinstance(engine.optimizer, LayerWiseZeroOptimizer):
@@ -334,9 +291,8 @@ FOR_LIFE: dict[str, Callable[..., Any]] = {
     **loading.WRAPS,
 }
 WRAPS: dict[str, Callable[..., Any]] = {
-    "get_zero_config": _get_zero_config,
-    "_initialize_params": _initialize_params,
-    "_configure_train_batch_size": _configure_train_batch_size,
+    **reading.WRAPS,
+    "clip_grad_norm_": _clip_grad_norm_,
     "_configure_with_arguments": _configure_with_arguments,
     "_do_sanity_check": _do_sanity_check,
     **shared_memory.WRAPS,

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers import probe, probe_checks
+from ds_layerwise.optimizers.client_object import set_rate
 from ds_layerwise.optimizers.probe import COUNT, Kept, Leaf
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, zeros
 from ds_layerwise.recipes import any_torch as recipes
@@ -81,7 +82,8 @@ class AnyTorch:
             optimizer = self._optimizers[state[COUNT]] = probe.make(self._recipe, param)
         group, = optimizer.param_groups
         group.update(hyper.of_client)
-        group.update(params=[param], lr=hyper.lr)
+        group["params"] = [param]
+        set_rate(group, hyper.lr)
         if "weight_decay" in group:
             group["weight_decay"] = hyper.weight_decay
         elif hyper.weight_decay:

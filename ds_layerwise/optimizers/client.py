@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from ds_layerwise.checkpoint.plain import plain
@@ -39,8 +39,8 @@ class ClientOptimizer(LayerWiseOptimizer):
             engine has it.
     """
 
-    def __init__(self, client: object, *, split: ClientSplit) -> None:
-        if isinstance(client, Optimizer) and _HELD in vars(client):
+    def __init__(self, client: Optimizer, *, split: ClientSplit) -> None:
+        if _HELD in vars(client):
             raise ConfigError(f"this {path_of(client)} has been given to another engine, which trains with its groups; "
                               "make a new one")
         self.client = check_object(client)
@@ -154,16 +154,35 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.param_groups.append(param_group)
 
 
-def given_by(optimizer: object, params: Any) -> Optimizer | None:
+def given_by(optimizer: object, params: Any) -> Optimizer:
     """What ``initialize(optimizer=...)`` means: an object, or what a callable makes for ``params``.
 
     Raises:
         ConfigError: the callable makes none.
     """
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    made = optimizer(params) if callable(optimizer) else optimizer
-    if not isinstance(made, torch.optim.Optimizer):
+    return must_be_optimizer(optimizer(params) if callable(optimizer) else optimizer)
+
+
+def must_be_optimizer(found: object) -> Optimizer:
+    """``found``, if it is an optimizer.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(found, Optimizer):
         raise ConfigError(f"the optimizer given to initialize() must be a torch.optim.Optimizer, or make one of "
-                          f"parameters, got {type(made).__module__}.{type(made).__qualname__}")
-    return made
+                          f"parameters, got {type(found).__module__}.{type(found).__qualname__}")
+    return found
+
+
+@contextmanager
+def pointing_to_ours(client: object) -> Iterator[None]:
+    """Tell who gives a Muon that cannot be taken where there is one."""
+    try:
+        yield
+    except ConfigError as error:
+        name = type(client).__qualname__
+        if "muon" not in name.lower():
+            raise
+        raise ConfigError(f"{error}. To train with Muon, give initialize() no optimizer: remove the {name}, and set "
+                          "optimizer.type 'LayerWiseMuon' in the config") from error

@@ -60,10 +60,16 @@ class Prototype:
     def make(self, params: Sequence[Tensor]) -> Optimizer:
         """A new optimizer for ``params``, without states, of which ``lr`` is 1e-3."""
         made = self.kind.__new__(self.kind)
-        group = {**copy.deepcopy(dict(self.group)), "lr": 1e-3, "params": list(params)}
+        group = {**copy.deepcopy(dict(self.group)), "params": list(params)}
+        set_rate(group, 1e-3)
         made.__setstate__({**copy.deepcopy(dict(self.rest)), "defaults": copy.deepcopy(dict(self.defaults)),
                            "state": defaultdict(dict), "param_groups": [group]})
         return made
+
+
+def set_rate(group: dict[str, Any], lr: float) -> None:
+    """Let a parameter group have ``lr`` as it has its rate: a number, or a tensor, which its class may insist on."""
+    group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
 
 
 def path_of(client: Optimizer) -> str:
@@ -71,17 +77,14 @@ def path_of(client: Optimizer) -> str:
     return any_torch.path_of(type(client))
 
 
-def check_object(client: object) -> Optimizer:
+def check_object(client: Optimizer) -> Optimizer:
     """``client``, if optimizers like it can be made.
 
     Raises:
         LayerWiseError: a group says what no checkpoint could hold.
-        ConfigError: it is no ``torch.optim.Optimizer``; or it wraps another, needs a closure, has hooks before its
+        ConfigError: it wraps another, needs a closure, has hooks before its
             step, has another ``step`` than its class, or keeps what cannot be copied.
     """
-    if not isinstance(client, Optimizer):
-        raise ConfigError(f"the optimizer given to initialize() must be a torch.optim.Optimizer, got "
-                          f"{type(client).__module__}.{type(client).__qualname__}")
     path = path_of(client)
     for key, value in vars(client).items():
         if isinstance(value, Optimizer):
@@ -95,9 +98,11 @@ def check_object(client: object) -> Optimizer:
         raise ConfigError(f"{path}.step needs {', '.join(needs)}, and engine.step() has no closure that could "
                           "evaluate the model again; use another optimizer")
     if type(client).__module__.startswith("deepspeed.ops"):
-        raise ConfigError(f"{path} is made for stock DeepSpeed's offloading; give initialize() torch's optimizer of "
-                          "that name; Accelerate, which puts this one in its place, leaves it with "
-                          "zero_force_ds_cpu_optimizer set to false")
+        why = ("stock DeepSpeed's offloading; Accelerate, which puts it in the place of torch's, leaves that with "
+               "zero_force_ds_cpu_optimizer set to false" if "CPU" in path
+               else "kernels of DeepSpeed's that update all parameters of a rank at once")
+        raise ConfigError(f"{path} is made for {why}; give initialize() torch's optimizer of that kind, such as "
+                          "torch.optim.AdamW for Adam")
     if client._optimizer_step_pre_hooks:
         raise ConfigError(f"{path} has hooks that run before its step (register_step_pre_hook), which would find no "
                           "gradients: those stay in the engine; remove them, and use the engine's gradient_clipping")

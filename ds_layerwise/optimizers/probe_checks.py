@@ -1,9 +1,9 @@
 """What a class of ``torch.optim.Optimizer`` must not do, or ranks that own some parameters each cannot run it.
 
 Note: what is tried
-    Some steps on small tensors: of one parameter beside another and alone; of two halves; of one that goes on from its
-    state in an instance of its own, as after a load; and of one that was made with another learning rate. What comes
-    out must be alike. What a class draws at random differs anyway, and is not compared.
+    What it keeps after some steps, and where. Then steps of one instance that has two parameters, against those of
+    instances as a run has them: of one parameter or one piece, made with another learning rate, and going on from a
+    copy of the state. What comes out must be alike. What a class draws at random differs anyway, and is not compared.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.client_object import set_rate
 from ds_layerwise.optimizers.probe import (
     ERRORS,
     SMALL,
@@ -56,19 +57,19 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
     _check_where_it_keeps(recipe, shapes[0])
     if not recipe.whole:
         _check_keys_of_pieces(recipe)
-    if not _is_repeatable(recipe, shapes[0]):
+    expected = _trained(recipe, shapes, seed=0)
+    if not torch.equal(expected, _trained(recipe, shapes, seed=1)):
         return  # What it draws at random differs from run to run anyway.
-    alone = [_trained(recipe, [shape], [seed])[0] for seed, shape in enumerate(shapes)]
-    together = _trained(recipe, shapes, range(len(shapes)))
-    if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(alone, together, strict=True)):
-        raise ConfigError(f"{recipe.rule} does to one parameter what depends on the others, and ranks own some each; "
-                          "it cannot run on parts of a model")
-    _check_it_goes_on(recipe, new_rule, shapes[0])
+    value, grads = draw(shapes[0], 0), [draw(shapes[0], 100 + step) for step in range(_LONG)]
+    if not _agree(_in_instances(recipe, new_rule, value, grads), expected):
+        raise ConfigError(f"{recipe.rule} does otherwise where each parameter has an instance of its own that goes on "
+                          "from optimizer.state[param], as after a load, than where one has all: what it does depends "
+                          "on other parameters, on something that it keeps elsewhere, or on more of the lr that it is "
+                          "made with than its parameter groups tell; this class cannot be used here")
     if not recipe.whole:
-        values, grads = draw((60,), 0), [draw((60,), 100 + step) for step in range(STEPS)]
-        halves = torch.cat([_stepped(recipe, values[part], [grad[part] for grad in grads])
-                            for part in (slice(0, 24), slice(24, 60))])
-        if not torch.allclose(halves, _stepped(recipe, values, grads), rtol=1e-4, atol=1e-6):
+        halves = [_in_instances(recipe, new_rule, value[part], [grad[part] for grad in grads])
+                  for part in (slice(0, 24), slice(24, 60))]
+        if not _agree(torch.cat(halves), expected):
             raise ConfigError(f"{recipe.rule} does to one element what depends on the others of its parameter, and "
                               "parameters of the scalar optimizer are cut by element; use it as matrix_optimizer")
 
@@ -142,23 +143,28 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
                           "as matrix_optimizer")
 
 
-def _check_it_goes_on(recipe: AnyTorch, new_rule: Callable[[], UpdateRule], shape: tuple[int, ...]) -> None:
-    """Refuse a class that keeps more than its state, or more of the ``lr`` that it is made with than its groups have.
-
-    Raises:
-        ConfigError: says which.
-    """
-    grads = [draw(shape, 1 + step) for step in range(_LONG)]
-    of_group = expected = _stepped_at(recipe, None, draw(shape, 0), grads)
-    if not isinstance(recipe, ClientTorch):
-        # An object that a script has made keeps what it took of its lr without us, too.
-        expected = _stepped_at(recipe, _LR, draw(shape, 0), grads)
-    if not _agree(of_group, expected):
-        raise ConfigError(f"{recipe.rule} takes more of the lr that it is made with than its parameter groups tell, so "
-                          "that no schedule moves it as it should; give it arguments with which it does not, or use "
-                          "another class")
+def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], *, seed: int) -> Tensor:
+    """The first of some parameters after steps of one instance that has them all, with so much chance."""
     with aside():
-        param, rule = draw(shape, 0), new_rule()
+        torch.manual_seed(seed)
+        params = [draw(shape, index) for index, shape in enumerate(shapes)]
+        # An object that a script has made keeps what it took of its lr without us, too.
+        optimizer = make(recipe, *params) if isinstance(recipe, ClientTorch) else make(recipe, *params, lr=_LR)
+        group, = optimizer.param_groups
+        set_rate(group, _LR)
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+        for step in range(_LONG):
+            for index, param in enumerate(params):
+                param.grad = draw(tuple(param.shape), 100 * (1 + index) + step)
+            step_of(recipe, optimizer, shapes[0])
+    return params[0]
+
+
+def _in_instances(recipe: AnyTorch, new_rule: Callable[[], UpdateRule], value: Tensor, grads: list[Tensor]) -> Tensor:
+    """A parameter after as many steps, alone, and resumed on the way."""
+    with aside():
+        param, rule = value.clone(), new_rule()
         state = rule.init_state(param)
         for step, grad in enumerate(grads):
             if step in _RESUMED:
@@ -169,57 +175,8 @@ def _check_it_goes_on(recipe: AnyTorch, new_rule: Callable[[], UpdateRule], shap
             except ERRORS as e:
                 raise ConfigError(f"{recipe.rule} cannot go on from its state after {step} steps, as after a load: "
                                   f"{said(e)}") from e
-    if not _agree(param, expected):
-        raise ConfigError(f"{recipe.rule} does otherwise where it goes on from optimizer.state[param] in an instance "
-                          "of its own, as after a load: it keeps something elsewhere; this class cannot be used here")
-
-
-def _stepped_at(recipe: AnyTorch, made_with: float | None, param: Tensor, grads: list[Tensor]) -> Tensor:
-    """``param`` after a step with each of ``grads`` at one learning rate, of an instance that was ``made_with`` it, or,
-    for None, with that of a probe."""
-    with aside():
-        optimizer = make(recipe, param) if made_with is None else make(recipe, param, lr=made_with)
-        group, = optimizer.param_groups
-        group.update({key: value for key, value in (("lr", _LR), ("weight_decay", 0.0)) if key in group and (
-            key != "lr" or made_with is None)})
-        for grad in grads:
-            param.grad = grad.clone()
-            step_of(recipe, optimizer, tuple(param.shape))
     return param
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
-def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], seeds: Any) -> list[Tensor]:
-    """Parameters of ``shapes`` after some steps together."""
-    with aside():
-        params = [draw(shape, seed) for shape, seed in zip(shapes, seeds, strict=True)]
-        optimizer = make(recipe, *params)
-        for step in range(STEPS):
-            for param, seed in zip(params, seeds, strict=True):
-                param.grad = draw(tuple(param.shape), 100 * (1 + seed) + step)
-            step_of(recipe, optimizer, tuple(params[0].shape))
-    return params
-
-
-def _stepped(recipe: AnyTorch, values: Tensor, grads: list[Tensor]) -> Tensor:
-    with aside():
-        param = values.clone()
-        optimizer = make(recipe, param)
-        for grad in grads:
-            param.grad = grad.clone()
-            step_of(recipe, optimizer, tuple(param.shape))
-    return param
-
-
-def _is_repeatable(recipe: AnyTorch, shape: tuple[int, ...]) -> bool:
-    """Whether the class draws nothing at random."""
-    values, grads = draw(shape, 0), [draw(shape, 1 + step) for step in range(STEPS)]
-    with torch.random.fork_rng(devices=[]):
-        runs = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            runs.append(_stepped(recipe, values, grads))
-    return torch.equal(*runs)

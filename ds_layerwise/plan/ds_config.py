@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from os.path import commonprefix
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ds_layerwise.config import belongs_in, only_known
 from ds_layerwise.errors import ConfigError, unknown_key
@@ -120,6 +121,28 @@ def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+#: What a config may have at the top level, and in ``checkpoint``, which nobody else checks. Of other names those alone
+#: are refused that are one of these but for a slip.
+_KNOWN = {"": """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+    compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+    datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler
+    fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine
+    layerwise log_level managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients
+    progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type sequence_parallel_size
+    sparse_attention sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split(),
+          "checkpoint": "load_universal parallel_write tag_validation use_node_local_storage writer".split()}
+
+
+def _is_slip(one: str, other: str) -> bool:
+    """Whether ``one`` is ``other`` with a letter too many, too few, changed, or swapped with the next."""
+    alike = len(commonprefix([one, other]))
+    rest, its = one[alike:], other[alike:]
+    return its in (rest, rest[1:]) or its[1:] in (rest, rest[1:]) or its == rest[1::-1] + rest[2:]
+
+
 def _flat(name: object) -> str:
     return str(name).lower().translate({ord(c): None for c in "_- ."})
 
@@ -137,7 +160,7 @@ def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: says where it belongs.
     """
-    for section in ("", "zero_optimization", "bf16", "fp16"):
+    for section in ("", "zero_optimization", "bf16", "fp16", "checkpoint"):
         keys = (ds_config.get(section) or {}) if section else ds_config
         for key in keys if isinstance(keys, Mapping) else ():
             path = f"{section}.{key}" if section else str(key)
@@ -147,6 +170,10 @@ def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{path} is no section of the config; did you mean 'layerwise' at the top level?")
             if home := belongs_in(str(key)):
                 raise ConfigError(f"{path} is not read; did you mean {home}?")
+            known = _KNOWN.get(section, [])
+            for meant in known if key not in known else ():
+                if _is_slip(_flat(key), _flat(meant)):
+                    raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
 
 
 def _at(ds_config: Mapping[str, Any], path: str, default: Any = None) -> Any:
@@ -185,6 +212,11 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
         raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
                           "gradient_clipping to 0")
+    is_managed = ds_config.get("managed_gradient_accumulation") is not False
+    if zero["stage"] == 1 and zero.get("overlap_comm") is True and not is_managed:
+        raise ConfigError("zero_optimization.overlap_comm is true, which at stage 1 sends gradients in the last "
+                          "backward pass of a step, and managed_gradient_accumulation is false, so that nobody knows "
+                          "which that is; set overlap_comm to false, or stage to 2")
     checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
     if zero.get("compute_grad_norm") is False and isinstance(layerwise, Mapping):
         for key in ("grad_norm_skip_threshold", "norm_groups"):
@@ -239,15 +271,31 @@ _SECTION_OF = {
 
 
 def retell(error: Exception) -> None:
-    """Raise in the words of this package what DeepSpeed finds wrong with a section; do nothing for any other error.
+    """Raise in the words of this package what DeepSpeed finds wrong with a config; do nothing for any other error.
 
     Raises:
-        ConfigError: names the first key and its value; all of DeepSpeed's words are its cause.
+        ConfigError: names the first key of a section and its value; all of DeepSpeed's words are its cause.
     """
+    if isinstance(error, AssertionError):
+        raise ConfigError(str(error)) from error
     if not isinstance(error, ValidationError):
         return
     first, section = error.errors()[0], _SECTION_OF.get(error.title, error.title)
     key = ".".join(str(part) for part in ((section,) if section else ()) + first["loc"])
-    what = ("is not a key that DeepSpeed knows; correct its name, or remove it" if first["type"] == "extra_forbidden"
-            else f"is {first['input']!r}, which DeepSpeed refuses: {first['msg']}")
-    raise ConfigError(f"{key} {what}") from error
+    if first["type"] != "extra_forbidden":
+        raise ConfigError(f"{key} is {first['input']!r}, which DeepSpeed refuses: {first['msg']}") from error
+    close = nearest(first["loc"][-1], _fields(error.title, first["loc"][:-1]))
+    raise ConfigError(f"{key} is not a key that DeepSpeed knows; "
+                      f"{f'did you mean {close!r}?' if close else 'correct its name, or remove it'}") from error
+
+
+def _fields(model: str, path: Sequence[int | str]) -> list[str]:
+    """The keys of what lies at ``path`` in a section that DeepSpeed checks, by the name of its class."""
+    kinds: list[Any] = [BaseModel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = [kind for kind in kinds if kind.__name__ == model]
+    for part in path:
+        inner = [kind.model_fields[part].annotation for kind in found if part in kind.model_fields]
+        found = [each for kind in inner for each in (kind, *get_args(kind)) if each in kinds]
+    return [key for kind in found for key in kind.model_fields]

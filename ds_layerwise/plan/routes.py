@@ -329,8 +329,9 @@ def require_a_matrix(routes: Collection[Route], *,
     chosen = bool(routes) and all(route.by_user for route in routes)
     if not (chosen or any(route.whole or route.sent_away for route in routes)):
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
-                           f"{_reasons(routes)}; use a plain optimizer, or route some with "
-                           "layerwise.overrides or param.use_muon = True")
+                           f"{_reasons(routes)}; to train all of them with the scalar optimizer, set "
+                           "layerwise.overrides to [{\"name\": \"*\", \"optimizer\": \"scalar\"}], or route some "
+                           "with \"optimizer\": \"matrix\" there, or param.use_muon = True")
 
 
 def _reasons(routes: Iterable[Route]) -> str:

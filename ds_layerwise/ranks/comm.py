@@ -34,6 +34,9 @@ Group = Any
 #: By a bucket's ep_size, the ranks that hold the same experts; by 1, all.
 Groups = Mapping[int, Group]
 
+#: Notes on an error that every rank knows of it.
+_AGREED = "_layerwise_agreed"
+
 #: By group, another of the same ranks in the same order; see the note on both directions.
 _opposite: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
@@ -286,10 +289,16 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
     """
     messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
     if error is not None:
+        setattr(error, _AGREED, True)
         raise error
     for rank, message in enumerate(messages):
         if message is not None:
             raise LayerWiseError(f"rank {rank} failed: {message}")
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank has raised because of ``error``, by :func:`raise_alike`."""
+    return hasattr(error, _AGREED)
 
 
 class Alike:

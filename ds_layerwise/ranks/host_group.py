@@ -32,8 +32,17 @@ def gather(value: Any, *, group: Any) -> list[Any]:
     The first use in a process group is by all ranks, whatever ``group`` is.
 
     Raises:
-        LayerWiseError: the hosts do not reach each other over gloo.
+        LayerWiseError: the hosts do not reach each other over gloo, or some rank does not come to this point.
     """
+    try:
+        return _gathered(value, group)
+    except RuntimeError as error:
+        raise LayerWiseError("another rank has ended, or is elsewhere in the script, where all ranks have to agree: if "
+                             "it has told no error of its own, call save_checkpoint(), load_checkpoint() and step() "
+                             "on every rank, and not on rank 0 alone") from error
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
     world: Any = distributed.group.WORLD
     group = world if group is None else group
     ranks = distributed.get_process_group_ranks(group)

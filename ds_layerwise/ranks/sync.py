@@ -24,8 +24,12 @@ def nothing_reduced() -> StepError:
                      "of those that accumulate: it counts them, and updates after the last")
 
 
-def half_a_pass() -> StepError:
-    """The error for a step after a backward pass that did not come to its end."""
+def half_a_pass(*, outside: bool) -> StepError:
+    """The error for a step after a backward pass that was not reduced; ``outside`` where the engine knew of none."""
+    if outside:
+        return StepError("step() before the gradients were reduced: their backward pass did not go through the engine; "
+                         "call engine(inputs) in place of the model, then engine.backward(loss) and engine.step(). "
+                         "engine.zero_grad() on all ranks drops what there is")
     return StepError("step() before the gradients were reduced: an exception has ended a backward pass, and not all of "
                      "its gradients are there; call engine.zero_grad() on all ranks, and go on with the next batch")
 

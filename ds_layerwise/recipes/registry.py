@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes import (
     adafactor,
     adamuon,
@@ -75,3 +77,21 @@ def recipes_of_settings() -> tuple[type[Recipe], ...]:
 def names(*, whole: bool) -> tuple[str, ...]:
     """The optimizers that need whole parameters, or those that do not."""
     return tuple(name for name, entry in REGISTRY.items() if entry.recipe.whole is whole)
+
+
+def refuse_of_others(params: Iterable[str], matrix: type[Recipe], scalar: type[Recipe], known: Collection[str]) -> None:
+    """Refuse keys of ``optimizer.params`` that are not ``known``, and are those of optimizers that a run has not.
+
+    Raises:
+        ConfigError: names the first, and who has it.
+    """
+    for key in params:
+        if key in known:
+            continue
+        if key == "matrix_optimizer":
+            raise ConfigError("optimizer.params.matrix_optimizer needs optimizer.type 'LayerWise', got "
+                              "'LayerWiseMuon', which has muon for matrices; change the type, or remove the key")
+        if of := [name for name, entry in REGISTRY.items() if key in entry.recipe.keys()]:
+            raise ConfigError(f"optimizer.params.{key} belongs to {' or '.join(of)}, and this run has {matrix.rule} "
+                              "for matrices (another: optimizer.type 'LayerWise' with matrix_optimizer), "
+                              f"{scalar.rule} for the rest (another: scalar_optimizer); choose that, or remove it")

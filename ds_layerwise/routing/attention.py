@@ -30,6 +30,10 @@ _WAY_OUT = ("say where queries and keys are in layerwise.qk_clip.attention, whic
             "clipped")
 
 
+class _Unfit(RoutingError):
+    """A module of which somebody, or the list of what is known, says what it is not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """A parameter that gives queries or keys."""
@@ -71,7 +75,12 @@ def attentions_of(model: nn.Module, clip: QkClip | None, *, trained: Collection[
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     found, owner = [], dict[str, str]()
     for path, module, entry in _entries(model, clip, tp_size):
-        attention = _attention(path, module, entry, names, trained, tp_size)
+        try:
+            attention = _attention(path, module, entry, names, trained, tp_size)
+        except _Unfit as error:
+            way_out = (f"the entry {entry.name!r} of layerwise.qk_clip.attention means it; correct that, or let its "
+                       "name fit attention modules alone, as 'blocks.*.attn' does" if clip.attention else _WAY_OUT)
+            raise RoutingError(f"{error}; {way_out}") from None
         for each in attention.scaled:
             if (other := owner.setdefault(each.name, path)) != path:
                 raise RoutingError(f"layerwise.qk_clip: {each.name} gives queries or keys of {other} and of {path}, "
@@ -169,8 +178,8 @@ def _attention(path: str, module: nn.Module, entry: AttentionEntry, names: Mappi
                                "or name other modules in layerwise.qk_clip.attention")
     layers = [_layer(path, module, where) for where in (entry.q, entry.k, entry.qkv) if where is not None]
     if entry.kv_heads is not None and entry.heads % entry.kv_heads:
-        raise RoutingError(f"layerwise.qk_clip does not understand {path}: {entry.kv_heads} heads of keys do not "
-                           f"divide {entry.heads} of queries; {_WAY_OUT}")
+        raise _Unfit(f"layerwise.qk_clip does not understand {path}: {entry.kv_heads} heads of keys do not "
+                     f"divide {entry.heads} of queries")
     ways, kv_heads = 1, entry.kv_heads or entry.heads
     if tp_size > 1:
         for (_, weight), heads in zip(layers, (entry.heads, kv_heads)):
@@ -209,7 +218,7 @@ def _layer(path: str, module: nn.Module, where: str) -> tuple[nn.Module, nn.Para
             raise RoutingError(f"layerwise.qk_clip: {path}.{where} has {extra[0]} beside a weight and a bias, so that "
                                "scaling those does not scale what it gives; leave qk_clip out")
         return found, weight
-    raise RoutingError(f"layerwise.qk_clip: {path} has no layer or matrix {where}; {_WAY_OUT}")
+    raise _Unfit(f"layerwise.qk_clip: {path} has no layer or matrix {where}")
 
 
 def _check_cut(name: str, weight: Tensor, heads: int, entry: AttentionEntry, tp_size: int) -> None:
@@ -247,8 +256,8 @@ def _outputs(path: str, entry: AttentionEntry, lengths: list[int], heads: int, k
                    _by_head(kv_heads, Run("key", 1, key), Run("other", 1, values))]
     if not alike or [each.length for each in outputs] != lengths or not all(lengths):
         layers = ", ".join(where for where in (entry.q, entry.k, entry.qkv) if where is not None)
-        raise RoutingError(f"layerwise.qk_clip does not understand {path}: {heads} heads of queries and {kv_heads} of "
-                           f"keys do not fit {' and '.join(map(str, lengths))} outputs of {layers}; {_WAY_OUT}")
+        raise _Unfit(f"layerwise.qk_clip does not understand {path}: {heads} heads of queries and {kv_heads} of "
+                     f"keys do not fit {' and '.join(map(str, lengths))} outputs of {layers}")
     return outputs
 
 
@@ -266,8 +275,8 @@ def _scaled(path: str, layer: nn.Module, weight: nn.Parameter, outputs: Outputs,
     yield Scaled(names[weight], outputs, 1 if is_transposed(layer, weight) else 0)
     if isinstance(bias, nn.Parameter):
         if bias.numel() != outputs.length:
-            raise RoutingError(f"layerwise.qk_clip does not understand {path}: {names[bias]} has {bias.numel()} "
-                               f"elements, and {names[weight]} {outputs.length} outputs; {_WAY_OUT}")
+            raise _Unfit(f"layerwise.qk_clip does not understand {path}: {names[bias]} has {bias.numel()} "
+                         f"elements, and {names[weight]} {outputs.length} outputs")
         yield Scaled(names[bias], outputs)
     if getattr(weight, "allreduce", True) is False:
         raise RoutingError(f"layerwise.qk_clip: {names[weight]} is an expert's, of which ranks have different ones; "

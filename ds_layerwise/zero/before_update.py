@@ -18,6 +18,7 @@ from ds_layerwise.ranks.same_weights import SameWeights
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync, half_a_pass, nothing_reduced
 from ds_layerwise.zero.decision import Decision, Judge
 from ds_layerwise.zero.guard import Guard
+from ds_layerwise.zero.in_vain import warn_once
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.planned import Planned
@@ -61,6 +62,9 @@ class BeforeUpdate:
             LayerWiseError: on every rank, if on any gradients have not been reduced, as an exception has ended its
                 backward pass, or parameters are not what they were; or if no rank has had a backward pass.
         """
+        if not self._progress.updating:
+            warn_once("optimizer.step() updates, but the engine counts no step (global_steps), moves no schedule and "
+                      "ends no gradient accumulation; call engine.step()")
         error: Exception | None = None
         idle, sums = frozenset[str](), self._judge.nothing()
         try:
@@ -107,4 +111,4 @@ class BeforeUpdate:
         for _ in range(missed):
             self._progress.reduces(self._engine())
             self._grad_sync.reduce()
-        return half_a_pass() if broken and missed else None
+        return half_a_pass(outside=self._progress.outside) if broken and missed else None

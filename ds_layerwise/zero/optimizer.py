@@ -197,7 +197,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)
                 self._grad_sync.accumulate(name, launch=last and self._may_launch())
-                self.progress.in_pass = True
+                self.progress.gradient_came(name, self._engine, inside=self._backward_active_depth > 0)
             if self.queue_post_backward_callback():
                 # Autograd says when the pass is over, and counting its hooks beforehand is an operation a parameter.
                 expected = self._hooks_fired_this_backward + 1

@@ -7,11 +7,16 @@ Note: a save within a step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import Gradients
+from ds_layerwise.zero.in_vain import warn_once
+
+#: A script that has had so many times the backward passes of a step, and no step, does not mean to.
+_PASSES_IN_VAIN = 16
 
 
 class Progress:
@@ -25,6 +30,7 @@ class Progress:
         # In which step there were reductions, how many, and in which micro-batch the last: also of gradients that were
         # dropped since.
         self._step, self._reductions, self._last_reduced = -1, 0, -1
+        self._first, self._passes_at_start = "", 0
         self.restart()
 
     def restart(self) -> None:
@@ -32,6 +38,22 @@ class Progress:
         self.passes = 0
         self.in_pass = False
         """Whether a backward pass has left gradients and has not ended, as where an exception has ended it."""
+        self.outside = False
+        """Whether the engine knew of no backward pass when the last gradient came."""
+
+    def gradient_came(self, name: str, engine: Callable[[], Any], *, inside: bool) -> None:
+        """Take note of a gradient, ``inside`` a pass that the engine knows of; tell who makes passes, and no step."""
+        self.in_pass, self.outside = True, not inside
+        self._first = self._first or name
+        if name != self._first or self.updates:
+            return
+        self._passes_at_start += 1
+        its = engine()
+        if its and is_managed(its) and not its.micro_steps and (
+                self._passes_at_start == _PASSES_IN_VAIN * its.gradient_accumulation_steps()):
+            warn_once(f"{self._passes_at_start} backward passes, and no engine.step(): no weight has moved, and "
+                      "global_steps is 0; call engine(inputs), engine.backward(loss) and engine.step(), in place of "
+                      "another optimizer's step()")
 
     def pass_ended(self) -> None:
         """Take note of the end of a backward pass."""

@@ -70,7 +70,8 @@ def test_stock_switches_of_the_auxiliary_adam():
 @pytest.mark.parametrize("params, message", [
     ({"momentun": 0.9}, "optimizer.params.momentun is not an option; did you mean 'momentum'"),
     ({"flux": 1}, "optimizer.params.flux is not an option; known: .*ns_method"),
-    ({"matrix_optimizer": "muon"}, "matrix_optimizer is not an option"),
+    ({"matrix_optimizer": "muon"}, "matrix_optimizer needs optimizer.type 'LayerWise'"),
+    ({"precondition_frequency": 10}, "precondition_frequency belongs to soap or kl_soap or shampoo, and this run has"),
     ({"momentum": 1.0}, r"optimizer.params.momentum must be in \[0, 1\), got 1.0"),
     ({"momentum": "auto"}, "'auto', and nothing filled it in"),
     ({"betas": "auto"}, "betas is 'auto', and nothing filled it in"),

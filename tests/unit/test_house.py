@@ -57,13 +57,14 @@ INSIDE = {
               "bucket_order measured_links param_sync", "sync"),
     "tools": ("companions contents hf_model picture to_universal", "consolidate dry_run verify", "compare"),
     "parallel": ("pipeline sequence tensor",),
-    "zero": ("ambient autocast gradient_share interrupted largest_logits loss_scaling offloading one_file plain_step "
+    "zero": ("ambient autocast gradient_share in_vain interrupted largest_logits loss_scaling offloading one_file "
+             "plain_step "
              "resumed_groups save settings sharded state_access takeover", "attention_hook guard", "attention_logits",
              "engine_protocol planned products unfinished", "decision",
              "before_update first_step load reports skipped start_up update", "checkpointing", "states_outside",
              "optimizer", "param_map"),
-    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides",
-               "loading patches reference saving schedules", "wraps", "register"),
+    "engine": ("as_bytes last_words lookup scheduler_state shared_memory", "contract own_overrides",
+               "loading patches reading reference saving schedules", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.

@@ -190,7 +190,7 @@ class TestRefusals(DistributedTest):
         ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
         ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
         ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
-        ({"matrix_optimizer": path_of(Couples)}, "Couples does to one parameter what depends on the others"),
+        ({"matrix_optimizer": path_of(Couples)}, "Couples does otherwise where each .* depends on other parameters"),
         ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy goes on from .*d_numerator"),
         ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
         ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),

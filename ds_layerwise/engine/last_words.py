@@ -1,0 +1,117 @@
+"""The end of a run by an error of this package: one framed message of one rank, in place of a traceback of each.
+
+Note: who speaks
+    Most errors are raised on all ranks. Rank 0 tells its own and notes that in the store of the process group. The
+    others wait for the note before they exit, as a launcher ends every rank once one has failed, and rank 0 waits until
+    they have read it, as the store may end with it. A rank that finds no note in time is alone with its error, and
+    tells it itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import distributed
+
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.output import say
+from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.ranks.comm import is_agreed
+
+#: How long ranks wait for each other.
+_PATIENCE = timedelta(seconds=10)
+
+_TOLD, _HEARD = "ds_layerwise/told", "ds_layerwise/heard"
+
+_NOT_OF_THE_SCRIPT = ("<", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
+_INSTALLED = {"site-packages", "dist-packages"}
+
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+
+
+def begin() -> None:
+    """Let an error of this package that nobody catches be told once; all others go to the hook that is there."""
+    if not _is_ours(sys.excepthook):
+        sys.excepthook = partial(_tell, sys.excepthook)
+
+
+def end() -> None:
+    """Put back the hook that was there."""
+    if _is_ours(sys.excepthook):
+        sys.excepthook = sys.excepthook.args[0]  # type: ignore[attr-defined]
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _tell
+
+
+def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if _shows_tracebacks() or not (isinstance(error, LayerWiseError) or is_agreed(error)):
+        earlier(kind, error, trace)
+        return
+    store: Any = distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    rank = int(os.environ.get("RANK", 0)) if store is None else distributed.get_rank()
+    if not isinstance(error, (LayerWiseError, OSError, ValueError)):
+        # Nobody expects it, so that what has led to it is needed; others name it.
+        earlier(kind, error, trace)
+    elif rank and _is_told(store):
+        return
+    else:
+        say(framed(error), sys.stderr)
+    if rank == 0 and store is not None:
+        _wait_for_others(store)
+
+
+def _shows_tracebacks() -> bool:
+    """Whether Python runs in development mode."""
+    return bool(sys.flags.dev_mode)
+
+
+def _is_told(store: Any) -> bool:
+    """Whether rank 0 has told an error of its own within :data:`_PATIENCE`."""
+    if store is None:
+        # A launcher ends this rank meanwhile, if rank 0 has failed.
+        time.sleep(_PATIENCE.total_seconds())
+        return False
+    try:
+        store.wait([_TOLD], _PATIENCE)
+        store.add(_HEARD, 1)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _wait_for_others(store: Any) -> None:
+    until = time.monotonic() + _PATIENCE.total_seconds()
+    try:
+        store.set(_TOLD, "")
+        while store.add(_HEARD, 0) < distributed.get_world_size() - 1 and time.monotonic() < until:
+            time.sleep(0.05)
+    except RuntimeError:
+        pass  # A launcher has ended who keeps the store.
+
+
+def framed(error: BaseException) -> str:
+    """``error`` in a few lines: what is wrong, by which line of the script, and where there is more."""
+    places = traceback.extract_tb(error.__traceback__)
+    lines = [f"ds_layerwise: {type(error).__name__}: {error}"]
+    of_script = [place for place in places if not place.filename.startswith(_NOT_OF_THE_SCRIPT)
+                 and not _INSTALLED.intersection(Path(place.filename).parts)]
+    if of_script:
+        place = of_script[-1]
+        lines.append(f"at {place.filename}:{place.lineno}, in {place.name}: {place.line}")
+    if any(place.name == RunConfig.from_ds_config.__name__ for place in places):
+        lines.append("to check a config without a run: ds-layerwise plan --config FILE --model MODEL --ranks N")
+    lines.append("to see the whole traceback: PYTHONDEVMODE=1")
+    bar = "=" * 100
+    return "\n".join([bar, *lines, bar])

@@ -1,0 +1,16 @@
+"""What a script does beside its engine, and what so has no effect: rank 0 tells it once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from deepspeed.utils import logger
+
+from ds_layerwise.ranks import comm
+
+
+@lru_cache(maxsize=None)
+def warn_once(message: str) -> None:
+    """Warn on rank 0, once a process."""
+    if comm.rank_of(None) == 0:
+        logger.warning(f"ds_layerwise: {message}")
