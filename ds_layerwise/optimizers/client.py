@@ -13,7 +13,6 @@ from ds_layerwise.checkpoint.plain import plain
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.client_object import ABOUT_GROUPS, check_object, path_of, recipes_of
-from ds_layerwise.optimizers.client_states import described, taken_over
 from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.plan.rates import check_floors
 from ds_layerwise.plan.routes import Route
@@ -96,23 +95,8 @@ class ClientOptimizer(LayerWiseOptimizer):
         """What of ``given`` a load compares: all of it, by the names of the class, as a checkpoint says it."""
         return {key: normalised(plain(value, key)) for key, value in given.items()}
 
-    def states_before(self) -> list[str]:
-        """By parameter, what the object has, as text that is equal on ranks with equal states."""
-        return described(self.client)
-
     def hold(self, held: Iterable[Held]) -> None:
-        """Let the object show the states of what this rank owns, once they have taken over what it had.
-
-        Raises:
-            ConfigError: it has a state of a parameter that its class would not have made.
-        """
-        held = list(held)
-        for each in held:
-            if before := dict(self.client.state.get(each.param, {})):
-                for key, value in taken_over(each, before, self.client.param_groups[each.route.group]).items():
-                    each.state[key].copy_(value)
-        # A copy on every rank was of use until here.
-        self.client.state.clear()
+        """Let the object show the states of what this rank owns."""
         super().hold(held)
         self._bind()
 

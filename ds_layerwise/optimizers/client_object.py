@@ -82,8 +82,8 @@ def check_object(client: Optimizer) -> Optimizer:
 
     Raises:
         LayerWiseError: a group says what no checkpoint could hold.
-        ConfigError: it wraps another, needs a closure, has hooks before its
-            step, has another ``step`` than its class, or keeps what cannot be copied.
+        ConfigError: it wraps another, needs a closure, has hooks before its step, another ``step`` than its class or
+            states, or keeps what cannot be copied.
     """
     path = path_of(client)
     for key, value in vars(client).items():
@@ -110,6 +110,10 @@ def check_object(client: Optimizer) -> Optimizer:
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
         raise ConfigError(f"somebody has replaced the step of this {path}, which would not run: an engine takes its "
                           "own; write a class with that step")
+    if any(client.state.values()):
+        raise ConfigError(f"this {path} has states already, such as after a step or a load, and each rank has those of "
+                          "what it owns alone; give initialize() one without states, and set them afterwards with "
+                          "engine.load_checkpoint() or DeepSpeed's safe_set_full_optimizer_state()")
     _check_copied(path, "", {key: value for key, value in vars(client).items() if key not in _OF_TORCH})
     _check_copied(path, "defaults", client.defaults, tensors=True)
     for index, group in enumerate(client.param_groups):

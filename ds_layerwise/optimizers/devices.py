@@ -61,7 +61,8 @@ def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
     candidates = set() if device.type == "meta" else {torch.bfloat16}
     if device.type == "cuda":
         flushes = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "").startswith("gfx90a")
-        candidates = {dtype for dtype, has in ((torch.float16, not flushes), (torch.bfloat16, _has_bf16(device))) if has}
+        has = {torch.float16: not flushes, torch.bfloat16: _has_bf16(device)}
+        candidates = {dtype for dtype in has if has[dtype]}
     elif device.type != "cpu":
         candidates = candidates.intersection(get_accelerator().supported_dtypes())
     return frozenset(dtype for dtype in candidates if speed_over_float32(dtype, device) >= FAST)

@@ -160,10 +160,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return named | {key: tuple(map(float, given[key])) if key == "betas" else float(given[key])
                         for key in HYPER_KEYS if key not in ("lr", *RATIOS.values())}
 
-    def states_before(self) -> list[str]:
-        """By parameter, what the optimizer came with, as text that is equal on ranks with equal states."""
-        return []
-
     def hold(self, held: Iterable[Held]) -> None:
         """Show the states of what this rank owns by parameter."""
         for each in held:

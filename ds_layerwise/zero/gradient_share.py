@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +34,8 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Remov
         # What DeepSpeed makes of a 1 tells whether the loss of this pass is divided already.
         return None if steps == 1 or rule(engine, 1.0) == 1 else tuple(each / steps for each in gradients)
 
-    nodes = [get_gradient_edge(param).node for param in params]
+    with torch.enable_grad():
+        nodes = [get_gradient_edge(param).node for param in params]
     return {node: node.register_prehook(divided) for node in nodes}
 
 

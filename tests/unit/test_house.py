@@ -49,7 +49,7 @@ INSIDE = {
                    "aside beside pipeline universal", "folder one_file sharded tags", "untrained"),
     "optimizers": ("devices param_groups remainders rounding rule update_hooks", "decay",
                    "adafactor client_object elementwise kronecker orthogonalized probe",
-                   "adamuon client_states muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch",
+                   "adamuon muon namo normuon polargrad probe_checks scion shampoo soap", "any_torch",
                    "client registry"),
     "ranks": ("buffers host_group host_memory in_flight leaving profiling scaled side_stream writes",
               "kept_states remaindered sums update_sets", "watch", "comm owned",

@@ -8,7 +8,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-import ds_layerwise
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, device
@@ -16,7 +15,7 @@ from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("ambient", "sharded", "client_states")
+pytestmark = rooms("ambient", "sharded")
 
 PLACES = ("initialize", "backward", "step", "save", "load")
 
@@ -187,26 +186,3 @@ class TestAmbient(DistributedTest):
                 for name, param in other.module.named_parameters():
                     assert torch.equal(param, model[name]), (what, name)
                 other.destroy()
-
-    def test_no_default_changes_the_states_that_an_object_comes_with(self):
-        config = ds_config()
-        del config["optimizer"]
-        for what in DEFAULTS:
-            model = Several()
-            client = torch.optim.NAdam(model.parameters(), lr=0.004)
-            for param in model.parameters():
-                param.grad = torch.ones_like(param)
-            client.step()
-            for state in client.state.values():
-                state["step"].fill_(1001)
-            before = {name: {key: value.clone() for key, value in client.state[param].items()}
-                      for name, param in model.named_parameters()}
-            with AROUND[what]():
-                engine, *_ = ds_layerwise.initialize(model=model, optimizer=client, config=config)
-            found = whole_states(engine)
-            for name, state in before.items():
-                for key, value in state.items():
-                    # Where that is the default the class counts in double.
-                    value = value.to(found[name, key].dtype).reshape(found[name, key].shape)
-                    assert torch.equal(found[name, key], value), (what, name, key)
-            engine.destroy()
