@@ -34,7 +34,7 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Remov
         # What DeepSpeed makes of a 1 tells whether the loss of this pass is divided already.
         return None if steps == 1 or rule(engine, 1.0) == 1 else tuple(each / steps for each in gradients)
 
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         nodes = [get_gradient_edge(param).node for param in params]
     return {node: node.register_prehook(divided) for node in nodes}
 
