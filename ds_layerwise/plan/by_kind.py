@@ -20,6 +20,21 @@ from ds_layerwise.recipes.width import Mup, is_hidden
 #: What model families call a norm over queries or keys, with what is in it.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
 
+#: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and Mamba's decays.
+_VECTOR = re.compile(r"(\w+_)?bias(es)?(_\w+)?|(\w+_)?table|A_logs?|Ds?|(\w+_)?(scale|gain|alpha|beta|gamma)s?(_?\d+)?")
+
+
+def own_name(name: str) -> str:
+    """The name that a module gives its parameter ``name``, or the list that this is in."""
+    *path, last = name.split(".")
+    return path[-1] if path and last.isdecimal() else last
+
+
+def is_vector(name: str) -> bool:
+    """Whether the parameter ``name`` is a vector by its own name, whatever its shape."""
+    # Relative positions may be the weight of a layer that is called a bias.
+    return name.endswith("bias.weight") or _VECTOR.fullmatch(own_name(name)) is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByKind:
@@ -60,7 +75,7 @@ class ByKind:
 
         Args:
             shape: gives that of the whole parameter; only called if it matters.
-            table: whether it is an embedding or an output head.
+            table: whether it is an embedding, an output head or a vector.
 
         Raises:
             RoutingError: its rate does not carry over from another width, or it is not known how.
@@ -76,15 +91,16 @@ class ByKind:
         why = f"rate x {lr:g} by width" if route.lr is None else "eps by width"
         return found if found == route else found.because(why)
 
-    def decayed(self, route: Route, shape: tuple[int, ...], *, own_decay: bool = False) -> Route:
+    def decayed(self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False) -> Route:
         """``route`` of a parameter of ``shape``, on which overrides have had their say, with its weight decay.
 
         Args:
+            vector: whether it is one although it has two axes or more, unless it is orthogonalised all the same.
             own_decay: whether its parameter group says for itself what its weight decay is.
         """
         if route.weight_decay is not None or own_decay:
             return route
-        exempt = len(shape) < 2 and not self.decay_vectors
+        exempt = (len(shape) < 2 or vector and not route.whole) and not self.decay_vectors
         if exempt and not (self.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)):
             return replace(route, weight_decay=0.0)
         return route if route.whole else replace(route, weight_decay=self.scalar_weight_decay)

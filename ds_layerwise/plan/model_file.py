@@ -25,7 +25,7 @@ import yaml
 
 from ds_layerwise.config import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError, unknown_key
-from ds_layerwise.plan.by_kind import ByKind
+from ds_layerwise.plan.by_kind import ByKind, is_vector
 from ds_layerwise.plan.forecast import specs_of
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.matching import overrides_by_name
@@ -207,7 +207,7 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
                       by_user=wanted is not None, transposed=param.transposed,
                       sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1)
-        route = by_kind.decayed(with_changes(route, mine, recipes), param.shape)
+        route = by_kind.decayed(with_changes(route, mine, recipes), param.shape, vector=is_vector(param.name))
         route = with_heads(route, mine.get("num_heads"), explicit=True)
         known = param.split if auto_split and route.whole and "num_heads" not in mine else None
         if (split := mine.get("split", known)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -276,19 +277,21 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen:
         return route.hyper(groups[route.group])
 
     place = {recipe: i for i, recipe in enumerate(_recipes(routes, specs))}
-    rows: dict[tuple[int, str], list[ParamSpec]] = {}
+    rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}
     for spec in specs:
         route = routes[spec.name]
-        rows.setdefault((place[route.recipe], route.reason), []).append(spec)
+        rows.setdefault((place[route.recipe], route.reason, route.bare), []).append(spec)
     table = Table(title="parameters", title_justify="left")
     for header in ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"):
         table.add_column(header, justify="left" if header in ("optimizer", "because", "for example") else "right",
                          overflow="fold")
-    for (_, reason), members in sorted(rows.items()):
+    for (_, reason, bare), members in sorted(rows.items()):
+        # Layers number the same few.
+        names = dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members) if bare else [members[0].name]
         recipe, hypers = routes[members[0].name].recipe, [hyper(spec) for spec in members]
-        table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})", reason,
+        table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})", f"{reason}{', bare' * bare}",
                       str(len(members)), f"{sum(spec.numel for spec in members):,}",
-                      *(_span(each[key] for each in hypers) for key in ("lr", "weight_decay")), members[0].name)
+                      *(_span(each[key] for each in hypers) for key in ("lr", "weight_decay")), ", ".join(names))
     return table
 
 

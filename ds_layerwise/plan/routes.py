@@ -60,6 +60,8 @@ class Route:
     """Whether it is a linear layer that holds (inputs, outputs), whose heads are therefore blocks of columns."""
     parts: Parts | None = None
     """What its rule sees in place of the whole matrix."""
+    bare: bool = False
+    """Whether a rule chose its recipe, and it is in no layer that is known, so that its name and shape were all."""
 
     @property
     def whole(self) -> bool:

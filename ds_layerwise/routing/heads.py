@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes import Route, with_heads
-from ds_layerwise.routing.held import kind_of, weights_of
+from ds_layerwise.routing.held import kind_of, told, weights_of
 from ds_layerwise.routing.tensor_marks import heads_here
 
 _QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
@@ -91,4 +91,4 @@ def number_of(config: Any, spellings: Collection[str]) -> int | None:
 
     Vision models count heads a stage, in a list, which says nothing of a layer.
     """
-    return next((n for key in spellings if isinstance(n := getattr(config, key, None), int) and n > 0), None)
+    return next((n for key in spellings if isinstance(n := told(config, key), int) and n > 0), None)

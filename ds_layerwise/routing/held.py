@@ -9,10 +9,16 @@ Note: where torch puts a weight
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
+
+#: The classes of norms, such as LayerNorm, LlamaRMSNorm, BatchNorm2d and timm's GroupNormAct.
+_NORM = re.compile(r"\w*Norm(Act|Gated|\d\w*)*")
 
 #: What the older tools call the weight that they compute ``weight`` from.
 _OLDER = ("weight_orig", "weight_v")
@@ -31,6 +37,32 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
     """The class of ``module`` before it was parametrized."""
     kind: type[nn.Module] = type_before_parametrizations(module)
     return kind
+
+
+def told(config: Any, key: str) -> Any:
+    """The value that ``config`` has under ``key``; None if it has none, or one that differs from layer to layer."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:
+        # As transformers says that.
+        return None
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding. Those of tensor-parallel models and of libraries have classes of their own."""
+    name = kind_of(module).__name__
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or name.endswith("Embedding") or "PosEmb" in name
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether ``module`` normalises, by its class or one that this is derived from."""
+    return any(_NORM.fullmatch(kind.__name__) for kind in kind_of(module).__mro__)
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether the parameters of ``module`` are those of no layer that is known, nor of a norm."""
+    known = is_table(module) or is_norm(module) or isinstance(module, (nn.Bilinear, _ConvNd))
+    return not known and not re.search("Linear|Conv1D", " ".join(kind.__name__ for kind in kind_of(module).__mro__))
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:

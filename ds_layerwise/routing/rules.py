@@ -30,8 +30,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,7 +40,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.config import Recipes
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.by_kind import ByKind
+from ds_layerwise.plan.by_kind import ByKind, is_vector, own_name
 from ds_layerwise.plan.matching import overrides_by_name
 from ds_layerwise.plan.routes import (
     Route,
@@ -56,19 +55,15 @@ from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.routing.facts import facts_of, holders_of
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
-from ds_layerwise.routing.held import kind_of, modules_of, weights_of
+from ds_layerwise.routing.held import is_bare, is_norm, is_table
 from ds_layerwise.routing.kernels import shape_in
+from ds_layerwise.routing.output_heads import Elsewhere, output_heads
 from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
-#: What the common model families call an output head, or the module that ends in one.
-HEAD_NAME = re.compile(r"head|\w+_head|(?!pre_)(\w+_)?classifier|score|summary|qa_outputs|embed_out|output_layer|"
-                       r"lm_loss|output_projection|logits_proj|vocab_projector|class_predictor|"
-                       r"(text|visual)_projection")
-
-#: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
-_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
-                       r"modules_to_save\.[^.]+)(?=\.|$)")
+#: What bare parameters are called that are looked up, or put beside tokens: positions, latents, queries, prompts.
+EMBEDDING_NAME = re.compile(r"(?!.*(weight|proj|projection|kernel)$)(\w+_)?(embed|embeds|embeddings?|emb|pos|ape|encoding|"
+                            r"tokens?|latents?|query|queries|prompts?|codebooks?|codevectors)(_\w+)?", re.IGNORECASE)
 
 #: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
 _ROWS = "token_adapter.trainable_tokens_delta"
@@ -79,30 +74,15 @@ _CUTS = ("num_heads", "split")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """What a stage of a pipeline must know of the others to decide as for the whole model."""
-
-    tables: frozenset[tuple[int, ...]]
-    """The shapes of all embeddings."""
-    linear_after: bool
-    """Whether a later stage has a linear layer, so that the model's last one is not here."""
-    followed: bool
-    """Whether something with parameters, tied ones included, comes after the last linear layer of this stage."""
-    has_matrices: bool
-    """Whether another stage has matrices."""
-    tied: frozenset[Tensor]
-    """The weights here that another layer uses, too, wherever that is."""
-    matched: frozenset[int]
-    """The overrides, by index, that are for a trainable parameter of some stage."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Home:
     """What the model says about a parameter: the modules that hold it, and facts about the model."""
 
     modules: tuple[tuple[str, nn.Module], ...]
-    is_head: str | None
+    vector: str | None
+    """What makes it a vector although it has two axes or more."""
+    table: str | None
+    """What makes it an embedding or an output head."""
 
 
 def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]], *,
@@ -140,7 +120,8 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
     routes: dict[str, Route] = {}
     for name, param in trained.items():
         _check_trainable(name, param, homes[name])
-        if table := _table_or_head(param, homes[name]) is not None:
+        vector, table = homes[name].vector is not None, homes[name].table is not None
+        if table:
             by_kind.change_table(merged[name])
         mine = merged[name].values
         if by_group:
@@ -150,8 +131,8 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
                         transposed=is_transposed(holders[name], param))
-        route = by_kind.decayed(route, tuple(param.shape), own_decay=route.group in own_decay)
-        route = by_kind.by_width(route, partial(_dims, route, param, tp_size), table=table)
+        route = by_kind.decayed(route, tuple(param.shape), vector=vector, own_decay=route.group in own_decay)
+        route = by_kind.by_width(route, partial(_dims, route, param, tp_size), table=table or vector)
         route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
         routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
     config = getattr(model, "config", None)
@@ -235,14 +216,14 @@ def _wanted(param: Tensor, changes: Mapping[str, Any], group: int, of_group: boo
 def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | None, recipes: Recipes) -> Route:
     if wanted is not None:
         recipe, reason = wanted
-        shape = (_matrix_shape(param, home)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
+        shape = (shape_in(home.modules[0][1], param)[0] or forced_matrix_shape(name, tuple(param.shape), reason)
                  ) if recipe.whole else None
         return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape, by_user=True,
                      sent_away=not recipe.whole and param.dim() > 1)
-    table = _table_or_head(param, home)
-    shape, reason = (None, table) if table else _matrix_shape(param, home)
+    module, kind = home.modules[0][1], home.vector or home.table
+    shape, reason = (None, kind) if kind else shape_in(module, param)
     return Route(name=name, recipe=recipes.scalar if shape is None else recipes.matrix, reason=reason, group=0,
-                 matrix_shape=shape)
+                 matrix_shape=shape, bare=param.dim() > 1 and is_bare(module))
 
 
 def _of_client(name: str, param: Tensor, group: int, recipe: Recipe, changes: Mapping[str, Any], recipes: Recipes,
@@ -265,111 +246,35 @@ def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     return with_cut(route, None if shape is None else axis_of(route.name, param, shape, tp_size), tp_size)
 
 
-def _table_or_head(param: Tensor, home: _Home) -> str | None:
+def _vector(name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]]) -> str | None:
+    """What makes a vector of a parameter with two axes or more; None for one that is none."""
     if param.dim() < 2:
         return None
-    if any(_is_table(module) for _, module in home.modules):
-        return "embedding" if len(home.modules) == 1 else "embedding, tied"
-    if any(path.endswith(_ROWS) for path, _ in home.modules):
+    return ("of a norm" if any(is_norm(module) for _, module in modules) else
+            "a vector (by name)" if is_vector(name) else None)
+
+
+def _table_or_head(name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None) -> str | None:
+    if param.dim() < 2:
+        return None
+    if any(is_table(module) for _, module in modules):
+        return "embedding" if len(modules) == 1 else "embedding, tied"
+    if any(path.endswith(_ROWS) for path, _ in modules):
         return "embedding (rows of one, by peft)"
     if getattr(param, "is_embedding_or_output_parameter", False):
         return "embedding or output head (as Megatron marks it)"
-    return home.is_head
-
-
-def _is_table(module: nn.Module) -> bool:
-    # Tables of tensor-parallel models are no nn.Embedding, and each library has classes of its own.
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or kind_of(module).__name__.endswith("Embedding")
-
-
-def _matrix_shape(param: Tensor, home: _Home) -> tuple[tuple[int, ...] | None, str]:
-    """How the matrix optimizer sees ``param``, or None, and why."""
-    return shape_in(home.modules[0][1], param)
+    if head is None and is_bare(modules[0][1]) and EMBEDDING_NAME.fullmatch(own_name(name)):
+        return "embedding (by name)"
+    return head
 
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
-    """For each parameter name, the modules that hold it and whether it is an output head."""
-    holders = holders_of(model)
-    heads = dict(_heads(model, elsewhere))
-    return {name: _Home(tuple(holders[param]), heads.get(param)) for name, param in model.named_parameters()}
-
-
-def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> tuple[
-        set[tuple[int, ...]], list[tuple[str, Tensor]]]:
-    """The shapes of the embeddings, and the weights of linear layers in their order, but for those in ``leave_out``."""
-    weights = [(path, m, w) for path, m, _ in modules_of(model) for w in weights_of(m) if w.dim() == 2]
-    return ({tuple(w.shape) for _, module, w in weights if _is_table(module)},
-            [(path, w) for path, module, w in weights if w not in leave_out and (
-                isinstance(module, nn.Linear) or is_cut(w) and not _is_table(module))])
-
-
-def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
-    """Whether some parameter is a matrix, or a stack of them, that is no table."""
-    return any(param not in leave_out and not _is_table(module) and shape_in(module, param)[0] is not None
-               for _, module, own in modules_of(model) for param in own)
-
-
-def _heads(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
-    tied = elsewhere.tied if elsewhere else frozenset()
-    adapters = tuple(f"{path}." for path in _adapters(model))
-    tables, linears = tables_and_linears(model, leave_out=tied)
-    # Blocks and experts that lie in a list are alike, and so is the last of them.
-    lists = tuple(f"{path}." if path else "" for path, module in model.named_modules()
-                  if isinstance(module, nn.ModuleList))
-    linears = [(path, weight) for path, weight in linears if not f"{path}.".startswith(adapters)]
-    order = {path: place for place, (path, _, own) in enumerate(modules_of(model))
-             if any(p.numel() for p in own) and not f"{path}.".startswith(adapters)}
-    if linears and not (elsewhere and elsewhere.linear_after):
-        name = _plain(linears[-1][0])
-        last = [(path, weight) for path, weight in linears if _plain(path) == name]
-        weights = {weight: path for path, weight in last}
-        followed = bool(elsewhere and elsewhere.followed) or max(order, key=order.__getitem__) != last[-1][0]
-        # A bare matrix beside a layer has no place in the order of modules.
-        followed |= linears[-1][0].startswith(lists) or any(
-            linears[-1][0].startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
-            and any(shape_in(module, p)[0] is not None for p in own) for path, module, own in modules_of(model))
-        alone = not (has_matrices(model, leave_out=weights.keys()) or elsewhere and elsewhere.has_matrices)
-        for weight in weights:
-            if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
-                yield weight, "output head (last linear layer, shaped like an embedding)"
-            elif not followed and not alone:
-                yield weight, "output head (last linear layer)"
-    yield from ((weight, "tied to another layer of the pipeline") for weight in tied)
-    named = _named_heads(order)
-    yield from ((weight, "output head (by name)") for path, weight in linears
-                if not path.startswith(lists) and _plain(path) in named)
-    for module in model.modules():
-        get = getattr(module, "get_output_embeddings", None)
-        head = get() if callable(get) else None
-        for returned in weights_of(head) if isinstance(head, nn.Module) else ():
-            yield returned, "output head (get_output_embeddings)"
-
-
-def _adapters(model: nn.Module) -> Iterator[str]:
-    """The paths of what was put beside a layer, such as LoRA's factors in peft's or torchtune's way."""
-    for path, module in model.named_modules():
-        beside = "base_layer" in module._modules
-        for name, _ in module.named_children():
-            if beside and name != "base_layer" or name.startswith("lora_"):
-                yield f"{path}.{name}" if path else name
-
-
-def _plain(path: str) -> str:
-    """The path that a module would have without wrappers."""
-    return _WRAPPERS.sub("", path).lstrip(".")
-
-
-def _named_heads(order: Mapping[str, int]) -> set[str]:
-    """The modules of a head's name, or where such a module ends, without wrappers.
-
-    Args:
-        order: the places of all modules with parameters.
-    """
-    ends: dict[str, str] = {}
-    for path in sorted(order, key=order.__getitem__):
-        parts = _plain(path).split(".")
-        for depth, part in enumerate(parts, 1):
-            if HEAD_NAME.fullmatch(part):
-                ends[".".join(parts[:depth])] = _plain(path)
-    alike = Counter(re.sub(r"\d+", "#", head) for head in ends)
-    return {end for head, end in ends.items() if alike[re.sub(r"\d+", "#", head)] == 1}
+    """By name, what the model says about its parameters."""
+    holders, heads = holders_of(model), output_heads(model, elsewhere)
+    homes = {}
+    for name, param in model.named_parameters():
+        modules = tuple(holders[param])
+        vector = _vector(name, param, modules)
+        table = None if vector else _table_or_head(name, param, modules, heads.get(param))
+        homes[name] = _Home(modules, vector, table)
+    return homes

@@ -27,7 +27,8 @@ def _validation_error() -> type[Exception]:
 
 def _hidden_size(config: Any) -> int | None:
     """What a Trainer takes for it, the largest where there are several; None if ``config`` has none."""
-    sizes = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
+    from ds_layerwise.routing.held import told
+    sizes = told(config, "hidden_size") or told(config, "hidden_sizes")
     sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
@@ -60,9 +61,10 @@ class HfShapes:
             raise ConfigError(f"{path}: transformers {transformers.__version__} cannot build this model without "
                               f"memory: {reason}; give a file of names and shapes instead") from e
         self.params = [(name, tuple(param.shape)) for name, param in self.model.named_parameters()]
+        from ds_layerwise.routing.heads import number_of
         text = getattr(config, "text_config", config)
         self.hidden_size = _hidden_size(config) or _hidden_size(text)
-        self._heads = {key: getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+        self._heads = {key: number_of(text, (key,)) for key in ("num_attention_heads", "num_key_value_heads")}
 
     def check_heads(self, tp_size: int) -> None:
         """Refuse a ``tp_size`` for which heads of attention would have to be cut, or copied.

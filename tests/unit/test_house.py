@@ -43,7 +43,7 @@ INSIDE = {
     "plan": ("reduction shards together", "config_file ds_config layout links matching owners routes",
              "by_kind drafts hosting kept listing rates run_config", "rows ways", "planner rounds", "cost", "forecast",
              "link_fit model_file prediction tensor_cuts", "report"),
-    "routing": ("held tensor_marks", "facts heads kernels", "parts", "attention rules"),
+    "routing": ("held tensor_marks", "facts heads kernels", "output_heads parts", "attention rules"),
     "orthogonalize": ("batching norms parts symmetric", "newton_schulz", "spectral tensor_shards"),
     "checkpoint": ("manifest plain record", "keeping names reshard safe_load", "regular",
                    "aside beside pipeline universal", "folder one_file sharded tags", "untrained"),

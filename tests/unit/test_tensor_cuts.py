@@ -107,15 +107,17 @@ def test_what_is_not_clear_is_refused(param, message):
 
 def test_tables_and_heads_that_are_cut_are_no_matrices():
     model = nn.ModuleDict({"embed": VocabParallelEmbedding(), "up": Model(weight=cut(8, 4, dim=0)),
-                           "output_layer": Model(weight=cut(60, 4, dim=0)), "marked": Model(weight=cut(9, 4, dim=0)),
-                           "last": Model(weight=cut(50, 4, dim=0))})
+                           "marked": Model(weight=cut(9, 4, dim=0)), "last": Model(weight=cut(50, 4, dim=0))})
     model["marked"].weight.is_embedding_or_output_parameter = True
     routes = route(model)
     assert {name: ("matrix" if r.whole else "scalar", r.reason) for name, r in routes.items()} == {
         "embed.weight": ("scalar", "embedding"), "up.weight": ("matrix", "matrix, rows over 2 ranks"),
-        "output_layer.weight": ("scalar", "output head (by name)"),
         "marked.weight": ("scalar", "embedding or output head (as Megatron marks it)"),
         "last.weight": ("scalar", "output head (last linear layer, shaped like an embedding)")}
+    # Where a head is known by its name, nobody has to look for one.
+    model["output_layer"] = Model(weight=cut(60, 4, dim=0))
+    routes = route(model)
+    assert routes["output_layer.weight"].reason == "output head (by name)" and routes["last.weight"].whole
 
 
 def test_heads_that_lie_whole_on_a_rank_are_not_cut():

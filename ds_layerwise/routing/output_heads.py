@@ -1,0 +1,175 @@
+"""Which parameters are output heads: by what a model says of itself, by name, or by place; see :mod:`.routing.rules`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ds_layerwise.routing.held import is_table, kind_of, modules_of, weights_of
+from ds_layerwise.routing.kernels import shape_in
+from ds_layerwise.routing.tensor_marks import is_cut
+
+#: What the common model families call an output head, or the module that ends in one.
+HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?classifier(_\w+)?|clf|score|summary|"
+                       r"qa_outputs|embed_out|output_layer|lm_loss|mlm_layer|output_projection|logits_proj|"
+                       r"vocab_projector|(class|bbox|box|mask)_predictor|predict_\w+|seq_relationship|"
+                       r"(\w+_)?(class|bbox)_embed|(text|visual|audio|image)_projection|"
+                       r"embedding_proj(ection|_layer)|proj_to_\w+|proj_out(_2)?|(base_)?conv_out|(feat|prob)_out|"
+                       r"(\w+_)?(final|out)_layer|final_convolution")
+
+#: A name of what lies at the input, between two models, or in a block, or gives conditions: nothing in it is a head.
+_NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|aligner|"
+                      r"adapter|merger|attn|attention|adaln|modulation)(_\w+)?|\w+_in", re.IGNORECASE)
+
+#: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
+                       r"modules_to_save\.[^.]+)(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a stage of a pipeline must know of the others to decide as for the whole model."""
+
+    tables: frozenset[tuple[int, ...]]
+    """The shapes of all embeddings."""
+    linear_after: bool
+    """Whether a later stage has a linear layer, so that the model's last one is not here."""
+    followed: bool
+    """Whether something with parameters, tied ones included, comes after the last linear layer of this stage."""
+    has_matrices: bool
+    """Whether another stage has matrices."""
+    has_head: bool
+    """Whether some stage has a head that is known by its name, or because its layer says so."""
+    tied: frozenset[Tensor]
+    """The weights here that another layer uses, too, wherever that is."""
+    matched: frozenset[int]
+    """The overrides, by index, that are for a trainable parameter of some stage."""
+
+
+def tables_and_linears(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> tuple[
+        set[tuple[int, ...]], list[tuple[str, Tensor]]]:
+    """The shapes of the embeddings, and the weights of linear layers in their order, but for those in ``leave_out``."""
+    weights = [(path, m, w) for path, m, _ in modules_of(model) for w in weights_of(m) if w.dim() == 2]
+    return ({tuple(w.shape) for _, module, w in weights if is_table(module)},
+            [(path, w) for path, module, w in weights if w not in leave_out and (
+                isinstance(module, nn.Linear) or is_cut(w) and not is_table(module))])
+
+
+def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
+    """Whether some parameter is a matrix, or a stack of them, that is no table."""
+    return any(param not in leave_out and not is_table(module) and shape_in(module, param)[0] is not None
+               for _, module, own in modules_of(model) for param in own)
+
+
+def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[Tensor, str]:
+    """The weights of output heads, each with what makes it one."""
+    heads = dict(known_heads(model))
+    if not heads and not (elsewhere and elsewhere.has_head):
+        heads.update(_last(model, elsewhere))
+    tied = elsewhere.tied if elsewhere else ()
+    return {**dict.fromkeys(tied, "tied to another layer of the pipeline"), **heads}
+
+
+def known_heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """The heads that have a head's name, or that ``model`` or one of its modules says it has."""
+    named, adapted = _named(model), _adapted(model)
+    for path, module, own in modules_of(model):
+        if any(p.numel() for p in own) and not f"{path}.".startswith(adapted) and _plain(path) in named:
+            yield from ((weight, "output head (by name)") for weight in weights_of(module) if weight.dim() > 1)
+        if kind_of(module).__name__.endswith("Loss"):
+            yield from ((weight, "output head (of a loss)") for weight in weights_of(module) if weight.dim() > 1)
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        head = get() if callable(get) else None
+        for returned in weights_of(head) if isinstance(head, nn.Module) else ():
+            yield returned, "output head (get_output_embeddings)"
+
+
+def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
+    """The last linear layer, where it is a head by its shape, or by its place."""
+    adapted = _adapted(model)
+    tables, linears = tables_and_linears(model, leave_out=elsewhere.tied if elsewhere else ())
+    linears = [(path, weight) for path, weight in linears if not f"{path}.".startswith(adapted)]
+    paths = [path for path, _, own in modules_of(model)
+             if any(p.numel() for p in own) and not f"{path}.".startswith(adapted)]
+    if not linears or elsewhere and elsewhere.linear_after:
+        return
+    end, name = linears[-1][0], _plain(linears[-1][0])
+    if any(map(_NO_HEAD.fullmatch, name.split("."))):
+        return
+    last = {weight: path for path, weight in linears if _plain(path) == name}
+    # Blocks and experts that lie in a list are alike, and so is the last of them.
+    lists = tuple(f"{path}." if path else "" for path, module in model.named_modules()
+                  if isinstance(module, nn.ModuleList))
+    # A bare matrix beside a layer has no place in the order of modules.
+    beside = any(end.startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
+                 and any(shape_in(module, p)[0] is not None for p in own) for path, module, own in modules_of(model))
+    followed = bool(elsewhere and elsewhere.followed) or paths[-1] != end or end.startswith(lists) or beside
+    alone = not (has_matrices(model, leave_out=last.keys()) or elsewhere and elsewhere.has_matrices)
+    for weight in last:
+        if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
+            yield weight, "output head (last linear layer, shaped like an embedding)"
+        elif not followed and not alone:
+            yield weight, "output head (last linear layer)"
+
+
+def _adapted(model: nn.Module) -> tuple[str, ...]:
+    """The prefixes of what was put beside a layer, such as LoRA's factors in peft's or torchtune's way."""
+    return tuple(f"{path}.{name}." if path else f"{name}." for path, module in model.named_modules()
+                 for name, _ in module.named_children()
+                 if name.startswith("lora_") or name != "base_layer" and "base_layer" in module._modules
+                 and hasattr(module, "active_adapter"))
+
+
+def _plain(path: str) -> str:
+    """The path that a module would have without wrappers."""
+    return _WRAPPERS.sub("", path).lstrip(".")
+
+
+def _named(model: nn.Module) -> set[str]:
+    """The modules of a head's name, or where such a module ends, without wrappers."""
+    modules = {_plain(path): module for path, module in model.named_modules(remove_duplicate=False)}
+    adapted, ends = _adapted(model), dict[str, dict[str, str]]()
+    for path, _, own in modules_of(model):
+        if any(p.numel() for p in own) and not f"{path}.".startswith(adapted):
+            for head, member in _heads_around(_plain(path), modules):
+                ends.setdefault(head, {})[member] = _plain(path)
+    # A classifier that has one right inside does not end where its layers do.
+    outer = {head.rpartition(".")[0] for head in ends}
+    alike = Counter(map(_numberless, ends))
+    return {end for head, members in ends.items() for end in members.values()
+            if head not in outer and alike[_numberless(head)] == 1}
+
+
+def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Of the modules around ``path``, those with a head's name; of a list of heads the one of them, too."""
+    parts = path.split(".")
+    for depth, name in enumerate(parts, 1):
+        head, module = ".".join(parts[:depth]), modules[".".join(parts[:depth])]
+        several = False
+        if _is_called_head(head, module) and "modulation" not in path.lower():
+            several = isinstance(module, nn.ModuleList) or isinstance(module, nn.ModuleDict) and name.endswith("s")
+            one = ".".join(parts[:depth + several])
+            # Attention that is built of a list of heads has no layers in it, but modules of its own.
+            if not several or name != "heads" or isinstance(modules[one], nn.Sequential) or not modules[one]._modules:
+                yield head, one
+        if isinstance(module, nn.ModuleList) and not several or _NO_HEAD.fullmatch(name):
+            return
+
+
+def _is_called_head(path: str, module: nn.Module) -> bool:
+    name = path.rpartition(".")[2]
+    if isinstance(module, nn.Linear) and name.endswith("conv_out"):
+        # It flattens what convolutions at an input make.
+        return False
+    # A convolution that is called like a layer of ResNet's end is DLA's.
+    named = HEAD_NAME.fullmatch(name) or path == "fc" and not isinstance(module, nn.Linear)
+    return bool(named) and "Pool" not in kind_of(module).__name__
+
+
+def _numberless(path: str) -> str:
+    return re.sub(r"\d+", "#", path)

@@ -1,0 +1,163 @@
+"""Models of transformers, built on meta from their default configs, and who gets which of their parameters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from ds_layerwise.routing.facts import holders_of
+from ds_layerwise.routing.held import kind_of
+from ds_layerwise.routing.rules import route_parameters
+
+#: Layers of a kind that a model keeps: enough for those that differ from the first.
+LAYERS = 5
+_LAYERS = re.compile(r"(\w+_)?layers?|depth|num_\w*blocks")
+
+#: What is built of a type of model: what has a head, if anything does.
+_PREFERRED = ("ForConditionalGeneration", "ForPreTraining", "ForCausalLM", "ForMaskedLM", "ForImageClassification",
+              "ForSequenceClassification", "For", "")
+
+#: By verdict and own name of a parameter with several axes, the classes of its modules; and the paths of heads.
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text())
+
+
+class Verdict(NamedTuple):
+    """What becomes of a parameter with two axes or more."""
+
+    name: str
+    leaf: str
+    cls: type[nn.Module]
+    path: str
+    """The last two names of its module, with # for numbers."""
+    kind: str
+    """One of matrix, vector, embedding, head and small: what has a shape that is no matrix."""
+    reason: str
+
+    def described(self) -> str:
+        """The verdict as a line of a message."""
+        return f"{self.leaf} of {self.cls.__name__}: {self.kind} ({self.reason}), such as {self.name}"
+
+
+def architectures() -> dict[str, set[str]]:
+    """The classes of transformers that it makes by type, each with its types."""
+    found: dict[str, set[str]] = {}
+    for name, mapping in vars(modeling_auto).items():
+        for kind, names in mapping.items() if name.endswith("MAPPING_NAMES") and isinstance(mapping, dict) else ():
+            for each in [names] if isinstance(names, str) else names:
+                cls = getattr(transformers, each, None)
+                if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and cls.config_class:
+                    found.setdefault(each, set()).add(kind)
+    return found
+
+
+def one_of_each_type() -> list[str]:
+    """An architecture for each type of model."""
+    by_type: dict[str, list[str]] = {}
+    for name, kinds in architectures().items():
+        for kind in kinds:
+            by_type.setdefault(kind, []).append(name)
+    return sorted({min(names, key=_rank) for names in by_type.values()})
+
+
+def _rank(name: str) -> tuple[int, int, str]:
+    return next(i for i, part in enumerate(_PREFERRED) if part in name), len(name), name
+
+
+def built(name: str) -> nn.Module | None:
+    """The model with few layers, or as it is by default; None where its default config builds none."""
+    cls = getattr(transformers, name)
+    for few in (True, False):
+        try:
+            config = cls.config_class()
+            if few:
+                _shorten(config)
+            with torch.device("meta"):
+                return cls(config)
+        # Constructors raise what they like at defaults that nobody uses.
+        except Exception:  # noqa: BLE001
+            continue
+    return None
+
+
+def _shorten(config: Any) -> None:
+    for key, value in list(vars(config).items()):
+        if type(value) is int and value > LAYERS and _LAYERS.fullmatch(key):
+            setattr(config, key, LAYERS)
+        elif isinstance(value, transformers.PreTrainedConfig):
+            _shorten(value)
+
+
+def verdicts(model: nn.Module) -> Iterator[Verdict]:
+    """Who gets which of the parameters with two axes or more."""
+    params, holders = dict(model.named_parameters()), holders_of(model)
+    for name, route in route_parameters(model, [{"params": list(params.values())}]).items():
+        if params[name].dim() > 1:
+            path, module = holders[params[name]][0]
+            kind = ("matrix" if route.whole else "head" if "head" in route.reason else
+                    "embedding" if "embedding" in route.reason else "small" if route.weight_decay is None else "vector")
+            yield Verdict(name, name.rpartition(".")[2], kind_of(module),
+                          re.sub(r"\d+", "#", ".".join(path.split(".")[-2:])), kind, route.reason)
+
+
+def unexpected(rows: Iterable[Verdict]) -> dict[str, str]:
+    """What the table does not say of ``rows``, those of a model, or says otherwise, by what tells it from others."""
+    found, reasons = {}, set()
+    for each in rows:
+        reasons.add(each.reason)
+        if each.kind == "head" and each.path not in TABLE["head"]:
+            found[f"head {each.path}"] = f"a new head: {each.name} ({each.reason})"
+        elif each.kind == "matrix" and each.leaf == "weight" and each.path in TABLE["head"] and (
+                each.path not in TABLE["head or not"]):
+            found[f"no head {each.path}"] = f"no head any more: {each.name} ({each.reason})"
+        elif each.kind != "head" and not any(
+                fnmatchcase(each.cls.__name__, known) for known in TABLE[each.kind].get(each.leaf, ())):
+            found[f"{each.kind} {each.leaf} {each.cls.__name__}"] = f"new: {each.described()}"
+    if len({reason.startswith("output head (last") for reason in reasons if reason.startswith("output head")}) > 1:
+        found["last"] = "a last linear layer is called a head beside one that is known"
+    return found
+
+
+def described(model: nn.Module) -> list[Any]:
+    """The modules of ``model`` as :func:`skeleton` takes them: path, class, class of torch, sizes, parameters."""
+    return [[path, kind_of(module).__name__, _of_torch(module), _sizes(module),
+             {name: list(param.shape) for name, param in module._parameters.items() if param is not None}]
+            for path, module in model.named_modules()
+            if module._modules or any(param is not None for param in module._parameters.values())]
+
+
+def _of_torch(module: nn.Module) -> str:
+    return next(cls.__name__ for cls in kind_of(module).__mro__ if cls.__module__.startswith("torch.nn"))
+
+
+def _sizes(module: nn.Module) -> dict[str, Any]:
+    keys = ("in_channels", "out_channels", "groups", "kernel_size", "transposed")
+    return {key: getattr(module, key) for key in keys} if _of_torch(module).startswith("Conv") else {}
+
+
+def skeleton(modules: list[Any]) -> nn.Module:
+    """The model of which :func:`described` made ``modules``: classes of the same names, parameters on meta."""
+    root: nn.Module | None = None
+    for path, name, base, sizes, params in modules:
+        cls = getattr(nn, base)
+        module = (cls if name == base else type(name, (cls,), {})).__new__(cls if name == base else type(
+            name, (cls,), {}))
+        nn.Module.__init__(module)
+        vars(module).update(sizes)
+        for key, shape in params.items():
+            module.register_parameter(key, nn.Parameter(torch.empty(shape, device="meta")))
+        if root is None:
+            root = module
+        else:
+            parent, _, own = path.rpartition(".")
+            root.get_submodule(parent).add_module(own, module)
+    assert root is not None
+    return root

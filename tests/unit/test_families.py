@@ -1,0 +1,181 @@
+"""Who gets which parameter of the models that people train: transformers' types, and others' of special structure."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ds_layerwise.routing.rules import route_parameters
+from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts
+from tests.support.rooms import rooms
+
+pytestmark = [*rooms("rules", "output_heads", "held", "by_kind", "kernels"),
+              pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")]
+
+OTHERS = json.loads((Path(__file__).parents[1] / "support" / "other_families.json").read_text())
+
+#: Convolutions over one axis alone.
+WITHOUT_A_MATRIX = {"DacModel", "UnivNetModel"}
+
+
+def scan(names):
+    transformers.logging.set_verbosity_error()
+    found, of_bias, count = {}, set(), 0
+    for name in names:
+        model = built(name)
+        if model is None or name in WITHOUT_A_MATRIX:
+            continue
+        count += 1
+        rows = list(verdicts(model))
+        for what, message in unexpected(rows).items():
+            found.setdefault(what, f"{name}: {message}")
+        # What the table says must not say this.
+        of_bias |= {each.described() for each in rows if each.kind == "matrix" and (
+            "bias" in each.leaf or issubclass(each.cls, nn.Embedding) or each.cls.__name__.endswith("Norm"))}
+    assert not of_bias
+    assert not found, "\n".join(["new in these models; judge each, and add it to tests/support/families.json", *map(
+        str, found.values())])
+    return count
+
+
+def test_a_model_of_each_type_of_transformers():
+    assert scan(one_of_each_type()) > 500
+
+
+@pytest.mark.thorough
+def test_all_architectures_of_transformers():
+    assert scan(sorted(architectures())) > 1000
+
+
+def heads_and_vectors(model):
+    routes = route_parameters(model, [{"params": list(model.parameters())}])
+    shapes = {name: param.dim() for name, param in model.named_parameters()}
+    return ({name for name, route in routes.items() if "head" in route.reason},
+            {name.rpartition(".")[2] for name, route in routes.items() if shapes[name] > 1 and not route.whole
+             and route.weight_decay == 0})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_other_libraries(name):
+    expected = OTHERS[name]
+    heads, vectors = heads_and_vectors(skeleton(expected["modules"]))
+    assert heads == set(expected["heads"]) and vectors == set(expected["vectors"])
+
+
+class Blocks(nn.Module):
+    """A model with a list of blocks, and what a case puts around it."""
+
+    def __init__(self, **around):
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        for name, module in around.items():
+            setattr(self, name, module)
+
+
+def heads_of(model):
+    return heads_and_vectors(model)[0]
+
+
+def linears(count=2, width=3):
+    return nn.ModuleList(nn.Linear(8, width) for _ in range(count))
+
+
+class Head(nn.Module):
+    """Of attention that is built of a list of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.key, self.value = nn.Linear(8, 4), nn.Linear(8, 4)
+
+
+class MultiheadAttentionPoolingHead(nn.Module):
+    """As SigLIP has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.probe, self.mlp = nn.Parameter(torch.zeros(1, 1, 8)), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+class AngularLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 5))
+
+
+@pytest.mark.parametrize("around, expected", [
+    ({"lm_head": nn.Linear(8, 40), "spare": nn.Linear(8, 8)}, {"lm_head.weight"}),
+    ({"lm_head": nn.Linear(8, 40), "like_an_embedding": nn.Linear(8, 40)}, {"lm_head.weight"}),
+    ({"head": nn.Linear(8, 3), "projector": nn.Linear(8, 8)}, {"head.weight"}),
+    ({"projector": nn.Linear(8, 8)}, set()),
+    ({"pooler": nn.ModuleDict({"dense": nn.Linear(8, 8)})}, set()),
+    ({"lm_heads": linears()}, {"lm_heads.0.weight", "lm_heads.1.weight"}),
+    ({"head": linears()}, {"head.0.weight", "head.1.weight"}),
+    ({"heads": nn.ModuleDict({"a": nn.Linear(8, 3), "b": nn.Linear(8, 2)})}, {"heads.a.weight", "heads.b.weight"}),
+    ({"medusa_heads": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40)) for _ in range(2))},
+     {"medusa_heads.0.1.weight", "medusa_heads.1.1.weight"}),
+    ({"attend": nn.ModuleDict({"heads": nn.ModuleList(Head() for _ in range(2))}), "norm": nn.LayerNorm(8)}, set()),
+    ({"classifier": nn.Conv2d(8, 3, 1)}, {"classifier.weight"}),
+    ({"decode_head": nn.ModuleDict({"classifier": nn.Conv2d(8, 3, 1), "fuse": nn.Conv2d(8, 8, 3)})},
+     {"decode_head.classifier.weight"}),
+    ({"conv_out": nn.Conv2d(8, 3, 3)}, {"conv_out.weight"}),
+    ({"conv_head": nn.Conv2d(8, 16, 1), "classifier": nn.Linear(16, 3)}, {"classifier.weight"}),
+    ({"box_head": nn.ModuleDict({"layers": linears()})}, {"box_head.layers.1.weight"}),
+    ({"final_layer": nn.ModuleDict({"linear": nn.Linear(8, 4), "adaLN_modulation": nn.Sequential(
+        nn.SiLU(), nn.Linear(8, 16))})}, {"final_layer.linear.weight"}),
+    ({"input_ff_layer": nn.ModuleDict({"output_layer": nn.Linear(8, 8)}), "output_layer": nn.Linear(8, 3)},
+     {"output_layer.weight"}),
+    ({"embeddings": nn.ModuleDict({"visual_projection": nn.Linear(8, 8)})}, set()),
+    ({"head": MultiheadAttentionPoolingHead(), "norm": nn.LayerNorm(8)}, set()),
+    ({"base_layer": nn.Linear(8, 8), "fc": nn.Conv2d(8, 5, 1)}, {"fc.weight"}),
+    ({"objective": AngularLoss(), "projector": nn.Linear(8, 8)}, {"objective.weight"}),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
+def test_heads_by_name(around, expected):
+    assert heads_of(Blocks(**around)) == expected
+
+
+class Norm(nn.LayerNorm):
+    """A class that is derived from a norm's."""
+
+
+class RMSNormGated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8))
+
+
+class Bare(nn.Module):
+    """Parameters of a module of its own, by name."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Parameter(torch.zeros(4, 6)))
+
+
+VECTORS = ("gate_up_proj_bias", "attention_biases", "bias_u", "r_w_bias", "relative_position_bias_table",
+           "scale_shift_table", "A_log", "D", "dt_bias", "logit_scale", "gamma_1")
+TABLES = ("pos_embed", "position_embedding", "rel_pos_h", "mask_token", "query_tokens", "latents", "level_embed")
+MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "Dense", "debiased", "w1")
+
+
+def test_bare_parameters_by_name():
+    model = nn.ModuleDict({"bare": Bare((*VECTORS, *TABLES, *MATRICES)), "norm": Norm((4, 6)), "rms": RMSNormGated(),
+                           "body": nn.Linear(4, 4), "many": nn.ModuleDict({"biases": nn.ParameterList(
+                               [nn.Parameter(torch.zeros(4, 6))])}),
+                           "relative_attention_bias": nn.Embedding(32, 4)})
+    routes = route_parameters(model, [{"params": list(model.parameters())}])
+
+    def names(names, where="bare."):
+        return {f"{where}{name}" for name in names}
+
+    assert {name for name, route in routes.items() if route.whole} == {*names(MATRICES), "body.weight"}
+    assert {name for name, route in routes.items() if route.weight_decay == 0} == {
+        *names(VECTORS), "norm.weight", "norm.bias", "rms.weight", "body.bias", "many.biases.0",
+        "relative_attention_bias.weight"}
+    assert {name for name, route in routes.items() if route.reason == "embedding (by name)"} == names(TABLES)
+    assert {name for name, route in routes.items() if route.bare} == {
+        *names((*VECTORS, *TABLES, *MATRICES)), "many.biases.0"}
