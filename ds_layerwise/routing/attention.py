@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.by_kind import QK_NORM
 from ds_layerwise.recipes.qk_clip import AttentionEntry, Outputs, QkClip, Run
-from ds_layerwise.routing.heads import HEADS, is_transposed, number_of
-from ds_layerwise.routing.parts import QKV
+from ds_layerwise.routing.heads import heads_of, is_transposed, number_of, sources_of
+from ds_layerwise.routing.parts import lies_by_head
 from ds_layerwise.routing.tensor_marks import axis_of, heads_here, is_cut
 
 #: What model families call the layers of queries and of keys.
@@ -132,28 +132,22 @@ def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
     """
     config: Any = getattr(module, "config")
     layers = {name for name, child in module.named_children() if isinstance(getattr(child, "weight", None), Tensor)}
-    # Tensor parallelism may have divided what a module says of itself.
-    own = number_of(module, ("num_heads", "num_attention_heads", "n_heads")) if tp_size == 1 else None
-    heads = own or number_of(config, HEADS)
+    heads, kv_heads, _ = heads_of(sources_of(module, module, tp_size))
     why = "the number of its heads is not told"
     if heads is not None:
-        fused, by_head = QKV.get(config.model_type, ("", False))
         if "kv_b_proj" in layers:
-            rope, values = (_number(module, key) for key in ("qk_rope_head_dim", "v_head_dim"))
+            rope, values = (number_of((module, config), (key,)) for key in ("qk_rope_head_dim", "v_head_dim"))
             return AttentionEntry(name=path, heads=heads, q="q_b_proj" if "q_b_proj" in layers else "q_proj",
                                   k="kv_b_proj", rotated=rope, values=values)
         for q, k in _SEPARATE:
             if q in layers and k in layers:
                 return AttentionEntry(name=path, heads=heads, kv_heads=_kv_heads(module, q, k, heads), q=q, k=k)
-        if fused in layers and not getattr(module, "is_cross_attention", False):
-            kv_heads = number_of(config, ("num_key_value_heads",)) or heads
-            return AttentionEntry(name=path, heads=heads, kv_heads=kv_heads, qkv=fused, by_head=by_head)
+        for layer in layers:
+            by_head = lies_by_head(module, layer)
+            if by_head is not None and not getattr(module, "is_cross_attention", False):
+                return AttentionEntry(name=path, heads=heads, kv_heads=kv_heads, qkv=layer, by_head=by_head)
         why = f"what gives its queries and keys is not known; it has {', '.join(sorted(layers)) or 'no layers'}"
     raise RoutingError(f"layerwise.qk_clip does not understand {path}, {type(module).__name__}: {why}; {_WAY_OUT}")
-
-
-def _number(module: nn.Module, key: str) -> int | None:
-    return number_of(module, (key,)) or number_of(getattr(module, "config"), (key,))
 
 
 def _kv_heads(module: nn.Module, q: str, k: str, heads: int) -> int:

@@ -7,7 +7,7 @@ other, in whatever order, and all have the same width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,46 @@ from ds_layerwise.routing.tensor_marks import heads_here
 
 _QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
 _KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
-_FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "att_proj", "in_proj_weight")
-HEADS = ("num_attention_heads", "n_head", "num_heads")
-WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "att_proj", "in_proj_weight")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def is_transposed(module: nn.Module, param: Tensor) -> bool:
     """Whether ``param`` is the weight of a linear layer that holds it as (inputs, outputs)."""
     return kind_of(module).__name__ == "Conv1D" and param.dim() == 2 and any(param is w for w in weights_of(module))
+
+
+def sources_of(module: nn.Module, model: nn.Module, tp_size: int) -> list[Any]:
+    """What says which sizes an attention module has: itself and its config, or, of one that is mute, the model's.
+
+    Args:
+        tp_size: how many ranks tensor parallelism has cut parameters for; it may divide what a module says of itself.
+    """
+    own, config = [module] * (tp_size == 1), getattr(model, "config", None)
+    of_text = None if number_of(own, _HEADS) else told(config, "text_config") or config
+    return [*own, getattr(module, "config", of_text)]
+
+
+def heads_of(sources: Collection[Any]) -> tuple[int | None, int | None, int]:
+    """The heads of queries and of keys, and how wide they are, 0 if that is not known."""
+    heads, width, hidden = (number_of(sources, keys) for keys in (_HEADS, ("head_dim",), _WIDTHS))
+    return heads, number_of(sources, _KV_HEADS) or heads, width or (hidden or 0) // (heads or 1)
+
+
+def family_of(module: nn.Module) -> str:
+    """The family of transformers' models that the class of ``module`` is of; empty if none."""
+    paths = (kind.__module__.split(".") for kind in type(module).__mro__)
+    return next((path[2] for path in paths if path[:2] == ["transformers", "models"]), "")
+
+
+def attention_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter ``name``, or a layer with such a weight, and how it calls that."""
+    path, _, own = name.rpartition(".")
+    if own == "weight":
+        path, _, own = path.rpartition(".")
+    return model.get_submodule(path), own
 
 
 def cut_heads(route: Route, num_heads: int | None, param: Tensor, tp_size: int, *, explicit: bool = False) -> Route:
@@ -46,33 +78,24 @@ def cut_heads(route: Route, num_heads: int | None, param: Tensor, tp_size: int, 
     return whole if whole.matrix_shape != route.matrix_shape else route
 
 
-def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tensor], tp_size: int, *,
+def split_heads(model: nn.Module, routes: dict[str, Route], params: Mapping[str, Tensor], tp_size: int, *,
                 named: Collection[str]) -> dict[str, Route]:
-    """Cut the query, key and value projections into one matrix a head, by the counts in the model's config.
+    """Cut the query, key and value projections into one matrix a head, by the counts of their modules.
 
     Args:
-        config: as transformers' or nanoGPT's models have it; None if the model has none.
+        model: with a config as transformers' or nanoGPT's have, if its modules do not say how many heads they have.
         named: the parameters whose heads or parts the user has named, in ``routes`` already, as are those that have
             parts.
 
     Raises:
-        RoutingError: ``config`` has no counts, or no projection is known by its name, and none is ``named``.
+        RoutingError: no projection is known by its name and has a number of heads, and none is ``named``.
     """
-    config = getattr(config, "text_config", config)
-    heads = number_of(config, HEADS)
-    if heads is None:
-        if named:
-            return routes
-        raise RoutingError("per_head_muon needs model.config.num_attention_heads, which this model does not have; name "
-                           "the projections in layerwise.overrides with num_heads")
-    kv_heads = number_of(config, ("num_key_value_heads",)) or heads
-    width = number_of(config, ("head_dim",)) or (number_of(config, WIDTHS) or 0) // heads
     split = {}
     for name, route in routes.items():
-        *path, last = name.split(".")
-        leaf = path[-1] if path and last == "weight" else last
+        module, leaf = attention_of(model, name)
+        heads, kv_heads, width = heads_of(sources_of(module, model, tp_size))
         count = heads if leaf in _QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
-        if leaf in _FUSED_NAMES and route.matrix_shape is not None and len(route.matrix_shape) == 2:
+        if leaf in FUSED_NAMES and route.matrix_shape is not None and len(route.matrix_shape) == 2:
             outputs = route.matrix_shape[1 if route.transposed else 0] * (tp_size if route.tp_axis == -2 else 1)
             count = outputs // width if width and outputs % width == 0 else None
         done = name in named or route.parts is not None
@@ -81,14 +104,15 @@ def split_heads(config: Any, routes: dict[str, Route], params: Mapping[str, Tens
                             for route in routes.values())
     if split == routes and not per_head:
         raise RoutingError("per_head_muon found no query, key or value projection (known: "
-                           f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES + _FUSED_NAMES)}); name them in "
+                           f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES + FUSED_NAMES)}) of which its module or "
+                           "model.config.num_attention_heads says how many heads it has; name them in "
                            "layerwise.overrides with num_heads")
     return split
 
 
-def number_of(config: Any, spellings: Collection[str]) -> int | None:
-    """The number, at least 1, that ``config`` has under the first of ``spellings`` that it knows.
+def number_of(sources: Iterable[Any], spellings: Collection[str]) -> int | None:
+    """The number, at least 1, that the first of ``sources`` has which has one, under the first of ``spellings``.
 
     Vision models count heads a stage, in a list, which says nothing of a layer.
     """
-    return next((n for key in spellings if isinstance(n := told(config, key), int) and n > 0), None)
+    return next((n for each in sources for key in spellings if isinstance(n := told(each, key), int) and n > 0), None)

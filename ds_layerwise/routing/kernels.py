@@ -1,4 +1,10 @@
-"""Which matrix a parameter is to the matrix optimizer: a convolution's kernel one of (outputs, everything else)."""
+"""Which matrix a parameter is to the matrix optimizer: a convolution's kernel one of (outputs, everything else).
+
+Note: three axes
+    A bare parameter of three axes is a stack of matrices, of experts or heads. In XLNet and Funnel it is one matrix
+    whose outputs are counted by head and within it. An unknown one of that kind shows by a first axis that is far
+    longer than the others, which its reason then says.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.routing.held import is_gain
+from ds_layerwise.routing.held import is_gain, kind_of
+
+#: Modules of transformers of which a parameter (inputs, heads, width) is one matrix, or a table of two segments.
+_OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -21,12 +30,19 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
         if is_gain(param) and shape != _kernel_of(module):
             return None, "a vector"
         return _kernel_shape(shape, module)
+    kind = kind_of(module).__name__
+    if kind == "OFTRotationModule":
+        return None, "skew-symmetric blocks, each a row of its elements (by peft)"
     if len(shape) == 2:
         return (None, "a vector") if 1 in shape else (shape, "matrix")
     if len(shape) == 3:
+        if kind in _OUTPUTS_BY_HEAD:
+            joined = shape[0], shape[1] * shape[2]
+            return (None, "embedding") if shape[0] == 2 else (joined, "matrix, outputs by head")
         if shape[0] == 1 or 1 in shape[1:]:
             return None, "three axes, but no stack of matrices"
-        return shape, "stack of matrices"
+        unlike = ", far more than they are wide: if it is none, send it to the scalar optimizer"
+        return shape, "stack of matrices" + unlike * (shape[0] > 2 * max(shape[1:]))
     return None, f"{len(shape)} axes, and not a convolution"
 
 

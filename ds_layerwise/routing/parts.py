@@ -1,19 +1,23 @@
 """Named parts of fused matrices: which parameters have them, by an override or by what the model is.
 
 Note: what is found without being told
-    The fused projections of transformers, by the names of their modules and the numbers in ``model.config``:
+    The fused projections of transformers, by the names of layers and the numbers of the modules that have them, or of
+    their configs:
 
-    * queries, keys and values, by ``model_type``, see :data:`QKV`: one after the other, or by head;
-    * ``gate_up_proj``, a linear layer: gate and up; and of experts in one tensor, as their module says it is laid out;
+    * queries, keys and values, see :data:`QKV`: one after the other, or by head; and those of linear attention;
+    * layers of two equal parts, see :data:`_HALVES`; ``gate_up_proj`` of experts in one tensor, as their module lays it
+      out;
     * multi-head latent attention: of the queries, and of what all heads share, the dimensions without and with
       rotation; of what comes out of the latent, keys and values.
 
-    A parameter of another size than the numbers make stays whole.
+    And the queries, keys and values of torch's own attention. A parameter of another size than the numbers make, and
+    one that has the name of a fused one and is not known, stays whole, which its reason says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,16 +25,44 @@ from torch import Tensor, nn
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes import Axis, Route, parts_of, with_parts
 from ds_layerwise.recipes.parts import Part, Parts, Split
-from ds_layerwise.routing.heads import HEADS, WIDTHS, number_of
+from ds_layerwise.routing.heads import (
+    FUSED_NAMES,
+    attention_of,
+    family_of,
+    heads_of,
+    number_of,
+    sources_of,
+)
 from ds_layerwise.routing.tensor_marks import runs_of
 
-#: By model type, the fused projection, and whether its queries, keys and values lie head by head.
-QKV = {"gpt2": ("c_attn", False), "openai-gpt": ("c_attn", False), "phi3": ("qkv_proj", False), "mpt": ("Wqkv", False),
-        "gpt_neox": ("query_key_value", True), "bloom": ("query_key_value", True),
-        "persimmon": ("query_key_value", True)}
+#: Layers of queries, keys and values, in all families of transformers or in one.
+QKV = ("qkv", "bark.att_proj", "bloom.query_key_value", "dbrx.Wqkv", "deberta.in_proj", "decision_transformer.c_attn",
+       "falcon.query_key_value", "gpt2.c_attn", "gpt_bigcode.c_attn", "gpt_neox.query_key_value",
+       "gpt_neox_japanese.query_key_value", "imagegpt.c_attn", "modernbert.Wqkv", "mpt.Wqkv", "openai.c_attn",
+       "persimmon.query_key_value", "phi3.qkv_proj", "phi4_multimodal.qkv_proj")
 
-#: Of a config, what says that attention goes through latents.
+#: The families of these in which they lie by head of keys, each with its queries; in others all queries come first.
+_BY_HEAD = ("bloom", "deberta", "falcon", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "persimmon")
+
+#: Layers of gate and up, or keys and values: two parts of one size, one after the other.
+_HALVES = ("gate_up_proj", "Wi", "to_kv", "granitemoe_swa.input_linear", "granitemoehybrid.input_linear",
+           "granitemoeshared.input_linear", "jetmoe.input_linear", "jetmoe.kv_proj")
+
+#: Families of experts whose module does not say that gate and up lie so.
+_EXPERTS = ("llama4", "longcat_flash", "step3p7")
+
+#: Families of which each head of queries has a gate after it.
+_GATED = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+
+#: What fused projections are called.
+_FUSED = re.compile(r"(\w+_)?w?qkvz?(_proj)?|Wqkv|query_key_value|c_attn|att_proj|(to_|linear_)?kv|in_proj_(weight|ba)|"
+                    r"gate_up(_proj)?|Wi|w1[23]")
+
+#: What says that attention goes through latents.
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+#: How many heads of keys and of values linear attention has, and how wide all of each are.
+_LINEAR = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
 
 
 class TensorRank(NamedTuple):
@@ -43,7 +75,8 @@ class TensorRank(NamedTuple):
 def outputs_of(module: nn.Module, route: Route) -> Axis:
     """Which axis of the matrices of ``route`` the outputs of their layer are: rows, as in nn.Linear, or columns."""
     stack = route.matrix_shape is not None and len(route.matrix_shape) == 3
-    return -1 if route.transposed or stack and getattr(module, "is_transposed", False) is True else -2
+    by_inputs = getattr(module, "is_transposed", family_of(module) == "llama4") is True
+    return -1 if route.transposed or stack and by_inputs else -2
 
 
 def split_as_told(route: Route, split: Split | None, module: nn.Module, param: Tensor, tensor: TensorRank) -> Route:
@@ -58,96 +91,112 @@ def split_as_told(route: Route, split: Split | None, module: nn.Module, param: T
     return route if parts is None else _with_parts_here(route, parts, param, tensor)
 
 
-def split_known(config: Any, routes: dict[str, Route], params: Mapping[str, Tensor], modules: Mapping[str, nn.Module],
-                tensor: TensorRank, *, named: Collection[str], per_head: bool) -> dict[str, Route]:
-    """``routes`` with the parts that transformers' models are known to have; see the note on what is found.
+def split_known(model: nn.Module, routes: dict[str, Route], params: Mapping[str, Tensor], tensor: TensorRank, *,
+                named: Collection[str], per_head: bool) -> dict[str, Route]:
+    """``routes`` with the parts that models are known to have; see the note on what is found.
 
     Args:
-        config: the model's; None if it has none.
-        modules: by parameter, the module that holds it.
         named: the parameters of which the user has said how they are split.
         per_head: whether heads are matrices of their own, into which :mod:`.routing.heads` cuts queries, keys and
             values that have heads of equal width.
     """
-    config = getattr(config, "text_config", config)
-    found = dict(routes)
+    found, cut = dict(routes), 1 if per_head else None
     for name, route in routes.items():
-        if name in named or route.matrix_shape is None or not route.whole:
+        module, leaf = attention_of(model, name)
+        if name in named or route.matrix_shape is None or not route.whole or per_head and leaf in FUSED_NAMES:
             continue
-        split = _known(config, name, route, modules[name], routes, per_head)
-        if split is None:
-            continue
+        axis = outputs_of(module, route)
+        length = route.matrix_shape[axis] * (tensor.size if route.tp_axis == axis else 1)
+        split = _known(module, leaf, length, sources_of(module, model, tensor.size), cut)
         try:
-            parts = parts_of(route, split, outputs=outputs_of(modules[name], route), tp_size=tensor.size)
+            parts = parts_of(route, split or Split(()), outputs=axis, tp_size=tensor.size)
         except RoutingError:
-            continue
-        try:
-            found[name] = route if parts is None else _with_parts_here(route, parts, params[name], tensor)
-        except RoutingError:
-            found[name] = route.because(f"whole, for its parts {', '.join(dict(split.parts))} do not lie whole on a "
-                                        "tensor-parallel rank")
+            parts = None
+        if parts:
+            try:
+                found[name] = _with_parts_here(route, parts, params[name], tensor)
+            except RoutingError:
+                found[name] = route.because(f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
+                                            "tensor-parallel rank")
+        elif _FUSED.fullmatch(leaf) or leaf == "in_proj" and {"conv", "conv1d"} & module._modules.keys():
+            found[name] = route.because("fused, not split")
     return found
 
 
-def _known(config: Any, name: str, route: Route, module: nn.Module, routes: Mapping[str, Route],
-           per_head: bool) -> Split | None:
-    """What is known of the parts of the parameter ``name``."""
-    *path, last = name.split(".")
-    if last == "gate_up_proj" and getattr(module, "has_gate", False) is True:
-        return _experts(route, module)
-    if last != "weight" or not path or getattr(config, "model_type", None) is None:
-        return None
-    leaf, shape = path[-1], route.matrix_shape
-    if leaf == "gate_up_proj" and shape is not None and len(shape) == 2 and isinstance(module, nn.Linear):
-        return _split(gate=shape[0] // 2, up=shape[0] // 2)
-    qkv, by_head = QKV.get(config.model_type, ("", False))
-    if leaf == qkv and not per_head:
-        return _qkv(config, route, by_head)
-    beside = ".".join([*path[:-1], "kv_b_proj", "weight"])
-    return next((split for its, split in _latent(config, per_head) if its == leaf), None) if beside in routes else None
+def _known(module: nn.Module, leaf: str, length: int, sources: list[Any], cut: int | None) -> Split | None:
+    """What is known of the parts of a parameter.
+
+    Args:
+        module: the one that has it, or the layer whose weight it is.
+        leaf: how that calls it.
+        length: of the axis.
+        sources: see :func:`.routing.heads.sources_of`.
+        cut: into how many matrices parts of a head are cut; None for one of all heads.
+    """
+    family, (heads, kv_heads, width) = family_of(module), heads_of(sources)
+    if leaf in module._parameters:
+        if leaf == "gate_up_proj" and (getattr(module, "has_gate", False) is True or family in _EXPERTS):
+            in_turns = not getattr(module, "is_concatenated", True)
+            return _split(length // 2, gate=1, up=1) if in_turns else _equal(length, "gate", "up")
+        is_torchs = leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
+        return _equal(length, "q", "k", "v") if is_torchs else None
+    if _is_one(_HALVES, family, leaf):
+        return _equal(length, *("k", "v") if "kv" in leaf else ("gate", "up"))
+    by_head = lies_by_head(module, leaf)
+    if by_head is not None:
+        return _qkv(heads, kv_heads, width, length, by_head, getattr(module, "is_cross_attention", False) is True)
+    if leaf == "q_proj" and family in _GATED:
+        return _split(heads, cut, q=width, gate=width)
+    known = _latent(sources, heads, cut) if hasattr(module, "kv_b_proj") else _linear(module) if family else {}
+    return known.get(leaf)
 
 
-def _split(groups: int = 1, **sizes: int | Part) -> Split:
-    return Split(tuple((name, size if isinstance(size, Part) else Part(size=size)) for name, size in sizes.items()
-                       if isinstance(size, Part) or size), groups=groups)
+def _is_one(names: Collection[str], family: str, leaf: str) -> bool:
+    return bool(family) and (leaf in names or f"{family}.{leaf}" in names)
 
 
-def _experts(route: Route, module: nn.Module) -> Split | None:
-    """Gate and up of experts in one tensor, whose module says whether they lie one after the other, or in turns."""
-    if route.matrix_shape is None or len(route.matrix_shape) != 3:
-        return None
-    half = route.matrix_shape[outputs_of(module, route)] // 2
-    return _split(gate=half, up=half) if getattr(module, "is_concatenated", True) else _split(half, gate=1, up=1)
+def lies_by_head(module: nn.Module, leaf: str) -> bool | None:
+    """Whether the queries, keys and values of a layer of ``module`` lie by head of keys; None if that is not known."""
+    family = family_of(module)
+    return family in _BY_HEAD if _is_one(QKV, family, leaf) else None
 
 
-def _qkv(config: Any, route: Route, by_head: bool) -> Split | None:
+def _split(groups: int | None = 1, heads: int | None = None, **sizes: int) -> Split:
+    return Split(tuple((name, Part(size=size, heads=heads)) for name, size in sizes.items() if size),
+                 groups=groups or 1)
+
+
+def _equal(length: int, *names: str) -> Split:
+    return _split(**dict.fromkeys(names, length // len(names)))
+
+
+def _qkv(heads: int | None, keys: int | None, width: int, length: int, by_head: bool, is_cross: bool) -> Split | None:
     """Queries, keys and values; keys and values alone where an encoder gives these."""
-    heads = number_of(config, HEADS)
-    width = number_of(config, ("head_dim",)) or (number_of(config, WIDTHS) or 0) // (heads or 1)
-    if not heads or not width or route.matrix_shape is None:
+    if not by_head and heads == keys:
+        # Vision models may not say how many heads they have, or count them a stage.
+        return _equal(length, *("k", "v") if is_cross else ("q", "k", "v"))
+    if not (heads and keys):
         return None
-    if by_head:
-        return _split(heads, q=width, k=width, v=width)
-    q, kv = heads * width, (number_of(config, ("num_key_value_heads",)) or heads) * width
-    outputs = route.matrix_shape[-1 if route.transposed else -2]
-    return _split(k=kv, v=kv) if outputs == 2 * kv else _split(q=q, k=kv, v=kv)
+    queries, groups = 0 if is_cross else heads, keys if by_head else 1
+    width = width or length // (queries + 2 * keys)
+    kv = keys * width // groups
+    return _split(groups, q=queries * width // groups, k=kv, v=kv)
 
 
-def _latent(config: Any, per_head: bool) -> Iterator[tuple[str, Split]]:
+def _latent(sources: list[Any], heads: int | None, cut: int | None) -> dict[str, Split]:
     """By projection of multi-head latent attention, its parts."""
-    heads, sizes = number_of(config, HEADS), [number_of(config, (key,)) for key in _LATENT]
-    if heads is None or None in sizes:
-        return
-    latent, nope, rope, v = (size or 0 for size in sizes)
+    latent, nope, rope, v = (number_of(sources, (key,)) or 0 for key in _LATENT)
+    queries = _split(heads, cut, nope=nope, rope=rope)
+    return {"q_proj": queries, "q_b_proj": queries, "kv_b_proj": _split(heads, cut, k=nope, v=v),
+            "kv_a_proj_with_mqa": _split(latent=latent, rope=rope)}
 
-    def of_heads(**widths: int) -> Split:
-        return _split(heads, **{name: Part(size=width, heads=1 if per_head else None)
-                                for name, width in widths.items()})
 
-    yield "q_proj", of_heads(nope=nope, rope=rope)
-    yield "q_b_proj", of_heads(nope=nope, rope=rope)
-    yield "kv_b_proj", of_heads(k=nope, v=v)
-    yield "kv_a_proj_with_mqa", _split(latent=latent, rope=rope)
+def _linear(module: nn.Module) -> dict[str, Split]:
+    """By projection of linear attention with gated delta rules, its parts."""
+    heads, v_heads, keys, values = (number_of([module], (key,)) or 1 for key in _LINEAR)
+    k, v = keys // heads, values // heads
+    return {"in_proj_qkv": _split(q=keys, k=keys, v=values), "in_proj_qkvz": _split(heads, q=k, k=k, v=v, z=v),
+            "in_proj_ba": _split(heads, b=v_heads // heads, a=v_heads // heads)}
 
 
 def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRank) -> Route:

@@ -135,12 +135,11 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
         route = by_kind.by_width(route, partial(_dims, route, param, tp_size), table=table or vector)
         route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
         routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
-    config = getattr(model, "config", None)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
     if auto_split and not by_group:
-        routes = split_known(config, routes, trained, holders, tensor, named=named, per_head=per_head)
+        routes = split_known(model, routes, trained, tensor, named=named, per_head=per_head)
     if per_head:
-        routes = split_heads(config, routes, trained, tp_size, named=named)
+        routes = split_heads(model, routes, trained, tp_size, named=named)
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes

@@ -64,7 +64,7 @@ class HfShapes:
         from ds_layerwise.routing.heads import number_of
         text = getattr(config, "text_config", config)
         self.hidden_size = _hidden_size(config) or _hidden_size(text)
-        self._heads = {key: number_of(text, (key,)) for key in ("num_attention_heads", "num_key_value_heads")}
+        self._heads = {key: number_of([text], (key,)) for key in ("num_attention_heads", "num_key_value_heads")}
 
     def check_heads(self, tp_size: int) -> None:
         """Refuse a ``tp_size`` for which heads of attention would have to be cut, or copied.

@@ -1,8 +1,17 @@
 """Fused projections of transformers' models are found, and lie as the models themselves read them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, FunnelModel, XLNetModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.blip.modeling_blip import BlipAttention, BlipVisionConfig
+from transformers.models.exaone4_5.modeling_exaone4_5 import Exaone4_5_VisionAttention, Exaone4_5_VisionConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+from transformers.models.sam2.modeling_sam2 import Sam2HieraDetConfig, Sam2MultiScaleAttention
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from ds_layerwise.config import Override
 from ds_layerwise.orthogonalize.parts import view_of
@@ -45,14 +54,42 @@ MODELS = {
                 {"mlp.experts.gate_up_proj": {"gate": (2, 24, 16), "up": (2, 24, 16)}}),
     "gpt_oss": ({**GQA, "num_local_experts": 2, "num_experts_per_tok": 2},
                 {"mlp.experts.gate_up_proj": {"gate": (2, 16, 24), "up": (2, 16, 24)}}),
+    "llama4_text": ({**GQA, "num_local_experts": 2, "intermediate_size_mlp": 24, "interleave_moe_layer_step": 1},
+                    {"feed_forward.experts.gate_up_proj": {"gate": (2, 16, 24), "up": (2, 16, 24)}}),
+    "falcon": ({**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
+               {"self_attention.query_key_value.weight": {"q": (16, 16), "k": (8, 16), "v": (8, 16)}}),
+    "falcon/multi_query": (SIZES, {"self_attention.query_key_value.weight": {"q": (16, 16), "k": (4, 16),
+                                                                             "v": (4, 16)}}),
+    "falcon/plain": ({**SIZES, "multi_query": False}, {"self_attention.query_key_value.weight": Q_K_V}),
+    "gpt_bigcode": (GPT2, {"attn.c_attn.weight": {"q": (16, 16), "k": (4, 16), "v": (4, 16)}}),
+    "gpt_bigcode/plain": ({**GPT2, "multi_query": False}, {"attn.c_attn.weight": Q_K_V}),
+    "dbrx": ({"d_model": 16, "n_heads": 4, "n_layers": 1, "vocab_size": 40, "max_seq_len": 16,
+              "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+              "ffn_config": {"ffn_hidden_size": 6, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": 16}},
+             {"norm_attn_norm.attn.Wqkv.weight": {"q": (16, 16), "k": (8, 16), "v": (8, 16)}}),
+    "modernbert": (SIZES, {"attn.Wqkv.weight": Q_K_V, "mlp.Wi.weight": GATE_UP}),
+    "deberta": ({**SIZES, "max_position_embeddings": 16}, {"attention.self.in_proj.weight": Q_K_V}),
+    "imagegpt": (GPT2, {"attn.c_attn.weight": Q_K_V}),
+    "qwen3_next": ({**GQA, "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 3, "linear_value_head_dim": 5, "mlp_only_layers": [0]},
+                   {"linear_attn.in_proj_qkvz.weight": {"q": (6, 16), "k": (6, 16), "v": (20, 16), "z": (20, 16)},
+                    "linear_attn.in_proj_ba.weight": {"b": (4, 16), "a": (4, 16)}}),
+    "qwen3_next/gated": ({**GQA, "layer_types": ["full_attention"], "mlp_only_layers": [0]},
+                         {"self_attn.q_proj.weight": {"q": (16, 16), "gate": (16, 16)}}),
+    "qwen3_5_text": ({**GQA, "layer_types": ["linear_attention"], "linear_num_key_heads": 2,
+                      "linear_num_value_heads": 4, "linear_key_head_dim": 3, "linear_value_head_dim": 5},
+                     {"linear_attn.in_proj_qkv.weight": {"q": (6, 16), "k": (6, 16), "v": (20, 16)}}),
 }
 
 
 def build(kind, sizes, device="meta"):
+    """A model of the type before the first slash of ``kind``."""
     torch.manual_seed(3)
+    kind = kind.partition("/")[0]
+    auto = AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
     with torch.device(device):
         config = AutoConfig.for_model(kind, attn_implementation="eager", experts_implementation="eager", **sizes)
-        return AutoModelForCausalLM.from_config(config).eval()
+        return auto.from_config(config).eval()
 
 
 def route(model, *overrides, **kwargs):
@@ -115,9 +152,9 @@ def test_what_has_the_name_and_another_size_stays_whole():
 # --- the layout, by what the model computes from it -------------------------------------------------------------------
 
 
-def logits(model):
+def logits(model, **options):
     with torch.no_grad():
-        return model(input_ids=torch.tensor([[3, 7, 9, 11, 5]])).logits
+        return model(input_ids=torch.tensor([[3, 7, 9, 11, 5]]), **options)[0]
 
 
 def weights_of(model, leaf):
@@ -143,7 +180,7 @@ def set_(views, value):
 def inputs_of(model, leaf):
     """What goes into the module called ``leaf`` in a forward pass."""
     seen = []
-    module, = [each for path, each in model.named_modules() if path.split(".")[-1] == leaf and ".0." in path]
+    module, = [each for path, each in model.named_modules() if f".{path}".endswith(f".{leaf}") and ".0." in path]
     hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
     logits(model)
     hook.remove()
@@ -151,46 +188,177 @@ def inputs_of(model, leaf):
 
 
 FUSED = {"gpt2": "c_attn", "openai-gpt": "c_attn", "phi3": "qkv_proj", "gpt_neox": "query_key_value",
-         "bloom": "query_key_value", "persimmon": "query_key_value", "mpt": "Wqkv"}
+         "bloom": "query_key_value", "persimmon": "query_key_value", "mpt": "Wqkv", "falcon": "query_key_value",
+         "falcon/multi_query": "query_key_value", "falcon/plain": "query_key_value", "gpt_bigcode": "c_attn",
+         "gpt_bigcode/plain": "c_attn", "dbrx": "Wqkv", "modernbert": "Wqkv", "deberta": "in_proj",
+         "imagegpt": "c_attn"}
 
 
 @pytest.mark.parametrize("kind, leaf", FUSED.items())
 def test_queries_keys_and_values_are_where_the_model_reads_them(kind, leaf):
     model = build(kind, MODELS[kind][0], "cpu")
+    check_queries_keys_and_values(model, leaf, lambda: logits(model))
+
+
+def check_queries_keys_and_values(model, leaf, output):
     views = weights_of(model, leaf)
     for part in views.values():
         set_(part, None)
-    before = logits(model)
+    before = output()
     set_(views["q"], None)
-    assert not torch.equal(logits(model), before)
+    assert not torch.equal(output(), before)
     set_(views["q"], 0.0)
-    uniform = logits(model)
+    uniform = output()
     # Without queries all keys weigh the same, whatever they are.
     set_(views["k"], None)
-    assert torch.equal(logits(model), uniform)
+    assert torch.equal(output(), uniform)
     set_(views["v"], None)
-    assert not torch.equal(logits(model), uniform)
+    assert not torch.equal(output(), uniform)
     # Without values nothing comes out of attention, whatever asks for it.
     set_(views["v"], 0.0)
-    nothing = logits(model)
+    nothing = output()
     set_(views["q"], None)
     set_(views["k"], None)
-    assert torch.equal(logits(model), nothing)
+    assert torch.equal(output(), nothing)
 
 
-@pytest.mark.parametrize("kind", ["phi3", "glm4"])
-def test_gate_and_up_are_where_the_model_reads_them(kind):
+class Tower(nn.Module):
+    """A module of a model whose text has other heads."""
+
+    def __init__(self, inner, *args):
+        super().__init__()
+        self.inner, self.args, self.norm = inner, args, nn.LayerNorm(16)
+        self.config = SimpleNamespace(text_config=SimpleNamespace(
+            num_attention_heads=8, num_key_value_heads=2, hidden_size=64, head_dim=12))
+
+    def output(self):
+        with torch.no_grad():
+            found = self.inner(*self.args)
+        return found[0] if isinstance(found, tuple) else found
+
+
+def tower(kind):
+    torch.manual_seed(3)
+    x = torch.randn(1, 5, 16)
+    if kind == "torch":
+        return Tower(nn.MultiheadAttention(16, 4, batch_first=True), x, x, x)
+    if kind == "blip":
+        return Tower(BlipAttention(BlipVisionConfig(hidden_size=16, num_attention_heads=4)), x)
+    if kind == "sam2":
+        config = Sam2HieraDetConfig(hidden_size=24, attn_implementation="eager")
+        return Tower(Sam2MultiScaleAttention(config, 16, 32, 4), x.view(1, 1, 5, 16))
+    config = Exaone4_5_VisionConfig(hidden_size=16, num_heads=4, num_key_value_heads=2, attn_implementation="eager")
+    return Tower(Exaone4_5_VisionAttention(config), x[0], torch.tensor([0, 5]), (torch.ones(5, 4), torch.zeros(5, 4)))
+
+
+@pytest.mark.parametrize("kind, leaf, sizes", [
+    ("torch", "in_proj_weight", (16, 16, 16)), ("blip", "qkv", (16, 16, 16)), ("sam2", "qkv", (32, 32, 32)),
+    ("exaone", "qkv", (16, 8, 8))])
+def test_attention_of_towers_has_heads_of_its_own(kind, leaf, sizes):
+    model = tower(kind)
+    assert [rows for rows, _ in next(iter(parts_of(route(model)).values())).values()] == [*sizes]
+    check_queries_keys_and_values(model, leaf, model.output)
+
+
+def experts(kind):
+    torch.manual_seed(3)
+    if kind == "step3p7":
+        config = SimpleNamespace(num_local_experts=2, hidden_size=16, moe_intermediate_size=6, hidden_act="silu")
+        module = Step3p7Experts(config)
+    else:
+        module = LongcatFlashExperts(SimpleNamespace(
+            expert_ffn_hidden_size=6, hidden_size=16, n_routed_experts=2, zero_expert_num=1, hidden_act="silu"))
+    for param in module.parameters():
+        nn.init.normal_(param)
+    return Tower(module, torch.randn(5, 16), torch.tensor([[0, 1]] * 5), torch.ones(5, 2))
+
+
+@pytest.mark.parametrize("kind, count", [("step3p7", 2), ("longcat_flash", 3)])
+def test_experts_whose_module_does_not_say_how_they_lie(kind, count):
+    model = experts(kind)
+    assert parts_of(route(model)) == {"inner.gate_up_proj": {"gate": (count, 6, 16), "up": (count, 6, 16)}}
+    for part in weights_of(model, "gate_up_proj").values():
+        before = model.output()
+        kept = part[0].clone()
+        set_(part, 0.0)
+        assert before.abs().min() > 0 and not model.output().any()
+        part[0].copy_(kept)
+
+
+def test_linear_attention_is_split_as_its_module_does():
+    model = build("qwen3_next", MODELS["qwen3_next"][0], "cpu")
+    layer = model.model.layers[0].linear_attn
+    x = torch.randn(2, 3, 16)
+    read = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    found = [part for leaf in ("in_proj_qkvz", "in_proj_ba") for part, in weights_of(model, leaf).values()]
+    for expected, weight in zip(read, found, strict=True):
+        torch.testing.assert_close(x @ weight.reshape(-1, 16).T, expected.flatten(2))
+
+
+def test_linear_attention_whose_parts_are_in_runs(monkeypatch):
+    model, seen, split = build("qwen3_5_text", MODELS["qwen3_5_text"][0], "cpu"), [], torch.split
+    monkeypatch.setattr(torch, "split", lambda x, sizes, **axis: seen.append(sizes) or split(x, sizes, **axis))
+    logits(model, use_cache=False)
+    assert [6, 6, 20] in seen
+
+
+def test_a_gate_follows_the_queries_of_each_head():
+    model = build("qwen3_next/gated", MODELS["qwen3_next/gated"][0], "cpu")
+    views = weights_of(model, "q_proj")
+    set_(views["gate"], -1e9)
+    x = torch.ones(1, 5, 16)
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: x)
+    assert not inputs_of(model, "o_proj").any()
+    per_head = route(model, per_head=True)["model.layers.0.self_attn.q_proj.weight"]
+    assert per_head.seen(0) == {"q": (4, 4, 16), "gate": (4, 4, 16)}
+
+
+def test_heads_of_a_tower_are_its_own():
+    blip = route(tower("blip"), per_head=True)["inner.qkv.weight"]
+    assert blip.matrix_shape == (12, 4, 16)
+
+
+def test_what_has_the_name_and_is_not_known_says_so():
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mlp": nn.Linear(8, 8)})
+    model["in_proj"], model["conv1d"] = nn.Linear(8, 8), nn.Conv1d(8, 8, 3)
+    for options, reason in (({}, "matrix, fused, not split"), ({"auto_split": False}, "matrix")):
+        reasons = {name: each.reason for name, each in route(model, **options).items() if each.whole}
+        assert reasons == {"qkv.weight": reason, "in_proj.weight": reason, "mlp.weight": "matrix"}
+    told = route(model, Override(name="qkv.weight", split={}))["qkv.weight"]
+    assert told.reason == "matrix"
+
+
+@pytest.mark.parametrize("kind", ["xlnet", "funnel"])
+def test_outputs_that_are_counted_by_head_are_of_one_matrix(kind):
+    sizes = {"vocab_size": 40, "d_model": 16, "n_head": 2, "d_inner": 24}
+    with torch.device("meta"):
+        model = {"xlnet": XLNetModel, "funnel": FunnelModel}[kind](AutoConfig.for_model(kind, **sizes, **{
+            "xlnet": {"n_layer": 1}, "funnel": {"d_head": 8, "block_sizes": [1]}}[kind]))
+    routes = route(model)
+    names = {name.rpartition(".")[2]: each for name, each in routes.items()}
+    for name in {"xlnet": "qkvor", "funnel": ["r_kernel"]}[kind]:
+        assert names[name].matrix_shape == (16, 16) and names[name].whole
+    assert not names["seg_embed"].whole
+    # A module's einsum over (inputs, heads, width) is a product with that matrix.
+    weight, x = torch.randn(16, 2, 8), torch.randn(5, 3, 16)
+    torch.testing.assert_close(torch.einsum("ibh,hnd->ibnd", x, weight).flatten(2), x @ weight.view(16, 16))
+
+
+@pytest.mark.parametrize("kind, leaf, after", [("phi3", "gate_up_proj", "down_proj"), ("modernbert", "Wi", "Wo"),
+                                               ("glm4", "gate_up_proj", "down_proj")])
+def test_gate_and_up_are_where_the_model_reads_them(kind, leaf, after):
     model = build(kind, MODELS[kind][0], "cpu")
+    after = "mlp.Wo" if after == "Wo" else after
     for part in ("gate", "up"):
-        assert inputs_of(model, "down_proj").abs().min() > 0
-        kept = [view.clone() for view in weights_of(model, "gate_up_proj")[part]]
-        set_(weights_of(model, "gate_up_proj")[part], 0.0)
-        assert inputs_of(model, "down_proj").count_nonzero() == 0
-        for view, value in zip(weights_of(model, "gate_up_proj")[part], kept, strict=True):
+        assert inputs_of(model, after).abs().min() > 0
+        kept = [view.clone() for view in weights_of(model, leaf)[part]]
+        set_(weights_of(model, leaf)[part], 0.0)
+        assert inputs_of(model, after).count_nonzero() == 0
+        for view, value in zip(weights_of(model, leaf)[part], kept, strict=True):
             view.copy_(value)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "gpt_oss", "llama4_text"])
 def test_gate_and_up_of_experts_are_where_the_model_reads_them(kind):
     model = build(kind, MODELS[kind][0], "cpu")
     views = weights_of(model, "gate_up_proj")

@@ -222,8 +222,8 @@ def test_norms_over_queries_and_keys_undo_it():
 
 
 def test_what_is_not_understood_is_named():
-    refused(from_config("falcon"), r"does not understand transformer\.h\.0\.self_attention, FalconAttention: what "
-                                   "gives its queries and keys is not known; it has dense, query_key_value; say where")
+    refused(from_config("jetmoe"), r"does not understand model\.layers\.0\.self_attention, JetMoeAttention: what "
+                                   "gives its queries and keys is not known; it has kv_proj; say where")
 
 
 def test_all_of_a_module_is_trained_or_none():

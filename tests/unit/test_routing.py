@@ -1,11 +1,12 @@
 """Which parameter goes where, and why."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import OFTConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes import require_a_matrix
@@ -96,6 +97,25 @@ def test_bare_parameters(shape, matrix_shape):
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model.bare = nn.Parameter(torch.zeros(shape))
     assert route(model)["bare"].matrix_shape == matrix_shape
+
+
+def test_a_stack_of_far_more_matrices_than_they_are_wide_is_told():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model.heads, model.experts = nn.Parameter(torch.zeros(64, 4, 16)), nn.Parameter(torch.zeros(32, 4, 16))
+    reasons = [route(model)[name].reason for name in ("heads", "experts")]
+    assert reasons == ["stack of matrices, far more than they are wide: if it is none, send it to the scalar optimizer",
+                       "stack of matrices"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_rotations_of_an_adapter_are_no_matrices():
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), OFTConfig(
+        target_modules=["0"], oft_block_size=4, use_cayley_neumann=False))
+    own, = [each for name, each in model.named_parameters() if "oft_R" in name]
+    assert own.shape == (2, 6)
+    model.head = nn.Parameter(torch.ones(4, 4))
+    name, = [name for name in route(model) if "oft_R" in name]
+    assert not route(model)[name].whole
 
 
 def test_the_users_own_mark_wins_over_every_rule_but_an_override():
@@ -191,7 +211,7 @@ def test_per_head_reads_the_models_config():
             self.norm = nn.LayerNorm(8, bias=False)
 
     model = Attention()
-    with pytest.raises(RoutingError, match="needs model.config.num_attention_heads"):
+    with pytest.raises(RoutingError, match="model.config.num_attention_heads says how many heads it has"):
         route(model, per_head=True)
     model.config = type("Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2})
     shapes = {name: r.matrix_shape for name, r in route(model, per_head=True).items()}
@@ -238,11 +258,10 @@ def test_errors_of_the_model():
 
 
 def test_parameters_of_a_client_optimizer_are_seen_as_they_are():
-    class Block(nn.Module):
+    class Block(Phi3MLP):
         def __init__(self):
-            super().__init__()
-            self.gate_up_proj, self.conv = nn.Linear(4, 32, bias=False), nn.Conv2d(2, 3, 2)
-            self.scale, self.config = nn.Parameter(torch.ones(())), SimpleNamespace(model_type="llama")
+            super().__init__(Phi3Config(hidden_size=4, intermediate_size=16))
+            self.scale, self.down_proj, self.conv = nn.Parameter(torch.ones(())), None, nn.Conv2d(2, 3, 2)
 
     whole, element = (client_recipe("package:Class", None, {}, split=split) for split in ("whole", "element"))
     model = Block()
