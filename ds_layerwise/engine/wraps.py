@@ -30,7 +30,6 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
@@ -49,7 +48,7 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.config_file import config_of
 from ds_layerwise.plan.ds_config import refuse_misplaced, retell, type_meant, what_ranks_share, with_plain_numbers
 from ds_layerwise.plan.listing import as_text
-from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.run_config import RunConfig, checked_ratio
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
 from ds_layerwise.zero import autocast, param_map, takeover
@@ -82,11 +81,10 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     ratio = offload.get("ratio", "auto")
     if ratio == "auto":
         return original(given)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
+    checked = checked_ratio(ratio)
     rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
     config = original({**given, "zero_optimization": rest})
-    config.offload_optimizer.ratio = ratio
+    config.offload_optimizer.ratio = checked
     return config
 
 
@@ -259,7 +257,7 @@ def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeed
         return original(model_parameters)
     with _alike():
         section = None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
-        return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section, schedules=lr_schedules)
+        return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
 def _configure_optimizer(original: Callable[[Any, Any], Any], engine: DeepSpeedEngine, client_optimizer: Any,

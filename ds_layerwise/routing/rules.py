@@ -50,6 +50,7 @@ from ds_layerwise.plan.routes import (
     require_a_matrix,
     with_changes,
     with_cut,
+    with_effect,
 )
 from ds_layerwise.recipes.client import check_override
 from ds_layerwise.recipes.overrides import Override
@@ -148,6 +149,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
             continue
         wanted = _wanted(param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes)
         route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
+        route, mine = with_effect(route, mine, recipes)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
                         transposed=is_transposed(holders[name], param))
         route = by_kind.decayed(route, tuple(param.shape), own_decay=route.group in own_decay)
@@ -241,8 +243,9 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
                      sent_away=not recipe.whole and param.dim() > 1)
     table = _table_or_head(param, home)
     shape, reason = (None, table) if table else _matrix_shape(param, home)
-    return Route(name=name, recipe=recipes.scalar if shape is None else recipes.matrix, reason=reason, group=0,
-                 matrix_shape=shape)
+    recipe = recipes.scalar if shape is None else recipes.matrix
+    return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape if recipe.whole else None,
+                 sent_away=shape is not None and not recipe.whole)
 
 
 def _of_client(name: str, param: Tensor, group: int, recipe: Recipe, changes: Mapping[str, Any], recipes: Recipes,
