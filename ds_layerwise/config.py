@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
@@ -51,6 +51,9 @@ OnHyperChange = Literal["checkpoint", "config"]
 #: Learning rates of stock DeepSpeed's Muon and of its auxiliary Adam where the config names none.
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
+
+#: What every parameter group says once it is built.
+HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
 
 _OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 
@@ -121,7 +124,7 @@ class Recipes(NamedTuple):
     """What a run does with parameters of which nobody says more."""
 
     matrix: Recipe = Muon()
-    """For matrices."""
+    """For matrices; for everything, if it does not need them whole."""
     scalar: Recipe = AdamW()
     """For the rest."""
 
@@ -143,6 +146,8 @@ class OptimizerConfig(Hyper):
     """Whose starting values those are that the config leaves out; see :mod:`.recipes.presets`."""
     from_preset: tuple[str, ...] = ()
     """The keys that it has given."""
+    given: tuple[str, ...] = ()
+    """Those that the config has."""
     matrix: Recipe = Muon()
     scalar: Recipe = AdamW()
 
@@ -163,8 +168,7 @@ class OptimizerConfig(Hyper):
 
     def group(self) -> dict[str, Any]:
         """The parameter group of a run that has but one, before any schedule."""
-        return {"configured_lr": self.lr, **{key: getattr(self, key) for key in (
-            "lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")}}
+        return {"configured_lr": self.lr, **{key: getattr(self, key) for key in HYPER_KEYS}}
 
     def for_the_run(self) -> dict[str, Any]:
         """By their names in ``optimizer.params``, the settings that no parameter group can change."""
@@ -185,8 +189,10 @@ class OptimizerConfig(Hyper):
             if key in params:
                 raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
-        named = _named(params, "matrix_optimizer", "muon", whole=True) if general else "muon"
+        named = _named(params, "matrix_optimizer", "muon", _MATRIX) if general else "muon"
         matrix, scalar = (entry_of(named, whole=True).recipe, entry_of(_scalar_name(params), whole=False).recipe)
+        if not matrix.whole:
+            scalar = matrix
         model = params_model(matrix, scalar, general)
         refuse_of_others(params, matrix, scalar, {*model.keys()})
         _only_ours("optimizer.params", params, {*model.keys(), *ALWAYS_TRUE, "adam_w_mode"})
@@ -194,20 +200,25 @@ class OptimizerConfig(Hyper):
             if params.pop(key, True) is not True:
                 raise ConfigError(f"optimizer.params.{key} must be true, got false: {ALWAYS_TRUE[key]}; remove it")
         if not check(bool, "optimizer.params.adam_w_mode", params.pop("adam_w_mode", True)):
-            if params.get("scalar_optimizer", "adam") != "adam":
+            if scalar.rule != "adam":
                 raise ConfigError("optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', got "
-                                  f"{params['scalar_optimizer']!r}; remove one of the two")
+                                  f"{scalar.rule!r}; remove one of the two")
         preset = _preset(params, model)
         checked = build(model, "optimizer.params", {**preset, **params})
 
         def of(kind: type[Section]) -> dict[str, Any]:
             return {name: getattr(checked, name) for name in kind.model_fields if name in checked.model_fields_set}
 
-        return cls(from_preset=tuple(preset), **_with_rates({
-            **of(Hyper), **{key: value for key, value in of(cls).items() if key in _FOR_THE_RUN},
+        return cls(from_preset=tuple(preset), given=tuple(key for key, value in params.items() if value is not None),
+                   **_with_rates({
+            **of(Hyper), **{key: value for key, value in of(cls).items() if key in _FOR_THE_RUN
+                            and (matrix.whole or key != "per_head_muon")},
             "matrix": build(matrix, "optimizer.params", of(matrix)),
             "scalar": build(scalar, "optimizer.params", of(scalar))}))
 
+
+#: What ``matrix_optimizer`` may name: what has whole matrices, or, for everything, what does not need them.
+_MATRIX = (*names(whole=True), *names(whole=False))
 
 #: Keys that neither a parameter group nor a recipe has.
 _FOR_THE_RUN = ("per_head_muon", "decay_vectors", "scalar_weight_decay", "preset")
@@ -217,10 +228,11 @@ ALWAYS_TRUE = {
     "torch_adam": "the scalar optimizer runs on torch's own AdamW",
     "foreach": "all updates run on lists of tensors",
     "fp32_optimizer_states": "masters and states are float32",
+    "bias_correction": "averages are corrected as each optimizer does it",
 }
 
-def _named(params: Mapping[str, Any], key: str, default: str, *, whole: bool) -> str:
-    name: str = check(any_of(*names(whole=whole)), f"optimizer.params.{key}", params.get(key, default))
+def _named(params: Mapping[str, Any], key: str, default: str, known: Sequence[str]) -> str:
+    name: str = check(any_of(*known), f"optimizer.params.{key}", params.get(key, default))
     return name
 
 
@@ -238,19 +250,21 @@ def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any
 
 def _scalar_name(params: Mapping[str, Any]) -> str:
     as_adam = params.get("adam_w_mode") is False and "scalar_optimizer" not in params
-    return _named(params, "scalar_optimizer", "adam" if as_adam else "adamw", whole=False)
+    return _named(params, "scalar_optimizer", "adam" if as_adam else "adamw", names(whole=False))
 
 
 @lru_cache(maxsize=None)
 def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> type[Section]:
     """What ``optimizer.params`` may say with these two recipes; ``general`` for the type "LayerWise"."""
-    fields: dict[str, Any] = {name: (field.annotation, field) for kind in (scalar, matrix)
+    # One for everything takes the place of another, whose settings may stay.
+    kinds = (scalar, matrix) if matrix.whole else (*recipes_of_settings(), matrix)
+    fields: dict[str, Any] = {name: (field.annotation, field) for kind in kinds
                               for name, field in kind.model_fields.items()}
     fields.update({key: (OptimizerConfig.model_fields[key].annotation, OptimizerConfig.model_fields[key])
                    for key in _FOR_THE_RUN})
     fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
-        fields["matrix_optimizer"] = (any_of(*names(whole=True)), "muon")
+        fields["matrix_optimizer"] = (any_of(*_MATRIX), "muon")
     model: type[Section] = create_model("optimizer.params", __base__=Hyper, **fields)
     return model
 
@@ -349,25 +363,15 @@ class LayerWiseConfig(Section):
             raise ConfigError(f"layerwise must be an object, got {section!r}")
         _only_ours("layerwise", section, cls.keys())
         values = dict(section)
-        if "rename" in values:
-            values["rename"] = _renames("layerwise.rename", values["rename"])
-        if values.get("mup") is not None:
-            values["mup"] = Mup.from_section("layerwise.mup", values["mup"])
-        if values.get("qk_clip") is not None:
-            values["qk_clip"] = QkClip.from_section("layerwise.qk_clip", values["qk_clip"])
-        if "norm_groups" in values:
-            values["norm_groups"] = norm_groups_of("layerwise.norm_groups", values["norm_groups"])
-        if "monitor" in values:
-            values["monitor"] = Monitor.from_section("layerwise.monitor", values["monitor"])
+        for key, parse in _SECTIONS.items():
+            if values.get(key) is not None:
+                values[key] = parse(f"layerwise.{key}", values[key])
         if "overrides" in values:
             entries = values["overrides"]
             if isinstance(entries, str) or not isinstance(entries, Sequence):
                 raise ConfigError(f"layerwise.overrides must be a list, got {entries!r}")
             values["overrides"] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", each)
                                         for i, each in enumerate(entries))
-        if "client_optimizer" in values:
-            values["client_optimizer"] = ClientOptimizerConfig.from_section("layerwise.client_optimizer",
-                                                                            values["client_optimizer"])
         found = build(cls, "layerwise", values)
         lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
         if lr is not None and min_lr is not None and min_lr > lr:
@@ -386,3 +390,10 @@ def _renames(where: str, value: object) -> dict[str, str]:
             raise ConfigError(f"{where}[{old!r}] has {old.count('*')} times '*', its new name {new!r} "
                               f"{new.count('*')}; each stands for the same text in both")
     return dict(value)
+
+
+#: How what is a section of its own within it is parsed.
+_SECTIONS: dict[str, Any] = {"mup": Mup.from_section, "qk_clip": QkClip.from_section,
+                             "monitor": partial(build, Monitor), "norm_groups": norm_groups_of,
+                             "rename": _renames,
+                             "client_optimizer": partial(build, ClientOptimizerConfig)}

@@ -12,7 +12,7 @@ from ds_layerwise.engine import last_words
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.config_file import config_of
 from ds_layerwise.plan.ds_config import refuse_misplaced, retell, with_plain_numbers
-from ds_layerwise.plan.run_config import RunConfig
+from ds_layerwise.plan.run_config import RunConfig, checked_ratio
 
 
 def has_client(config: Mapping[str, Any]) -> bool:
@@ -35,11 +35,10 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     ratio = offload.get("ratio", "auto")
     if ratio == "auto":
         return original(given)
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
+    checked = checked_ratio(ratio)
     rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
     config = original({**given, "zero_optimization": rest})
-    config.offload_optimizer.ratio = ratio
+    config.offload_optimizer.ratio = checked
     return config
 
 

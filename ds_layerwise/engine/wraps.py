@@ -29,7 +29,6 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
@@ -208,7 +207,7 @@ def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeed
         return original(model_parameters)
     with _alike():
         section = None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
-        return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section, schedules=lr_schedules)
+        return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
 def _configure_optimizer(original: Callable[[Any, Any], Any], engine: DeepSpeedEngine, client_optimizer: Any,

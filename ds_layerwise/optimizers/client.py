@@ -51,7 +51,7 @@ class ClientOptimizer(LayerWiseOptimizer):
         self._built = tuple(self.param_groups)
         self.built_with = tuple(self._values(group) for group in self.param_groups)
         self.configured = [dict(group) for group in self.built_with]
-        self.own_decay = frozenset(range(len(self._built)))
+        self.own_decay, self.own_keys = frozenset(range(len(self._built))), []
 
     @staticmethod
     def _values(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,23 +8,21 @@ writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to ``adam_lr``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import DEFAULT_MUON_LR, OptimizerConfig, check_hyper
+from ds_layerwise.config import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.plan.by_kind import OF_OTHER_SCHEDULES
 from ds_layerwise.plan.layout import Piece
-from ds_layerwise.plan.rates import check_floors, check_peaks, check_schedule
+from ds_layerwise.plan.rates import check_floors, check_peaks, check_schedule, check_taken
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import recipes_of_settings
 from ds_layerwise.recipes.settings import check, merged_keys, nearest, normalised, plain
-
-#: What every group says once it is built.
-HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
 
 #: What a config gives a group, and the ratio to ``lr`` that a group has of it.
 RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
@@ -42,8 +40,9 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
 #: What torch's schedulers keep in a group, under names that are near to those of others.
 _OF_SCHEDULERS = ("base_momentum", "max_momentum")
 
-#: What is said of parameters by their names, and is no setting of an optimizer.
-_OF_OVERRIDES = ("num_heads", "split", "split_axis", "split_groups")
+#: What is said of parameters by their names, but for what schedules of others keep in a group.
+_SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.change_keys())) - {
+    *GROUP_KEYS, "optimizer", *OF_OTHER_SCHEDULES}
 
 
 class Held(NamedTuple):
@@ -67,7 +66,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         params: parameters, or groups of them; a group's own ``lr`` replaces ``muon_lr`` and ``adam_lr`` for it, as
             in stock DeepSpeed, unless the group gives those too; a group with matrices has to give ``muon_lr``, or
             ``use_muon``, which sends its parameters to one of the two. Keys that mean nothing here are carried along.
-        scheduler, schedules: the section of the config, if it counts, and DeepSpeed's module of schedulers.
+        scheduler: the section of the config, if it counts.
 
     Raises:
         ConfigError: a group's value is out of bounds, a key is nearly one that is known, or one that holds for the
@@ -78,20 +77,17 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     """What a group may say as the whole run does, and never otherwise."""
 
     def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig, *,
-                 scheduler: object = None, schedules: object = None) -> None:
+                 scheduler: object = None) -> None:
         self.config = config
-        self._scheduler, self._schedules = scheduler, schedules
+        self._scheduler = scheduler
         self._stepping = False
         items = list(params)
         loose = [item for item in items if not isinstance(item, dict)]
-        groups = [_with_ratios(f"param_groups[{i}]", item, config)
-                  for i, item in enumerate(item for item in items if isinstance(item, dict))]
+        given = [item for item in items if isinstance(item, dict)]
+        groups = [_with_ratios(f"param_groups[{i}]", item, config) for i, item in enumerate(given)]
         if loose or not groups:
             groups.append(_with_ratios("param_groups", {"params": loose}, config))
-        super().__init__(groups, {
-            "lr": config.lr, "momentum": config.momentum, "weight_decay": config.weight_decay, "betas": config.betas,
-            "eps": config.eps, "matrix_lr_ratio": config.matrix_lr_ratio, "scalar_lr_ratio": config.scalar_lr_ratio,
-        })
+        super().__init__(groups, {key: getattr(config, key) for key in HYPER_KEYS})
         self._built = tuple(self.param_groups)
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
@@ -100,18 +96,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """What config and script have given each group, whatever schedules or a checkpoint make of it."""
         self.configured = [dict(group) for group in self.built_with]
         """The hyper-parameters of the run that this one goes on from, as far as they have won."""
-        self.own_decay = frozenset(i for i, item in enumerate(each for each in items if isinstance(each, dict))
-                                   if "weight_decay" in item)
+        self.own_keys = [frozenset(item) for item in given]
+        """What the script has given each group."""
+        self.own_decay = frozenset(i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys)
         """The groups, by index, that say for themselves what their weight decay is."""
         # Groups whose lr would be Muon's, too, though nobody said so.
         self._one_rate_for_both = {} if config.matrix.takes_rate_of_adamw else {
-            i: item["lr"] for i, item in enumerate(item for item in items if isinstance(item, dict))
+            i: item["lr"] for i, item in enumerate(given)
             if "lr" in item and "muon_lr" not in item and "use_muon" not in item}
 
     def groups_now(self) -> list[dict[str, Any]]:
         """What the next step takes of the groups: what they say, and ``configured_lr``, where their ``lr`` stood before
         any schedule, in this run or in the one that it goes on from."""
-        return [{**{key: group[key] for key in HYPER_KEYS}, "configured_lr": known["lr"]}
+        # torch's schedules that move a momentum leave this mark, and move the first of betas.
+        return [{**{key: group[key] for key in HYPER_KEYS}, "configured_lr": known["lr"],
+                 **({"momentum": group["betas"][0]} if "max_momentum" in group else {})}
                 for group, known in zip(self.param_groups, self.configured, strict=True)]
 
     def check_groups(self) -> None:
@@ -180,8 +179,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
                                   f"matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from AdamW's: "
                                   f"give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate}")
+        check_taken(self.config, routes, self.own_keys)
         check_floors(routes, self.groups_now())
-        check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes), schedules=self._schedules)
+        check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes))
 
     def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
         """Refuse a schedule of the script that makes rates of two kinds what nobody chose.
@@ -284,12 +284,7 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
     """What holds for the whole run, or is said of parameters by their names."""
-    return _said_by_overrides() | config.for_the_run().keys()
-
-
-@lru_cache(maxsize=None)
-def _said_by_overrides() -> frozenset[str]:
-    return frozenset((*merged_keys(recipes_of_settings()), *_OF_OVERRIDES))
+    return _SAID_BY_OVERRIDES | config.for_the_run().keys()
 
 
 def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.config import HYPER_KEYS, LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
-from ds_layerwise.optimizers.param_groups import HYPER_KEYS
 from ds_layerwise.plan.matching import matched
 from ds_layerwise.plan.routes import Route, require_a_matrix
 from ds_layerwise.ranks import comm

@@ -8,13 +8,14 @@ for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for element-wise 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.matching import Changes
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.client import ClientTorch
 from ds_layerwise.recipes.width import Mup, is_hidden
 
 #: What model families call a norm over queries or keys, with what is in it.
@@ -105,6 +106,42 @@ class ByKind:
             return replace(route, weight_decay=0.0)
         return route if route.whole else replace(route, weight_decay=self.scalar_weight_decay)
 
+
+def idle_keys(optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Collection[Route],
+              groups: Sequence[Collection[str]] = ()) -> list[str]:
+    """The keys of the two sections, and of parameter groups, that are given and change nothing.
+
+    Args:
+        routes: those of the whole model.
+        groups: what the script has given each parameter group.
+    """
+    used = {route.recipe for route in routes}
+    scalar = [route for route in routes if not route.whole]
+    acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer",
+              *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper, _RATES[recipe.lr_ratio]))}
+    if optimizer.matrix.whole:
+        acting |= {"scalar_optimizer", "per_head_muon"}
+    if optimizer.scalar_weight_decay in [route.weight_decay for route in scalar]:
+        acting.add("scalar_weight_decay")
+    idle = {"monitor.every": layerwise.monitor.every > 1 and not layerwise.monitor.asks,
+            "client_optimizer": layerwise.client_optimizer.split != "whole" and not any(
+                isinstance(recipe, ClientTorch) for recipe in used),
+            "apply_wd_to_qk_layernorm": layerwise.apply_wd_to_qk_layernorm and (optimizer.decay_vectors or not any(
+                QK_NORM.fullmatch(route.name) for route in scalar)),
+            **{key: getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes))
+               for key, sets in _OF_TABLES.items()}}
+    return [*(f"optimizer.params.{key}" for key in optimizer.given if key not in acting),
+            *(f"layerwise.{key}" for key in idle if idle[key]),
+            *(f"param_groups[{i}].{key}" for i, keys in enumerate(groups) for key in OF_OTHER_SCHEDULES
+              if key in keys and "max_lr" not in keys)]
+
+
+#: What a script's own schedule, or torch's beside "max_lr", may read in a group; here only overrides have it.
+OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
+
+
+#: What a config calls the rate that a ratio makes.
+_RATES = {"matrix_lr_ratio": "muon_lr", "scalar_lr_ratio": "adam_lr"}
 
 #: What is for embeddings and output heads, and what of them it sets.
 _OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds_layerwise.config import belongs_in, only_known
 from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.plan.config_file import at
 from ds_layerwise.recipes.settings import NonNegative, Positive, check, nearest, plain
 
 #: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and the way out.
@@ -86,12 +87,8 @@ def with_plain_numbers(section: Any) -> Any:
 
 def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of ``ds_config`` that ask for something, are accepted, and change nothing with this backend."""
-    found = []
-    for path, neutral in _WITHOUT_EFFECT.items():
-        value = _at(ds_config, path)
-        if value not in (None, "auto", {}, neutral):
-            found.append(path.removeprefix("zero_optimization."))
-    return tuple(found)
+    return tuple(path.removeprefix("zero_optimization.") for path, neutral in _WITHOUT_EFFECT.items()
+                 if at(ds_config, path) not in (None, "auto", {}, neutral))
 
 
 #: Sections and keys of a config that ranks must agree on: by what they differ in here, they would train differently.
@@ -176,13 +173,6 @@ def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
                     raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
 
 
-def _at(ds_config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    value: Any = ds_config
-    for key in path.split("."):
-        value = value.get(key, default) if isinstance(value, Mapping) else default
-    return value
-
-
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     """Check everything outside our two sections that this backend could not honour.
 
@@ -191,12 +181,12 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     """
     refuse_misplaced(ds_config)
     for path, (allowed, way_out) in _MUST_BE.items():
-        value = _at(ds_config, path, allowed[0])
+        value = at(ds_config, path)
         if value is not None and value not in allowed:
             raise ConfigError(f"{path} must be {' or '.join(map(repr, allowed))} with this optimizer, got {value!r}: "
                               f"{way_out}")
     for path in _NEVER_AUTO:
-        if _at(ds_config, path) == "auto":
+        if at(ds_config, path) == "auto":
             raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
     check(NonNegative, "gradient_clipping", ds_config.get("gradient_clipping", 1.0))
     check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
@@ -205,7 +195,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         raise ConfigError("zero_optimization.stage must be 1 or 2 with this optimizer, but is not set")
     only_known("data_types", ds_config.get("data_types") or {},
                ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"))
-    asked = _at(ds_config, "data_types.grad_accum_dtype")
+    asked = at(ds_config, "data_types.grad_accum_dtype")
     if zero["stage"] == 2 and asked not in (None, "fp32", "float32", "float"):
         raise ConfigError(f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {asked!r}: owners add up "
                           "averaged gradients in float32; remove it")

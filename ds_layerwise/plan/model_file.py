@@ -36,6 +36,7 @@ from ds_layerwise.plan.routes import (
     recipe_named,
     require_a_matrix,
     with_changes,
+    with_effect,
     with_heads,
     with_parts,
 )
@@ -206,7 +207,8 @@ def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = ()
         shape = forced_matrix_shape(param.name, param.shape, reason) if recipe.whole else None
         route = Route(name=param.name, recipe=recipe, reason=reason, group=0, matrix_shape=shape,
                       by_user=wanted is not None, transposed=param.transposed,
-                      sent_away=wanted is not None and not recipe.whole and len(param.shape) > 1)
+                      sent_away=(wanted or param.optimizer) != "scalar" and not recipe.whole and len(param.shape) > 1)
+        route, mine = with_effect(route, mine, recipes)
         route = by_kind.decayed(with_changes(route, mine, recipes), param.shape, vector=is_vector(param.name))
         route = with_heads(route, mine.get("num_heads"), explicit=True)
         known = param.split if auto_split and route.whole and "num_heads" not in mine else None

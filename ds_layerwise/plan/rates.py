@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ds_layerwise.config import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.routes import Route
+from ds_layerwise.recipes.any_torch import AnyTorch
 from ds_layerwise.recipes.settings import NonNegative, check
 
 #: The key with the rate that a scheduler leads up to, or starts from, instead of the groups' ``lr``; what it is where
@@ -22,6 +23,31 @@ PEAKS: dict[str, tuple[str, float | None]] = {
     "OneCycleLR": ("max_lr", None),
     "CyclicLR": ("max_lr", None),
 }
+
+
+def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Sequence[Collection[str]] = ()) -> None:
+    """Refuse hyper-parameters that no optimizer of the run takes, or that a class would take as arguments.
+
+    One for everything may leave some: it stands in for another.
+
+    Args:
+        groups: what each parameter group says for itself.
+
+    Raises:
+        ConfigError: names the key, the optimizers, and the way out.
+    """
+    recipes = {recipe.rule: recipe for recipe in (*config.recipes, *(route.recipe for route in routes.values()))}
+    given = {"optimizer.params": config.given, **{f"param_groups[{i}]": keys for i, keys in enumerate(groups)}}
+    for where, key in product(given, ("momentum", "betas", "eps")):
+        if key not in given[where]:
+            continue
+        for name, recipe in recipes.items():
+            if isinstance(recipe, AnyTorch) and recipe.wants(key):
+                raise ConfigError(f"{where}.{key} does not reach {name}, which takes {key} as an argument; give it in "
+                                  f"optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, too")
+        if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes.values()):
+            raise ConfigError(f"{where}.{key} is taken by no optimizer of this run, which has {', '.join(recipes)}; "
+                              "remove it")
 
 
 def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -41,7 +67,7 @@ def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]
 
 
 def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: OptimizerConfig, *,
-                used: Mapping[int, Collection[str]], schedules: object = None) -> None:
+                used: Mapping[int, Collection[str]]) -> None:
     """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the quotient.
 
     Where a group has one rate, because nothing in it goes to the other optimizer, or because ``scale_mode`` is
@@ -50,7 +76,6 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
     Args:
         groups: the parameter groups, each with ``lr`` and the two ratios.
         used: by index of a group, which of the two ratios its parameters have.
-        schedules: the installed DeepSpeed's module of schedulers, whose defaults then count instead of :data:`PEAKS`'.
 
     Raises:
         ConfigError: names the key, what both rates would become, and the way out.
@@ -59,9 +84,6 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
         return
     kind, params = str(scheduler["type"]), scheduler.get("params") or {}
     key, omitted = PEAKS[kind]
-    if hasattr(schedules, kind):
-        default = inspect.signature(getattr(schedules, kind)).parameters[key].default
-        omitted = None if default is inspect.Parameter.empty else default
     given, where = params.get(key, omitted), f"scheduler.params.{key}"
     if given is None:
         return

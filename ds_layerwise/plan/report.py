@@ -243,7 +243,7 @@ def _preset(chosen: OptimizerConfig) -> str:
     given = {**chosen.for_the_run(), **{key: getattr(chosen, key) for key in Hyper.keys()}}
     own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
     told = ", ".join(f"{key} {list(given[key]) if isinstance(given[key], tuple) else given[key]}"
-                     for key in chosen.from_preset)
+                     for key in chosen.from_preset if key in given)
     left_out = f"; without its {', '.join(own)}, where the config has its own" if own else ""
     return f"{told or 'nothing'}{left_out}"
 

@@ -241,6 +241,17 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     return replace(route, recipe=recipe, **own)
 
 
+def with_effect(route: Route, changes: dict[str, Any], recipes: Recipes) -> tuple[Route, dict[str, Any]]:
+    """What of ``changes`` counts for ``route``, which says what does not: of a run with one recipe for everything, what
+    only the one that it stands in for would take."""
+    if recipes.matrix.whole or route.whole:
+        return route, changes
+    takes = {"optimizer", "weight_decay", "lr", "lr_scale", "min_lr", *route.recipe.keys(), *route.recipe.hyper}
+    counts = {key: value for key, value in changes.items() if key in takes}
+    idle = ", ".join(key for key in changes if key not in counts)
+    return route.because(f"{idle} without effect") if idle else route, counts
+
+
 #: What overrides change of a route itself.
 _OF_ROUTES = ("weight_decay", "lr", "lr_scale", "min_lr", "momentum", "betas", "eps")
 

@@ -102,13 +102,20 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
     offload = zero.get("offload_optimizer") or {}
     if zero.get("cpu_offload") is True:
         return 1.0
-    ratio = offload.get("ratio", "auto")
-    if ratio == "auto":
-        # As DeepSpeed reads it.
-        ratio = 1.0
+    # "auto" is 1, as DeepSpeed reads it.
+    ratio = checked_ratio(1.0 if offload.get("ratio") in (None, "auto") else offload["ratio"])
+    return ratio if offload.get("device") == "cpu" else 0.0
+
+
+def checked_ratio(ratio: object) -> float:
+    """``zero_optimization.offload_optimizer.ratio`` as a number.
+
+    Raises:
+        ConfigError: it is none from 0 to 1.
+    """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
         raise ConfigError(f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}")
-    return float(ratio) if offload.get("device") == "cpu" else 0.0
+    return float(ratio)
 
 
 def _param_dtype(given: Mapping[str, Any]) -> str:

@@ -77,6 +77,10 @@ class AnyTorch(Recipe):
         """What the class is called with, beside ``lr`` and ``weight_decay``."""
         raise NotImplementedError
 
+    def wants(self, key: str) -> bool:
+        """Whether it has an argument ``key`` that nobody has given."""
+        return key not in self.arguments and _probe().takes(self, key)
+
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """What a probe of the class has kept."""
         found: dict[str, StateSpec] = _probe().states_of(self, shape)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from types import new_class
 from typing import Any, ClassVar, Literal
 
-from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.any_torch import AnyTorch
-from ds_layerwise.recipes.settings import Section, build
+from ds_layerwise.recipes.settings import Section
 
 #: Whether a rank owns whole parameters, or as many elements of each as any other rank.
 ClientSplit = Literal["whole", "element"]
@@ -20,19 +20,11 @@ SPLIT = "split"
 class ClientOptimizerConfig(Section):
     """``layerwise.client_optimizer``: what the script cannot say of the optimizer that it gives."""
 
+    example: ClassVar[str] = "{'split': 'whole'}"
+
     split: ClientSplit = "whole"
     """What a rank owns: whole parameters, or "element", evenly cut pieces, which an element-wise class can update. A
     parameter group that says ``split`` says it for itself."""
-
-    @classmethod
-    def from_section(cls, where: str, value: object) -> ClientOptimizerConfig:
-        """Parse what a config has under the name ``where``."""
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} must be an object like {{'split': 'whole'}}, got {value!r}")
-        for key in value:
-            if key not in cls.keys():
-                raise unknown_key(where, key, cls.keys())
-        return build(cls, where, dict(value))
 
 
 class ClientTorch(AnyTorch):

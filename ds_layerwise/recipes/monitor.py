@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import ClassVar
 
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.settings import Count, Section, build
+from ds_layerwise.recipes.settings import Count, Section
 
 
 class Monitor(Section):
     """What is told of updates, on request: of each optimizer, by name, over all parameters that it trains."""
+
+    example: ClassVar[str] = '{"update_rms": true}'
 
     update_rms: bool = False
     """The root mean square of what an update changes float32 weights by, learning rate and weight decay included."""
@@ -22,10 +23,3 @@ class Monitor(Section):
     def asks(self) -> bool:
         """Whether anything is to be told."""
         return self.update_rms or self.momentum_norm
-
-    @classmethod
-    def from_section(cls, where: str, value: object) -> Monitor:
-        """Parse what a config has under the name ``where``."""
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} must be an object like {{\"update_rms\": true}}, got {value!r}")
-        return build(cls, where, value)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.conditions import Conditions
 from ds_layerwise.recipes.settings import NonNegative, build
 
@@ -18,6 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 class NormGroup(Conditions):
     """The parameters that meet its conditions, all that are given."""
+
+    example: ClassVar[str] = '{"name": "mtp.*"}'
 
     gradient_clipping: Annotated[NonNegative | None, Field(json_schema_extra={"may_be_null": True})] = None
     """What their gradients are clipped to by their own norm, which the norm of all others then leaves out; 0: to
@@ -53,11 +55,6 @@ def _checked_name(where: str, name: object) -> str:
 def _checked(where: str, entry: object) -> NormGroup:
     if isinstance(entry, NormGroup):
         return entry
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must be an object like {{\"name\": \"mtp.*\"}}, got {entry!r}")
-    for key in entry:
-        if key not in NormGroup.keys():
-            raise unknown_key(where, key, NormGroup.keys())
     found = build(NormGroup, where, entry)
     found.check_conditions(where)
     if not found.given():

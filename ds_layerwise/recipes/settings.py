@@ -11,7 +11,7 @@ import difflib
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -36,6 +36,8 @@ class Section(BaseModel):
     """Settings that are checked once, and cannot change: whoever holds them need not check them again."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", **_STRICT)
+    example: ClassVar[str] = "{}"
+    """An object that makes one."""
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -43,12 +45,15 @@ class Section(BaseModel):
         return tuple(cls.model_fields)
 
 
-def build(section: type[T], where: str, values: Mapping[str, Any]) -> T:
+def build(section: type[T], where: str, values: Any) -> T:
     """A ``section`` with ``values``, which a config has under the name ``where``.
 
     Raises:
-        ConfigError: names the first key that is not known, or else the first whose value cannot be.
+        ConfigError: they are no object; or names the first key that is not known, or else the first whose value cannot
+            be.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} must be an object like {section.example}, got {values!r}")
     for key in values:
         if key not in section.keys():
             raise unknown_key(where, key, section.keys())

@@ -49,6 +49,7 @@ from ds_layerwise.plan.routes import (
     require_a_matrix,
     with_changes,
     with_cut,
+    with_effect,
 )
 from ds_layerwise.recipes.client import check_override
 from ds_layerwise.recipes.overrides import Override
@@ -129,6 +130,7 @@ def route_parameters(model: nn.Module, param_groups: Sequence[Mapping[str, Any]]
             continue
         wanted = _wanted(param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes)
         route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
+        route, mine = with_effect(route, mine, recipes)
         route = replace(with_changes(route, mine, recipes), group=group_of[name],
                         transposed=is_transposed(holders[name], param))
         route = by_kind.decayed(route, tuple(param.shape), vector=vector, own_decay=route.group in own_decay)
@@ -221,8 +223,9 @@ def _decide(name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | 
                      sent_away=not recipe.whole and param.dim() > 1)
     module, kind = home.modules[0][1], home.vector or home.table
     shape, reason = (None, kind) if kind else shape_in(module, param)
-    return Route(name=name, recipe=recipes.scalar if shape is None else recipes.matrix, reason=reason, group=0,
-                 matrix_shape=shape, bare=param.dim() > 1 and is_bare(module))
+    recipe = recipes.scalar if shape is None else recipes.matrix
+    return Route(name=name, recipe=recipe, reason=reason, group=0, matrix_shape=shape if recipe.whole else None,
+                 sent_away=shape is not None and not recipe.whole, bare=param.dim() > 1 and is_bare(module))
 
 
 def _of_client(name: str, param: Tensor, group: int, recipe: Recipe, changes: Mapping[str, Any], recipes: Recipes,

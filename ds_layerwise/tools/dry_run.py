@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.by_kind import ByKind
+from ds_layerwise.plan.by_kind import ByKind, idle_keys
 from ds_layerwise.plan.config_file import fill_in, read_config
 from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.kept import check_kept
@@ -20,7 +20,7 @@ from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.matching import check_norm_groups
 from ds_layerwise.plan.model_file import Model, deal_out_experts, find_model, is_hf_config, read_model, route_model
 from ds_layerwise.plan.prediction import Prediction, predict
-from ds_layerwise.plan.rates import check_floors, check_peaks
+from ds_layerwise.plan.rates import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.run_config import RunConfig, left_to_deepspeed
@@ -86,6 +86,7 @@ class DryRun:
             # What only the rules know of their settings takes torch to find out.
             from ds_layerwise.optimizers.registry import check_recipes
             check_recipes(in_use)
+        check_taken(run.optimizer, routes)
         check_floors(routes, [run.optimizer.group()])
         check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
@@ -101,6 +102,11 @@ class DryRun:
         return cls(run, routes, specs, forecasts, [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes], [
             predict(each, specs, routes, run, links=on, reduction=sums, tp_size=tp_size, memory_bytes=memory_bytes)
             for each, on in zip(forecasts, talks, strict=True)], tp_size)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The keys of the config that are accepted, but change nothing."""
+        return [*self.run.without_effect, *idle_keys(self.run.optimizer, self.run.layerwise, self.routes.values())]
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""

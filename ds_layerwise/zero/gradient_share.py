@@ -16,17 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 
-def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, RemovableHandle]:
+def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
     """Let gradients be divided where they reach ``params`` if ``engine`` would divide them on the way, and only there.
 
     Returns:
         The nodes of the graph where they do, and the hooks on these, which last as long as somebody keeps the nodes.
     """
     engine_of, rule = weakref.ref(engine), type(engine)._backward_prologue_per_tensor
-    engine._backward_prologue_per_tensor = _as_it_is
+    engine._backward_prologue_per_tensor = lambda gradient: gradient
 
     def divided(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         engine = engine_of()
@@ -37,7 +36,3 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Remov
     with torch.inference_mode(False), torch.enable_grad():
         nodes = [get_gradient_edge(param).node for param in params]
     return {node: node.register_prehook(divided) for node in nodes}
-
-
-def _as_it_is(gradient: Tensor) -> Tensor:
-    return gradient

@@ -371,7 +371,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
         return start_up.table(self._planned, self.settings, self.forecast(), self.optimizer, self._products,
-                              self.attention)
+                              self.attention, self.config)
 
     def listed(self) -> list[dict[str, Any]]:
         """Every parameter's route; see :func:`.plan.listing.listed`."""

@@ -10,9 +10,9 @@ from deepspeed.moe.utils import is_moe_param
 from torch import nn
 
 from ds_layerwise.checkpoint.names import expert_names
-from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.config import HYPER_KEYS, LayerWiseConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
+from ds_layerwise.config import LayerWiseConfig
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.plan.by_kind import idle_keys
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.report import start_up_table
@@ -61,11 +63,13 @@ def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, An
 
 
 def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: LayerWiseOptimizer,
-          products: Products, attention: AttentionLogits) -> str:
+          products: Products, attention: AttentionLogits, config: LayerWiseConfig) -> str:
     """Who trains what and why, and what it ``costs`` each rank."""
     told = {recipe: products.told(recipe) for recipe in {route.recipe for route in planned.routes.values()}}
+    routes = [*planned.routes.values(), *planned.routes_elsewhere.values()]
+    idle = [*settings.without_effect, *idle_keys(optimizer.config, config, routes, optimizer.own_keys)]
     found = start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
-                           without_effect=settings.without_effect,
+                           without_effect=idle,
                            products={recipe: text for recipe, text in told.items() if text is not None})
     return "\n".join(filter(None, [found, _left_out(planned.left_out), attention.told()]))
 

@@ -40,7 +40,7 @@ INSIDE = {
                 "update_hooks width",
                 "client orthogonalized", "adamuon muon namo normuon polargrad scion shampoo soap", "registry",
                 "overrides presets"),
-    "plan": ("reduction shards together", "config_file ds_config layout links matching owners routes",
+    "plan": ("config_file reduction shards together", "ds_config layout links matching owners routes",
              "by_kind drafts hosting kept listing rates run_config", "rows ways", "planner rounds", "cost", "forecast",
              "link_fit model_file prediction tensor_cuts", "report"),
     "routing": ("held tensor_marks", "facts heads kernels", "output_heads parts", "attention rules"),

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from ds_layerwise.checkpoint.record import Header
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config import HYPER_KEYS, OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.elementwise import Adam, Lion, Sgd
 from ds_layerwise.optimizers.muon import Muon
 from ds_layerwise.optimizers.orthogonalized import scale_factor
-from ds_layerwise.optimizers.param_groups import HYPER_KEYS, LayerWiseOptimizer
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz

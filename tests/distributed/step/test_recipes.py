@@ -10,9 +10,9 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
-from tests.support.reference import Reference, trainable, whole_number_gradients
+from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, recipe_for, start, train_engine
+from tests.support.training import MUON, Net, ds_config, recipe_for, relative_error, start, train_engine
 
 pytestmark = rooms("recipe", "muon", "elementwise", "routes", "registry")
 
@@ -136,3 +136,25 @@ class TestOverrides(DistributedTest):
     def test_what_a_recipe_does_not_take(self, entry, message):
         with pytest.raises(RoutingError, match=message):
             start(Net(), ds_config(layerwise={"overrides": [entry]}))
+
+
+class TestOneForEverything(DistributedTest):
+    """A scalar rule in the place of the matrix optimizer, in a config that was written for that."""
+
+    world_size = RANKS
+
+    def test_as_the_oracles_adamw(self):
+        config = ds_config(clip=5.0, optimizer={"type": "LayerWise", "params": {
+            **MUON, "matrix_optimizer": "adamw", "momentum": 0.9, "ns_steps": 3}}, layerwise={
+            "overrides": [{"name": "square.weight", "num_heads": 2}]})
+        engine = start(Net(), config)
+        expected = train(Net, lambda *place: place, lambda module, place: module(place),
+                         Recipe(matrices={}, world_size=RANKS, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, clip=5.0),
+                         STEPS)
+        train_engine(engine, STEPS)
+        for name, value in expected.model_params.items():
+            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
+        told = " ".join(engine.optimizer.describe().split())
+        assert ("without effect here: optimizer.params.muon_lr, optimizer.params.ns_method, optimizer.params.ns_dtype, "
+                "optimizer.params.momentum, optimizer.params.ns_steps") in told
+        assert {route.recipe.rule for route in engine.optimizer.routes.values()} == {"adamw"}
