@@ -363,9 +363,10 @@ def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer check
     """
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:
-        raise LayerWiseError(f"{where} was not written by ds_layerwise; convert its folder with DeepSpeed's "
-                             "ds_to_universal.py and load that, or load the weights alone with "
-                             "load_checkpoint(..., load_optimizer_states=False)")
+        raise LayerWiseError(f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
+                             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+                             "FOLDER --output_folder NEW` and load NEW; stock Muon's it does not convert: load the "
+                             "weights alone with load_checkpoint(..., load_optimizer_states=False)")
     if ours["format"] != FORMAT:
         way_out = "upgrade ds_layerwise" if ours["format"] > FORMAT else "resume with the version that wrote it"
         raise LayerWiseError(f"{where} has format {ours['format']}, and this version of ds_layerwise reads {FORMAT}; "

@@ -10,6 +10,7 @@ Note: what travels under another name
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,9 @@ from deepspeed.checkpoint.constants import (
     PARAM_GROUPS,
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
 from torch import Tensor
 
@@ -39,6 +43,14 @@ from ds_layerwise.errors import LayerWiseError
 LATEST, OWN_STATES = "latest_universal", "layerwise"
 
 _OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+
+
+def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What DeepSpeed's converter asks of the model's file, where parameters of ``shapes`` are not cut."""
+    # What has no axis it would put together along one, unless every tensor-parallel rank has all of it.
+    whole = [f"{re.escape(name)}$" for name, shape in shapes.items() if not shape]
+    return {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+            TP_REPLICATED_PARAMETER_PATTERNS: whole}
 
 
 def is_universal(folder: Path) -> bool:

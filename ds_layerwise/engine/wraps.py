@@ -22,11 +22,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import (
-    UNIVERSAL_CHECKPOINT_INFO,
-    UNIVERSAL_CHECKPOINT_VERSION_KEY,
-    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-)
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -34,6 +30,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
+from ds_layerwise.checkpoint.universal import told_the_converter
 from ds_layerwise.config import is_for_us
 from ds_layerwise.engine import loading, own_overrides, patches, reading, reference, saving, schedules, shared_memory
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
@@ -248,8 +245,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
     # a model that is cut it would say that nothing is.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
-        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY:
-                                                           UNIVERSAL_CHECKPOINT_VERSION_VALUE})
+        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, told_the_converter(built.checkpointing.planned.saved_shapes))
     param_map.write(built)
     patches.engines.add(engine)
     if pipeline.is_pipeline(engine.module):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import deepspeed
 import torch
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 from torch import Tensor
@@ -89,8 +90,17 @@ def _check_bytes(report: Report, names: list[str], *, workers: int, bars: Bars) 
         report.warnings.append(f"{report.folder} has no {FILE_NAME}, as DeepSpeed's converter writes none: its bytes "
                                "cannot be checked, the rest is")
         return
+    report.warnings += [f"{path} is not the script of the DeepSpeed that is installed: before it is run, compare the "
+                        "two, or take that one" for path in _changed_scripts(report.folder.parent)]
     report.problems += damaged(report.folder, manifest, workers=workers, bars=bars)
     report.warnings += [f"{report.folder / name} is not of this save" for name in names if name not in manifest.files]
+
+
+def _changed_scripts(folder: Path) -> list[Path]:
+    """Those scripts of DeepSpeed, which it lays beside checkpoints, that are other than its own."""
+    own = sorted((Path(str(deepspeed.__file__)).parent / "utils").glob("zero_to_*.py"))
+    return [path for script in own if (path := folder / script.name).is_file()
+            and path.read_bytes() != script.read_bytes()]
 
 
 def _check_contents(contents: Contents, report: Report, *, states: bool, bars: Bars) -> None:

@@ -1,6 +1,7 @@
 """The list of a checkpoint's files: every byte in one range, every change found, whoever looks."""
 
 import json
+import os
 import random
 import zlib
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from ds_layerwise.checkpoint import aside
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, _digest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
@@ -109,8 +110,20 @@ def edited(folder, edit):
     (folder / FILE_NAME).write_text(json.dumps(content))
 
 
+def resealed(folder, ranges):
+    """With a digest that agrees with it."""
+    content = json.loads((folder / FILE_NAME).read_text())
+    content["files"]["zip.pt"] = ranges
+    content["digest"] = _digest(content["files"])
+    (folder / FILE_NAME).write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize("damage, message", [
     (lambda f: (f / FILE_NAME).unlink(), "is missing: the save was never finished"),
+    (lambda f: ((f / FILE_NAME).unlink(), os.mkfifo(f / FILE_NAME)), "is no file: the save was never finished"),
+    (lambda f: resealed(f, [[-5, 0], [8, 0]]), r"is damaged: \[-5, 0\] is no range of bytes and its checksum"),
+    (lambda f: resealed(f, [["3", 0]]), r"is damaged: \['3', 0\] is no range of bytes and its checksum"),
+    (lambda f: resealed(f, []), "is damaged: a file has no range"),
     (lambda f: (f / FILE_NAME).write_text("{"), "is damaged"),
     (lambda f: (f / FILE_NAME).write_bytes(b"\xff\xfe"), "is damaged"),
     (lambda f: (f / FILE_NAME).write_text("[]"), "is damaged"),

@@ -242,7 +242,7 @@ class Damage:
             elif case.file == MODEL:
                 content[key] = {**content[key], **OF_MODEL[key]} if key == "module" else OF_MODEL[key]
             else:
-                (content if key in content else ours)[key] = {**NONSENSE, **OF_REGULAR}[key]
+                (ours if key in ours else content)[key] = {**NONSENSE, **OF_REGULAR}[key]
 
         self.edit(path, change, whole=True)
 

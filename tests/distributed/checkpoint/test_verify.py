@@ -1,6 +1,7 @@
 """``ds-layerwise verify`` on checkpoints that real engines saved and that were spoiled since, and on two of them."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,12 @@ import sys
 import deepspeed.comm as dist
 import pytest
 import torch
+from torch import nn
 
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
+from ds_layerwise.checkpoint.manifest import FILE_NAME, ByteRange, Manifest, names_in
 from ds_layerwise.checkpoint.safe_load import load_safely
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
@@ -206,6 +210,69 @@ class TestVerify(DistributedTest):
         assert code == 0 and f"\nwarning: {tmp_path / 'converted'} has no {FILE_NAME}" in out, (out, err)
         assert out.endswith("ok\nequal bit for bit\n")
 
+    def test_a_script_that_is_not_deepspeeds(self, runs, tmp_path):
+        """It is beside the checkpoints, and users run it."""
+        folder = shutil.copytree(runs / "1", tmp_path / "copy")
+        assert run("verify", folder)[1].count("warning") == 0
+        script = folder / "zero_to_fp32.py"
+        script.write_text(script.read_text() + "print('more')\n")
+        code, out, _ = run("verify", folder)
+        assert code == 0 and f"\nwarning: {script} is not the script of the DeepSpeed that is installed" in out, out
+
+    def test_a_list_that_names_a_size_that_nothing_has(self, runs, tmp_path):
+        """Nor takes as much memory, in any command."""
+        for kind in ("saved", "saved_universal"):
+            folder = shutil.copytree(runs / "1" / kind, tmp_path / kind)
+            manifest = Manifest.read(folder)
+            name = max(manifest.files)
+            Manifest({**manifest.files, name: (ByteRange(0, 1 << 60, 0),)}).write(folder)
+            self.assert_found(folder, f"{folder / name} has ")
+        assert_refused("were saved; restore it", "to-universal", tmp_path / "saved", tmp_path / "out")
+        assert_refused("were saved; restore it", "consolidate", tmp_path / "saved", tmp_path / "out")
+
+    def test_more_elements_than_a_parameter_has(self, runs, tmp_path):
+        """With a list that agrees with the files."""
+        before = {"fp32": "hold 43 elements of the weights of tall.bias, and its shape has 40",
+                  "exp_avg": r"exp_avg \(43,\), now \(40,\)"}
+        engine = start(Everything(), ds_config())
+        expected = whole_states(engine)
+        for key, message in before.items():
+            folder = shutil.copytree(runs / "1" / "saved_universal", tmp_path / key)
+            edit(folder / "zero" / "tall.bias" / f"{key}.pt",
+                 lambda content: content.update(param=torch.cat([content["param"], torch.ones(3)])))
+            with pytest.raises(LayerWiseError, match=message):
+                engine.load_checkpoint(tmp_path, tag=key)
+        for key, inside in {"master": lambda ours: ours["single_partition_of_fp32_groups"],
+                            "exp_avg": lambda ours: [of["exp_avg"] for of in ours["base_optimizer_state"]["state"]
+                                                     .values()]}.items():
+            folder = shutil.copytree(runs / "1" / "saved", tmp_path / f"regular {key}")
+
+            def longer(content, inside=inside):
+                ours = content["optimizer_state_dict"]
+                values = inside(ours)
+                index = list(ours["layerwise"]["shapes"]).index("tall.bias")
+                found = torch.cat([values[index], torch.ones(3)])
+                if values is ours["single_partition_of_fp32_groups"]:
+                    values[index] = found
+                else:
+                    ours["base_optimizer_state"]["state"][index]["exp_avg"] = found
+
+            edit(next(folder.glob("*optim_states.pt")), longer)
+            with pytest.raises(LayerWiseError, match=r"tall.bias is torch.Size\(\[43\]\), and 40 elements by its"):
+                engine.load_checkpoint(tmp_path, tag=folder.name)
+        assert_equal_states(whole_states(engine), expected)
+
+    def test_what_only_code_could_restore_is_named_and_not_advised(self, runs, tmp_path):
+        folder = self.good(runs, "saved_universal", tmp_path)
+        path = folder / "zero" / "tall.bias" / "fp32.pt"
+        edit(path, lambda content: content.update(more=Everything))
+        self.assert_found(folder, f"{path} cannot be read: UnpicklingError: it asks for tests.support.cli.Everything, "
+                                  "which only code could restore")
+        path.write_bytes(pickle.dumps({"param": 3}, protocol=0).replace(b"param", b"pa\xffam"))
+        with pytest.raises(LayerWiseError, match="cannot be read") as refused:
+            load_safely(path)
+        assert "weights_only" not in str(refused.value) and "trusted" not in str(refused.value)
+
     def test_a_process_of_its_own(self, runs, tmp_path):
         done = run_process("verify", runs / "1")
         assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("\nok\n")
@@ -239,6 +306,24 @@ class TestCompare(DistributedTest):
         for other in ("by_3", "by_3_universal"):
             code, out, _ = run("verify", tmp_path / "by_1", run_of_3 / other)
             assert code == 0 and out.splitlines()[1::2] == ["ok", "ok"] and out.endswith("\nequal bit for bit\n"), out
+
+    def test_a_parameter_without_axes(self, tmp_path):
+        """In every form, DeepSpeed's converter's too."""
+        class Scaled(Net):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.tensor(1.5))
+
+        engine = start(Scaled(), ds_config(layerwise={"save_universal": True}))
+        train_engine(engine, 2)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        convert(tmp_path / "saved", tmp_path / "converted")
+        for other in ("saved_universal", "converted"):
+            code, out, err = run("verify", tmp_path / "saved", tmp_path / other)
+            assert code == 0 and out.endswith("\nequal bit for bit\n"), (out, err)
+            again = start(Scaled(), ds_config())
+            again.load_checkpoint(tmp_path, tag=other)
+            assert_equal_states(whole_states(again), whole_states(engine))
 
     def test_in_bf16_and_in_fp32(self, run_of_3, tmp_path):
         one = start(Everything(), ds_config())
