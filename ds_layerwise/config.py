@@ -308,6 +308,9 @@ class LayerWiseConfig(Section):
     ``grad_norm_skip_threshold``; None for no end."""
     grad_norm_skip_threshold: Annotated[Positive | None, _OR_NULL] = None
     """A step whose gradients have a greater norm than this is skipped; Megatron-LM's key. None for no bound."""
+    max_waiting_buckets: Annotated[Count | None, _OR_NULL] = None
+    """At ZeRO stage 2, the backward pass waits while complete gradients of more buckets than this wait for their turn;
+    None for no bound."""
     log_num_zeros_in_grad: bool = False
     """Count the elements of averaged gradients that are zero; Megatron-LM's key."""
     norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)

@@ -38,34 +38,30 @@ def require(dtype: torch.dtype, device: torch.device, *, key: str, value: str) -
     Raises:
         ConfigError: names ``key`` and its ``value``.
     """
-    if device.type == "cuda":
-        has = dtype != torch.bfloat16 or _has_bf16(device)
-    else:
-        has = device.type in ("cpu", "meta") or dtype in get_accelerator().supported_dtypes()
-    if not has:
+    if not _has(dtype, device):
         raise ConfigError(f"{key} is {value!r}, and {device} has no products in {str(dtype).removeprefix('torch.')}; "
                           "set it to 'auto'")
 
 
-def _has_bf16(device: torch.device) -> bool:
-    # torch says that it knows bf16 on every one of them; before 8.0 cuBLAS does not.
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _has(dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return device.type in ("cpu", "meta") or dtype in get_accelerator().supported_dtypes()
+    if dtype == torch.bfloat16:
+        # torch says that it knows bf16 on every one of them; before 8.0 cuBLAS does not.
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    # An MI200 takes subnormals of float16 for zeros, and a Gram matrix is full of them.
+    arch = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
+    return dtype != torch.float16 or not arch.startswith("gfx90a")
 
 
 def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
     """In which dtypes of half precision ``device`` multiplies at least :data:`FAST` times as fast as in float32.
 
-    Measured in some tens of milliseconds, once a process and device. float16 is a candidate on CUDA alone, where its
-    subnormals are numbers: an MI200 takes them for zeros, in which a Gram matrix vanishes, and others do not say.
+    Measured in some tens of milliseconds, once a process and device. float16 is a candidate on CUDA alone: elsewhere
+    torch multiplies in bfloat16 wherever that is the faster one, or does not say whether subnormals are numbers.
     """
-    candidates = set() if device.type == "meta" else {torch.bfloat16}
-    if device.type == "cuda":
-        flushes = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "").startswith("gfx90a")
-        has = {torch.float16: not flushes, torch.bfloat16: _has_bf16(device)}
-        candidates = {dtype for dtype in has if has[dtype]}
-    elif device.type != "cpu":
-        candidates = candidates.intersection(get_accelerator().supported_dtypes())
-    return frozenset(dtype for dtype in candidates if speed_over_float32(dtype, device) >= FAST)
+    candidates = {"cuda": [torch.float16, torch.bfloat16], "meta": []}.get(device.type, [torch.bfloat16])
+    return frozenset(dtype for dtype in candidates if _has(dtype, device) and speed_over_float32(dtype, device) >= FAST)
 
 
 @lru_cache(maxsize=None)

@@ -297,16 +297,14 @@ def _exchanged(layout: Layout, *, stage: int, wires: Sequence[str],
             exchange_bytes(begun_backwards(layout.buckets), layout.world_size))
 
 
-def _held(layout: Layout, *, whole: bool | None = None) -> Iterator[tuple[int, str, int]]:
-    """What each rank holds of parameters, without padding: rank, name and elements; only ``whole`` ones, or split."""
+def _held(layout: Layout, *, only_whole: bool = False) -> Iterator[tuple[int, str, int]]:
+    """Yield rank, name and elements of what each rank holds of parameters, or ``only_whole`` ones, without padding."""
     for bucket in layout.buckets:
-        if whole not in (None, bucket.whole):
-            continue
         if bucket.whole:
             for slot in bucket.slots:
                 for owner in bucket.owners(slot):
                     yield owner, slot.name, slot.numel
-        else:
+        elif not only_whole:
             for rank, _ in bucket.non_empty_shards():
                 for piece in bucket.pieces(rank):
                     yield rank, piece.name, piece.numel
@@ -325,9 +323,6 @@ class LayoutReport:
     """Newton-Schulz FLOPs."""
     whole_numel: tuple[int, ...]
     """Elements of whole parameters, which is what ownership can unbalance."""
-    owned_numel: tuple[int, ...]
-    """Elements of whole parameters and of pieces of the others, without padding."""
-    wire: Wire
 
     @classmethod
     def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
@@ -341,19 +336,15 @@ class LayoutReport:
         if only_one := placed.symmetric_difference(work_of):
             raise LayoutError(f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the specs "
                               f"({len(work_of)})")
-        work, whole, split = ([0] * layout.world_size for _ in range(3))
-        for rank, name, numel in _held(layout, whole=True):
+        work, whole = ([0] * layout.world_size for _ in range(2))
+        for rank, name, numel in _held(layout, only_whole=True):
             work[rank] += work_of[name]
             whole[rank] += numel
-        for rank, _, numel in _held(layout, whole=False):
-            split[rank] += numel
         numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
         return cls(
             num_buckets=len(layout.buckets), numel=numel,
             padding=sum(layout.buffer_numel(dtype) for dtype in layout.dtypes) - numel,
-            work=tuple(work), whole_numel=tuple(whole),
-            owned_numel=tuple(w + s for w, s in zip(whole, split, strict=True)), wire=wire_elements(layout),
-        )
+            work=tuple(work), whole_numel=tuple(whole))
 
     @property
     def padding_fraction(self) -> float:
@@ -369,13 +360,3 @@ class LayoutReport:
     def whole_max_over_mean(self) -> float:
         """Elements of whole parameters on the fullest rank over the mean."""
         return max_over_mean(self.whole_numel)
-
-    @property
-    def owned_max_over_mean(self) -> float:
-        """Elements of all parameters on the fullest rank over the mean."""
-        return max_over_mean(self.owned_numel)
-
-    @property
-    def wire_per_rank(self) -> int:
-        """Elements that the mean rank sends in one step, all together, rounded up."""
-        return -(-(sum(self.wire.reduce) + sum(self.wire.gather) + sum(self.wire.forward)) // len(self.work))

@@ -97,12 +97,14 @@ class Forecast:
     """``memory``, if masters and states were kept in float32."""
     opened: tuple[int, ...]
     """Bytes in float32 of the bucket that has most of them, of what is kept in fewer bits; see :func:`opened_bytes`."""
+    max_waiting: int | None = None
+    """The buckets whose gradients may wait at stage 2; None for all."""
 
     @classmethod
     def of(cls, layout: Layout, specs: list[ParamSpec], routes: Mapping[str, Route], *, stage: int,
            stored_as: Mapping[str, str], host_ratio: float = 0.0, tp_size: int = 1,
            reduction: Reduction = "ordered", links: Links | None = None,
-           master_dtype: MasterDtype = "float32") -> Forecast:
+           master_dtype: MasterDtype = "float32", max_waiting: int | None = None) -> Forecast:
         """The forecast for ``layout``, a plan of exactly these ``specs``.
 
         Args:
@@ -112,6 +114,7 @@ class Forecast:
             reduction: how sums are made; see :mod:`.plan.reduction`.
             links: see :func:`.plan.cost.traffic_bytes`.
             master_dtype: what masters are kept in.
+            max_waiting: see :attr:`max_waiting`.
         """
         wires = wires_of(layout, specs)
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
@@ -124,13 +127,19 @@ class Forecast:
                    traffic_bytes(layout, stage=stage, stored_as=stored_as, wires=wires, reduction=reduction,
                                  links=links),
                    workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0), in_float32,
-                   _most_by_rank(opened, layout.world_size))
+                   _most_by_rank(opened, layout.world_size), max_waiting)
 
     @property
     def saved(self) -> tuple[int, ...]:
         """Bytes that each rank holds less, on its device and on the host, than in float32."""
         return tuple(wide.total + wide.host - held.total - held.host
                      for wide, held in zip(self.in_float32, self.memory, strict=True))
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of gradients that wait for the reduction of others at most; at stage 1 they have a buffer."""
+        sizes = [sum(slot.numel for slot in bucket.slots) * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets]
+        return sum(sorted(sizes, reverse=True)[:self.max_waiting]) if self.stage == 2 else 0
 
     @property
     def start_up(self) -> tuple[int, ...]:
@@ -326,4 +335,5 @@ def forecast(specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunCo
                          reduction=reduction, **placing(run))
     return Forecast.of(layout, specs, routes, stage=run.stage, host_ratio=run.host_ratio, reduction=reduction,
                        links=links or NVLINK_IB, master_dtype=run.layerwise.master_dtype,
+                       max_waiting=run.layerwise.max_waiting_buckets,
                        tp_size=tp_size, stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes})

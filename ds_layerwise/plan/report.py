@@ -70,7 +70,8 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
                       f"{100 * forecast.report.padding_fraction:.3f} %", _size(sum(map(sum, sent))))
     what = ("gradients and parameters in a step" if forecasts[0].stage == 1 else
             "gradients in one backward pass and parameters in a step")
-    return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table, f"sent: {what}", *below,
+    return _rendered(*_head(routes, specs, optimizer, (), without_effect, {}), table,
+                     f"sent: {what}{_waiting(forecasts[0])}", *below,
                      width=_PLAN_WIDTH)
 
 
@@ -85,6 +86,7 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "memory_bytes": [{**asdict(held), "total": held.total} for held in forecast.memory],
         "saved_bytes": list(forecast.saved),
         "start_up_bytes": list(forecast.start_up), "step_bytes": list(forecast.workspace),
+        "waiting_bytes": forecast.waiting,
         "under_way_bytes": [{**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic],
         "dtypes": {dtype: {
             "gradients_accumulate_in": forecast.stored_as[dtype], "gradients_travel_in": forecast.wire_as(dtype),
@@ -295,6 +297,13 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen:
     return table
 
 
+def _waiting(forecast: Forecast) -> str:
+    if not forecast.waiting:
+        return ""
+    return (f"; {_size(forecast.waiting)} more of gradients that wait for them, where reductions are slower than the "
+            f"backward pass{' (layerwise.max_waiting_buckets bounds it)' * (forecast.max_waiting is None)}")
+
+
 def _costs(forecast: Forecast) -> Table:
     report, layout, held = forecast.report, forecast.layout, forecast.memory[forecast.fullest]
     table = Table(title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False)
@@ -319,7 +328,7 @@ def _costs(forecast: Forecast) -> Table:
         table.add_row("on the host", f"{_size(host)} more of masters and states on the fullest rank; a step takes "
                       f"{_size(staging)} of its device to work on them (less with a smaller reduce_bucket_size)")
     table.add_row("beside it, at most", f"{_size(max(traffic.total for traffic in forecast.traffic))} for buckets "
-                  f"under way, and their exchange, {MAX_UNDER_WAY} at a time")
+                  f"under way, and their exchange, {MAX_UNDER_WAY} at a time{_waiting(forecast)}")
     table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that an update works in")
     table.add_row("at start, at most", f"{_size(max(forecast.start_up))}, while parameters move into their buffer")
     table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")

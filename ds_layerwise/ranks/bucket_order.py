@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -17,7 +18,7 @@ from ds_layerwise.ranks.buffers import DTYPES, ShardBuffer
 from ds_layerwise.ranks.exchange import Exchange
 from ds_layerwise.ranks.in_flight import Turn
 from ds_layerwise.ranks.profiling import profiled
-from ds_layerwise.ranks.side_stream import SideStream
+from ds_layerwise.ranks.side_stream import Moment, SideStream
 from ds_layerwise.ranks.wires import Wires
 
 
@@ -54,6 +55,7 @@ class BucketOrder:
         SyncBatchNorm, in which it waits for this rank. So on a device with streams reductions have a stream of their
         own, and computation waits for it when the pass is over. On a host a bucket that may start does so in the hook
         of its last gradient if enough of those before it are over by then; else in a later hook, or after the pass.
+        With ``max_waiting`` it waits nevertheless, as the user of a model without collectives may ask for.
 
     Note: one order for all ranks
         Collectives of a group must begin in the same order on every rank, though gradients arrive in another on each.
@@ -69,17 +71,20 @@ class BucketOrder:
 
     def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], reduced: ShardBuffer, *,
                  wires: Wires, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
-                 in_flight: int = MAX_UNDER_WAY) -> None:
+                 max_waiting: int | None = None) -> None:
         self.layout, self.rank, self.reduced = layout, rank, reduced
         self._params, self._wires = params, wires
-        self._divide_by, self._wire_dtype, self._in_flight = divide_by, wire_dtype, in_flight
+        self._divide_by, self._wire_dtype = divide_by, wire_dtype
+        # Of a device, where a number may wait: gradients, and when they have been copied.
+        self._copied: deque[tuple[Moment, list[Tensor]]] = deque()
+        self._max_waiting = math.inf if max_waiting is None else max_waiting
         self._exchange = Exchange(layout.buckets, rank, wires, self._sum_dtype)
         self._cuts = self._make_cuts()
         self._bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._pending: deque[comm.Pending] = deque()
         self._side = SideStream()
-        self._ends = [SideStream() for _ in range(in_flight)]
-        self._turns = [Turn(self._device) for _ in range(in_flight)]
+        self._ends = [SideStream() for _ in range(MAX_UNDER_WAY)]
+        self._turns = [Turn(self._device) for _ in self._ends]
         self._ready = self._launched = 0
         self.reset()
 
@@ -165,8 +170,8 @@ class BucketOrder:
     def _advance(self, *, wait: bool) -> None:
         """Start buckets that may start; without ``wait``, as far as that takes no waiting for another rank."""
         while self._launched < self._ready:
-            if len(self._pending) >= self._in_flight:
-                if wait:
+            if len(self._pending) >= MAX_UNDER_WAY:
+                if wait or self._ready - self._launched > self._max_waiting:
                     self._begin_last()
                     self._pending[0].wait()
                 elif not self._pending[0].advance():
@@ -185,6 +190,10 @@ class BucketOrder:
             for end in self._ends:
                 end.join()
         self._side.join()
+        # Computation may be on another stream than who waits here.
+        while self._copied:
+            for gradient in self._copied.popleft()[1]:
+                self._side.keep(gradient)
 
     def _begin_last(self) -> None:
         """Wait until the last collective of everything under way has begun: one travels while another is waited for."""

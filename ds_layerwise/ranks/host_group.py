@@ -10,6 +10,7 @@ Note: why not over the group that is there
 
 from __future__ import annotations
 
+import os
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -82,11 +83,15 @@ def _hosts(world: Any) -> Any:
     if hosts is None:
         try:
             # The store, which knows the timeout, is all that the ranks share until the first object travels.
+            # What is gathered goes round in a ring: each rank needs two others, not a connection to all of them.
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             hosts = distributed.new_group(backend="gloo", timeout=timeout_of(world), group_desc="ds_layerwise")
+            _of_all(None, hosts)
         except RuntimeError as error:
             raise LayerWiseError(
                 "the hosts do not reach each other over gloo, over which ranks agree on what is not on a device; name "
-                f"the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL: {error}") from error
+                "the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL, and let `ulimit -n` be "
+                f"more than there are ranks: {error}") from error
         _made[world] = weakref.ref(hosts)
     return hosts
 

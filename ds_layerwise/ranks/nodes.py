@@ -7,6 +7,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from torch import distributed
 
@@ -102,10 +103,22 @@ def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
 def _make_groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], comm.Group]:
     """By their ranks, groups that this rank is in; the others make theirs at the same time."""
     everyone = comm.gather_objects(sorted(set(wanted)), group=None)
+    left = sorted({ranks for of_rank in everyone for ranks in of_rank})
+    world: comm.Group = distributed.group.WORLD
+    device = world.bound_device_id
+    splits = device is not None and world._get_backend(device).supports_splitting
     made = {}
-    for each in sorted({ranks for of_rank in everyone for ranks in of_rank}):
-        group = distributed.new_group(list(each))
-        if comm.rank_of(None) in each:
-            comm.take_over_timeout(group)
-            made[each] = group
+    while left:
+        # A group that is made by itself would be a split of the whole world, too: all that share no rank are one.
+        at_once: list[tuple[int, ...]] = []
+        for ranks in left:
+            if not at_once or (splits and set(ranks).isdisjoint(chain(*at_once))):
+                at_once.append(ranks)
+        left = [ranks for ranks in left if ranks not in at_once]
+        parts = [list(ranks) for ranks in at_once]
+        group = distributed.split_group(split_ranks=parts) if splits else distributed.new_group(parts[0])
+        for ranks in at_once:
+            if comm.rank_of(None) in ranks:
+                comm.take_over_timeout(group)
+                made[ranks] = group
     return made

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class ParamSync:
             param: index for index, each in enumerate(self._params) for param in each}
         self._modules: list[nn.Module] = []
         self._modes: list[Any] = []
-        self._told = False
+        self._overlaps = False
         # Another thread than the one that trains may be the one that reads.
         self._lock = threading.RLock()
 
@@ -174,16 +174,13 @@ class ParamSync:
 
     def may_be_late(self) -> bool:
         """Say if whoever uses parameters after this step waits for them; ask before :meth:`launch`."""
-        if not self._hooks:
-            return False
         dynamo = sys.modules.get("torch._dynamo.utils")
-        has_compiled = dynamo is not None and bool(dynamo.counters["frames"])
-        if has_compiled and not self._told:
+        if self._overlaps and dynamo is not None and dynamo.counters["frames"]:
             self._say_that_steps_wait("torch has compiled something, and compiled code asks nobody")
-        return not has_compiled
+        return self._overlaps
 
     def _say_that_steps_wait(self, reason: str) -> None:
-        self._told = True
+        self._overlaps = False
         if self.rank == 0:
             announce(f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for its parameters")
 
@@ -204,49 +201,34 @@ class ParamSync:
 
     def overlap_with_forward(self, model: nn.Module) -> None:
         """Hook ``model``, and every module of it that holds parameters of the layout."""
-        self._modules = list(model.modules())
+        self._overlaps, self._modules = True, list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             self._say_that_steps_wait("some modules are scripted, and call no hooks")
-            return
-        if not hasattr(torch.func, "debug_unwrap"):
+        elif not hasattr(torch.func, "debug_unwrap"):
             self._say_that_steps_wait("it takes torch 2.7")
+        if not self._overlaps:
             return
-        # Hooks stay on copies of their module, and keep nothing alive. A compiler traces them, asks whether anything
-        # is under way, and compiles anew where that changes.
+        # Hooks stay on copies of their module, and keep nobody alive.
         this, pending, modes = weakref.ref(self), self._pending, self._modes
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def arrive(module: nn.Module) -> None:
+        def run(method: Callable[..., None], *args: object) -> None:
             sync = this()
             if sync is not None:
-                own = [param for param in module._parameters.values() if param in sync._index_of]
-                sync.wait_for(own) if modes or not own else sync.finish()
+                method(sync, *args)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begin() -> None:
-            sync = this()
-            if sync is not None:
-                modes.append(_Readers(sync))
-                modes[-1].__enter__()
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def end() -> None:
-            modes.pop().__exit__(None, None, None)
-            sync = this()
-            if sync is not None and not modes:
-                sync.finish()
-
+        # A compiler traces these, asks whether anything is under way, and compiles anew where that changes.
         def before_module(module: nn.Module, *_: object) -> None:
             if pending:
-                arrive(module)
+                run(ParamSync._arrive, module)
 
         def before_forward(*_: object) -> None:
             if pending:
-                begin()
+                run(ParamSync._begin_forward)
 
         def after_forward(*_: object) -> None:
             if modes:
-                end()
+                run(ParamSync._end_forward)
 
         for module in self._modules:
             if any(param in self._index_of for param in module._parameters.values()):
@@ -256,6 +238,19 @@ class ParamSync:
                                     before_module)]
         self._hooks += [model.register_forward_pre_hook(before_forward, prepend=True),
                         model.register_forward_hook(after_forward, always_call=True)]
+
+    def _arrive(self, module: nn.Module) -> None:
+        own = [param for param in module._parameters.values() if param in self._index_of]
+        self.wait_for(own) if self._modes or not own else self.finish()
+
+    def _begin_forward(self) -> None:
+        self._modes.append(_Readers(self))
+        self._modes[-1].__enter__()
+
+    def _end_forward(self) -> None:
+        self._modes.pop().__exit__(None, None, None)
+        if not self._modes:
+            self.finish()
 
     def remove_hooks(self) -> None:
         """Undo :meth:`overlap_with_forward`."""

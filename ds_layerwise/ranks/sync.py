@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Bucket, Layout
 from ds_layerwise.plan.reduction import Reduction, sum_dtype
-from ds_layerwise.plan.ways import MAX_UNDER_WAY
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.bucket_order import BucketOrder, Gradients
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer, cut_of, dtype_name
@@ -47,18 +47,16 @@ class GradSync(BucketOrder):
         params: the trainable parameters by name; ``param.grad`` is None after it was taken over.
         grads: where micro-batches accumulate, laid out like the parameters.
         reduced: where the averaged gradient of this rank's shards ends up, float32; may alias ``grads``.
-        in_flight: buckets under way at a time; it bounds the memory for what is received.
 
     Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and ``finish`` once, ``reset``.
     """
 
     def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], grads: FlatBuffer,
-                 reduced: ShardBuffer, *, wires: Wires, divide_by: float, wire_dtype: Callable[[Bucket], torch.dtype],
-                 in_flight: int = MAX_UNDER_WAY) -> None:
+                 reduced: ShardBuffer, *, wires: Wires, divide_by: float,
+                 wire_dtype: Callable[[Bucket], torch.dtype]) -> None:
         self._grads = grads
         self._shaped = {name: grads.param(name).view(param.shape) for name, param in params.items()}
-        super().__init__(layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype,
-                         in_flight=in_flight)
+        super().__init__(layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype)
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
@@ -143,10 +141,9 @@ class GradSync(BucketOrder):
             self._to_owners(self.reduced.bucket)
             with self._side:
                 for index, cut in self._cuts.items():
-                    ranks = self._wires[self.layout.buckets[index].ep_size].size
-                    left = 1.0 if cut.dtype == torch.float32 else self._divide_by * room_in(cut.dtype, ranks)
-                    if left != 1:
-                        self.reduced.bucket(index).div_(left)
+                    if cut.dtype != torch.float32:
+                        ranks = self._wires[self.layout.buckets[index].ep_size].size
+                        self.reduced.bucket(index).div_(self._divide_by * room_in(cut.dtype, ranks))
         self._finished = True
 
     def finish(self, *, aside: bool = False) -> None:
@@ -193,7 +190,8 @@ class EagerGradSync(BucketOrder):
         params: the trainable parameters by name.
         reduced: where the averaged gradient of this rank's shards is added up, float32.
         wire_dtype: what the gradients of a bucket travel in.
-        in_flight: buckets under way at a time; it bounds the memory beside ``reduced`` for what travels and arrives.
+        max_waiting: how many buckets may have all their gradients and wait, before the backward pass waits for them;
+            None for any number.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
@@ -310,15 +308,26 @@ class EagerGradSync(BucketOrder):
                 self._reopen()
             turn = self._turn()
             travelling = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
+            gradients = []
             for slot in bucket.slots:
                 param = self._params[slot.name]
                 if param.grad is not None:
                     start = slot.start - bucket.start
                     travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
-                    self._side.keep(param.grad)
+                    if math.isinf(self._max_waiting):
+                        self._side.keep(param.grad)
+                    else:
+                        gradients.append(param.grad)
                     param.grad = None
+            if gradients and self._side.exists:
+                self._copied.append((self._side.moment(), gradients))
             out = total if is_first else turn.empty("added", total.numel(), total.dtype)
             self._empty[bucket.index] = False
             pending = self._wires[bucket.ep_size].reduce(travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype,
                                                          turn=turn)
             self._start(pending if is_first else pending.then(lambda: total.add_(out)))
+        while len(self._copied) > self._max_waiting:
+            # Their memory is there for what computation makes when it has waited.
+            self._copied[0][0].wait()
+            self._copied.popleft()
+

@@ -6,9 +6,8 @@ Note: two ways to add up
     float32, in rank order, so that the sum depends neither on the size of a bucket nor on the backend. Where several
     nodes have several ranks each it goes in two levels: first between the ranks of a node, then the sums of nodes, in
     the order of nodes, between the ranks in the same place on each; they travel in the dtype of the gradients, too. So
-    a node sends what a hierarchical reduce-scatter does: of two nodes, half of the bucket. What is added up, or sent
-    on, in float16 is multiplied by :func:`room_in` before, so that it is as far from overflow as the gradients of a
-    rank are.
+    a node sends what a hierarchical reduce-scatter does: of two nodes, half of the bucket. Gradients of which sums are
+    made, or sent on, in float16 are multiplied by :func:`room_in` before: then none overflows that a rank's does not.
 
 Note: the backend in two levels
     Rings through all ranks of many nodes are mostly latency. The buckets of ``rings`` take two: ``native`` sums are
@@ -90,7 +89,7 @@ class Wire:
         """Average ``memory`` over the ranks: each gets its own shard, or its own cut where the bucket travels in cuts.
 
         Args:
-            memory: 1-D, the whole of ``bucket``; read, or overwritten, until the result has been waited for.
+            memory: 1-D, the whole of ``bucket``; read until the result has been waited for, and perhaps overwritten.
             out: float32, as long as this rank's shard or cut; may be that part of ``memory``. A cut may be of
                 ``wire_dtype``, with a ``divide_by`` of 1: then the sum is left multiplied by :func:`room_in`.
             divide_by: the sum over ranks is divided by this, in float32.
@@ -100,35 +99,33 @@ class Wire:
         turn = Turn(memory.device) if turn is None else turn
         if self.size == 1:
             return Pending(finish=lambda: _add_up([memory], out, divide_by))
+        room = room_in(wire_dtype, self.size) if self.native or self.inside is not None else 1
+        if room != 1:
+            memory.mul_(room)
+            divide_by = divide_by if out.dtype == wire_dtype else divide_by * room
         if bucket.way == "ragged":
             return self._reduce_ragged(turn, memory, tuple(bucket.shard_numels), out, divide_by, wire_dtype)
         if self.inside is not None and (not self.native or bucket.index in self.rings.reduce):
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
         if self.native:
-            return self._reduce_natively(turn, turn.cast("sent", memory, wire_dtype), out, divide_by, self.group,
-                                         room_in(wire_dtype, self.size))
+            return self._reduce_natively(turn, turn.cast("sent", memory, wire_dtype), out, divide_by, self.group)
         return self._reduce_at_owners(turn, turn.cast("sent", memory, wire_dtype), None, out, divide_by)
 
-    def _reduce_natively(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float, group: Group,
-                         room: float = 1) -> Pending:
+    def _reduce_natively(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float, group: Group) -> Pending:
         """The backend's sum over ``group`` of equal parts, in the dtype of ``sent``."""
         received = out if out.dtype == sent.dtype else turn.empty("received", out.numel(), sent.dtype)
-        if room != 1:
-            sent.mul_(room)
         work = comm.reduce_scatter(received, sent, group=group)
         if received is out and divide_by == 1:
             return Pending([work], keep=sent)
-        return Pending([work], lambda: _add_up([received], out, divide_by * room), keep=sent)
+        return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
 
     def _reduce_ragged(self, turn: Turn, memory: Tensor, shard_numels: tuple[int, ...], out: Tensor, divide_by: float,
                        wire_dtype: torch.dtype) -> Pending:
         sent = turn.cast("sent", memory, wire_dtype)
         if self.native and not self.on_host:
-            received, room = turn.empty("received", out.numel(), wire_dtype), room_in(wire_dtype, self.size)
-            if room != 1:
-                sent.mul_(room)
+            received = turn.empty("received", out.numel(), wire_dtype)
             work = comm.reduce_scatter_ragged(received, sent.split_with_sizes(shard_numels), group=self.group)
-            return Pending([work], lambda: _add_up([received], out, divide_by * room), keep=sent)
+            return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
         return self._reduce_at_owners(turn, sent, shard_numels, out, divide_by)
 
     def _reduce_at_owners(self, turn: Turn, sent: Tensor, numels: Sequence[int] | None, out: Tensor,
@@ -165,26 +162,21 @@ class Wire:
         if self.native:
             if out.dtype != wire_dtype:
                 turn.empty("received", cut, wire_dtype)
-            room = room_in(wire_dtype, self.size)
-            if room != 1:
-                sent.mul_(room)
-                divide_by = divide_by if out.dtype == wire_dtype else divide_by * room
             return Pending([comm.reduce_scatter(sums, sent, group=self.inside)],
                            lambda: self._reduce_natively(turn, sums, out, divide_by, self.across), keep=sent,
                            is_chained=True)
         received = turn.empty("received", memory.numel(), wire_dtype)
-        spare, room = self._spare(turn, cut * most_partial_sums(self.size, per_node=per_node)), room_in(
-            wire_dtype, per_node)
+        spare = self._spare(turn, cut * most_partial_sums(self.size, per_node=per_node))
         work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:
-            average(turn.empty("received", (per_node, num_nodes * cut), wire_dtype), sums, 1 / room, spare)
+            average(turn.empty("received", (per_node, num_nodes * cut), wire_dtype), sums, 1, spare)
             # What the first level has sent, and received, nobody needs any more.
             rounded = turn.cast("received", sums, wire_dtype)
             arrived = turn.empty("sent", num_nodes * cut, wire_dtype)
             return Pending([comm.all_to_all(arrived, rounded, group=self.across)],
-                           lambda: average(turn.empty("sent", (num_nodes, cut), wire_dtype), out, divide_by * room,
-                                           spare), keep=rounded)
+                           lambda: average(turn.empty("sent", (num_nodes, cut), wire_dtype), out, divide_by, spare),
+                           keep=rounded)
 
         return Pending([work], between_nodes, keep=sent, is_chained=True)
 
@@ -275,7 +267,7 @@ def gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, T
 
 
 def room_in(dtype: torch.dtype, ranks: int) -> float:
-    """Return the power of two that keeps a sum in ``dtype`` over so many ranks as small as the largest summand.
+    """Return the power of two that keeps a sum over so many ranks in ``dtype`` as small as the largest summand.
 
     It is 1 but for float16: the others have the range of float32.
     """

@@ -132,7 +132,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
             self._grad_sync = EagerGradSync(self.layout, self.rank, self._params, reduced, wires=wires,
-                                            divide_by=s.divide_by, wire_dtype=self._wire_dtype)
+                                            divide_by=s.divide_by, wire_dtype=self._wire_dtype,
+                                            max_waiting=self.config.max_waiting_buckets)
         else:
             self._grad_sync = GradSync(self.layout, self.rank, self._params, self._grads, reduced, wires=wires,
                                        divide_by=s.divide_by, wire_dtype=self._wire_dtype)
@@ -366,7 +367,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
 
     def forecast(self) -> Forecast:
         """What this layout costs each rank."""
-        return start_up.forecast(self._planned, self.settings, self._grads, self.config.master_dtype)
+        return start_up.forecast(self._planned, self.settings, self._grads, self.config)
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""

@@ -17,7 +17,6 @@ from ds_layerwise.plan.report import start_up_table
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned import Owned
-from ds_layerwise.recipes.bits import MasterDtype
 from ds_layerwise.recipes.update_hooks import keeps_zeros
 from ds_layerwise.zero.attention_logits import AttentionLogits
 from ds_layerwise.zero.planned import Planned
@@ -43,18 +42,17 @@ def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
                        "the hook out for them with layerwise.overrides")
 
 
-def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None, master_dtype: MasterDtype) -> Forecast:
+def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None, config: LayerWiseConfig) -> Forecast:
     """What the layout costs each rank.
 
     Args:
-        master_dtype: what masters are kept in.
         grads: the gradient buffer; None where averaged gradients alone are kept.
     """
     stored_as = {dtype: torch.float32 if grads is None else grads.dtype(dtype) for dtype in planned.layout.dtypes}
     return Forecast.of(planned.layout, planned.specs, planned.routes, stage=settings.stage, tp_size=settings.tp_size,
                        stored_as={key: dtype_name(each) for key, each in stored_as.items()},
                        reduction=planned.reduction, links=planned.links, host_ratio=settings.host_ratio,
-                       master_dtype=master_dtype)
+                       master_dtype=config.master_dtype, max_waiting=config.max_waiting_buckets)
 
 
 def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:

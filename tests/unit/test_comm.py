@@ -142,3 +142,12 @@ def test_the_kernels_of_a_sum_on_a_device_grow_with_the_logarithm_of_its_rows(ro
     summands, out = torch.ones(rows, 3), torch.empty(3)
     _add_up_at_once(summands, out, spare=torch.empty(3 * sum(partial_sums(rows))))
     assert out.tolist() == [rows] * 3 and len(made) == kernels
+
+
+def test_work_that_does_not_say_when_it_is_over_is_waited_for():
+    """As DeepSpeed's over host memory, of a device without a backend of its own."""
+    waited = []
+    pending = comm.Pending([SimpleNamespace(wait=lambda: waited.append(1))], lambda: waited.append(2))
+    assert not pending.advance() and not waited
+    pending.wait()
+    assert waited == [1, 2]

@@ -134,6 +134,7 @@ def test_what_to_do_at_a_load():
     ({"layout": "best"}, "layerwise.layout must be one of"),
     ({"max_skipped_steps": 0}, "layerwise.max_skipped_steps must be a whole number of at least 1"),
     ({"alignment": 0}, "layerwise.alignment must be a whole number of at least 1"),
+    ({"max_waiting_buckets": 0}, "layerwise.max_waiting_buckets must be a whole number of at least 1"),
     ({"overlap_param_gather": "yes"}, "overlap_param_gather must be true or false"),
     ({"overrides": {}}, "overrides must be a list"),
     ({"overrides": [{"weight_decay": 0.0}]}, r"overrides\[0\] has no condition; give it one of name, regex"),
@@ -181,6 +182,9 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
     ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
      "data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),
+    ({"zero_optimization": {"stage": 2}, "layerwise": {"max_waiting_buckets": 2}}, "at ZeRO stage 2 with overlap_comm"),
+    ({"zero_optimization": {"stage": 1, "overlap_comm": True}, "layerwise": {"max_waiting_buckets": 2}},
+     "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2"),
     ({"checkpoint": {"use_node_local_storage": True}, "layerwise": {"save_universal": True}}, "needs a disk that all"),
 ])
 def test_what_cannot_be_honoured_is_refused(change, message):
@@ -279,6 +283,7 @@ def test_the_schema_takes_of_the_optimizer_what_training_takes(section):
 
 @pytest.mark.parametrize("section", [
     {}, {"layout": "lpt"}, {"layout": None}, {"alignment": 0}, {"max_skipped_steps": None}, {"max_skipped_steps": 0},
+    {"max_waiting_buckets": 3}, {"max_waiting_buckets": None}, {"max_waiting_buckets": 0},
     {"rename": {"a.*": "b.*"}}, {"rename": {"a": 3}}, {"rename": []}, {"layuot": "lpt"},
     {"auto_split": False}, {"auto_split": 0}, {"overrides": {}}, *(
         {"overrides": [{"name": "*", **entry}]} for entry in (

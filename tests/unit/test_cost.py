@@ -111,8 +111,6 @@ def test_a_bucket_in_cuts_is_sent_in_even_cuts_whose_sums_go_on_and_whose_parame
     assert wire.forward == (4 + 1, 4 + 2, 4 + 2, 0 + 2, 4 + 2, 4 + 0)
     # 5 times each cut, 5 times each ragged shard; and of the owners' shards what lies in the cuts of others.
     assert wire.gather == (20 + 10 + 15, 20 + 10, 20 + 10, 20 + 10 + 20, 20 + 10 + 15, 20 + 10 + 15 + 9)
-    specs = [ParamSpec(name, (numel,), "bfloat16", True) for name, numel in zip("abcdef", (20, 1, 9, 3, 3, 3))]
-    assert LayoutReport.of(in_cuts(), specs).wire_per_rank == -(-(225 + 29 + 254) // 6)
     only = wire_elements(in_cuts(), only={1})
     assert (only.reduce, only.forward, only.gather) == ((10,) * 6, (1, 2, 2, 2, 2, 0), (10, 10, 10, 10, 10, 19))
 
@@ -373,12 +371,8 @@ def test_the_report_counts_what_the_layout_says():
     assert report.padding_fraction == 180 / 204
     assert report.work == (800, 0, 7)
     assert report.whole_numel == (124, 0, 10)
-    assert report.owned_numel == (124 + 64, 6, 10)
     assert report.work_max_over_mean == 800 * 3 / 807
     assert report.whole_max_over_mean == 124 * 3 / 134
-    assert report.owned_max_over_mean == 188 * 3 / 204
-    assert report.wire == wire_elements(layout())
-    assert report.wire_per_rank == 512  # 2/3 of 384, twice
 
 
 @pytest.mark.parametrize("specs, name", [(SPECS[1:], "a"), ([*SPECS, ParamSpec("x", (3,), "float32", False)], "x")])
@@ -389,4 +383,4 @@ def test_a_report_on_another_model_is_refused(specs, name):
 
 def test_nothing_to_lay_out_costs_nothing():
     report = LayoutReport.of(Layout("balanced", 2, 64, ()), [])
-    assert (report.padding_fraction, report.work_max_over_mean, report.wire_per_rank) == (0.0, 1.0, 0)
+    assert (report.padding_fraction, report.work_max_over_mean) == (0.0, 1.0)

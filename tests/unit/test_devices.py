@@ -26,6 +26,7 @@ def rule(ns_dtype, **params):
 @pytest.mark.parametrize("method", ["gram", "standard"])
 def test_a_gpu_before_ampere_has_no_bf16(ns_dtype, refused_on, capability, method, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
     check = rule(ns_dtype, ns_method=method).check
     if capability not in refused_on:
         check(torch.device("cuda", 0))
@@ -49,6 +50,15 @@ def test_a_cpu_has_all(ns_dtype):
     rule(ns_dtype).check(torch.device("cpu"))
 
 
+def test_an_mi200_has_no_fp16_that_is_exact_enough(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx90a"))
+    for ns_dtype in ("bf16", "fp32", "auto"):
+        rule(ns_dtype).check(torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="ns_dtype is 'fp16', and cuda:0 has no products in float16"):
+        rule("fp16").check(torch.device("cuda", 0))
+
+
 CPU = torch.device("cpu")
 
 
@@ -59,7 +69,7 @@ def test_fast_is_what_noise_does_not_reach(monkeypatch):
 
 
 @pytest.mark.parametrize("device, capability, candidates", [
-    ("cpu", None, {torch.bfloat16}), ("xpu", None, {torch.bfloat16}), ("npu", None, set()), ("meta", None, set()),
+    ("cpu", None, {torch.bfloat16}), ("xpu", None, {torch.bfloat16}), ("hpu", None, set()), ("meta", None, set()),
     ("cuda", (7, 0), {torch.float16}), ("cuda", (9, 0), {torch.float16, torch.bfloat16}),
     ("gfx90a:sramecc+:xnack-", (9, 0), {torch.bfloat16}), ("gfx942", (9, 4), {torch.float16, torch.bfloat16})])
 def test_only_what_a_device_has_and_is_exact_in_is_measured(device, capability, candidates, monkeypatch):

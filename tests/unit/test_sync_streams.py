@@ -1,6 +1,7 @@
 """Reductions, and parameters on their way, on a device with streams, on which nothing may be in order by luck."""
 
 import random
+import weakref
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def a_layout(way):
                             "mixed": lambda bucket: bucket.index % 2}[way])
 
 
-def make_syncs(stage, way, how, wire_dtype=torch.bfloat16):
+def make_syncs(stage, way, how, wire_dtype=torch.bfloat16, **of_stage_2):
     layout, rank = a_layout(way), 1
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     # Of those that hold the same experts there is one on each node.
@@ -99,7 +100,7 @@ def make_syncs(stage, way, how, wire_dtype=torch.bfloat16):
     reduced = ShardBuffer(layout, rank, [grads.shard(bucket, rank) if stage == 1 else torch.zeros(
         bucket.shard(rank)[1] - bucket.shard(rank)[0]) for bucket in layout.buckets])
     kwargs = {"wires": by_ep_size, "divide_by": 2.0, "wire_dtype": lambda bucket: wire_dtype}
-    grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs) if stage == 2 else GradSync(
+    grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs, **of_stage_2) if stage == 2 else GradSync(
         layout, rank, params, grads, reduced, **kwargs)
     values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
         params[name], "data", place.view(SHAPES[name])))
@@ -211,6 +212,35 @@ def test_a_bucket_is_copied_while_the_one_before_travels(machine, stage, way, mo
     # Those of experts, which come last, are another group's. Bucket k has the memory of bucket k - 2.
     number = sum(bucket.ep_size == 1 for bucket in sync.layout.buckets)
     assert number > 3 and over == [max(0, bucket - 1) for bucket in range(number)]
+
+
+@pytest.mark.parametrize("how", ["native", "levels"])
+@pytest.mark.parametrize("most", [1, 3, None])
+def test_gradients_wait_up_to_a_bound(machine, most, how, monkeypatch):
+    """Beyond it computation waits, and has their memory again at once: the allocator hears of no other stream."""
+    told = []
+    record_stream = machine.record_stream
+    monkeypatch.setattr(machine, "record_stream", lambda *args: told.append(True) or record_stream(*args))
+    computing = machine.current
+    with machine, torch.no_grad():
+        sync, _, params, _ = make_syncs(2, "mixed", how, max_waiting=most)
+        for _ in range(2):
+            alive, computing.waits, told[:] = {}, 0, []
+            for bucket in sync.layout.buckets:
+                for name in (slot.name for slot in bucket.slots):
+                    params[name].grad = torch.ones(SHAPES[name])
+                    alive[name] = bucket.index, weakref.ref(params[name].grad)
+                    sync.accumulate(name, launch=True)
+                held = {index for index, ref in alive.values() if ref() is not None}
+                assert held == (set(range(max(0, bucket.index + 1 - most), bucket.index + 1)) if most else set())
+                assert computing.waits == (max(0, bucket.index + 1 - most) if most else 0)
+                assert bool(told) is not bool(most)
+            ending = machine.Stream()
+            ending.wait_stream(computing)
+            with machine.stream(ending):
+                sync.reduce()
+            assert not any(ref() is not None for _, ref in alive.values())
+            computing.wait_stream(ending)
 
 
 def test_what_buckets_had_is_there_for_the_exchange(machine, monkeypatch):

@@ -135,6 +135,13 @@ def test_the_busiest_rank_is_one_for_all_dtypes(stage, bfloat16, float32):
     assert [row[-1] for row in several] == ["20.0 MiB"] * 2
     told = as_json(costs)
     assert told["sent_by_busiest_bytes"] == 20 * 2**20
+    # Gradients of both buckets, or of the larger one.
+    assert told["waiting_bytes"] == (0 if stage == 1 else 2**23 + 2**22)
+    waits = "12.0 MiB more of gradients that wait for them, where reductions are slower than the backward pass (lay"
+    for shown in (text, " ".join(plan_table(routes, specs, [costs, costs], OptimizerConfig()).split())):
+        assert (waits in shown) is (stage == 2)
+    bounded = start_up_table(routes, specs, replace(costs, max_waiting=1), OptimizerConfig())
+    assert ("8.0 MiB more of gradients" in " ".join(bounded.replace("│", " ").split())) is (stage == 2)
     assert told["dtypes"]["float32"]["sent_by_busiest_bytes"] == {"gradients": 2**22, "parameters": 0}
     assert told["dtypes"]["float32"]["sent_bytes"] == {"gradients": 2 * 2**22 / 3, "parameters": 2 * 2**22 / 3}
 

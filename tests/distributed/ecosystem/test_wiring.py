@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
+from ds_layerwise.plan.cost import wire_elements
 from ds_layerwise.ranks.exchange import rounds_of
 from ds_layerwise.recipes.bits import DTYPE_BYTES
 from tests.support.harness import DistributedTest
@@ -96,7 +97,7 @@ class TestCommsLogger(DistributedTest):
                 own = bucket.cut_numel if bucket.way == "cuts" else bucket.shard_numels[rank]
                 add(expected, "all_to_all_single", (bucket.numel - own + stays) * DTYPE_BYTES[wire], passes)
             sent = sum(size * count for size, count in expected["all_to_all_single"].items())
-            assert sent == passes * DTYPE_BYTES[wire] * (forecast.report.wire.reduce[rank] + sum(kept))
+            assert sent == passes * DTYPE_BYTES[wire] * (wire_elements(forecast.layout).reduce[rank] + sum(kept))
             for each in rounds_of(layout.buckets, rank):
                 add(expected, "all_to_all_single", 4 * sum(each.by_owner), 2)
             for each in rounds_of(reversed(layout.buckets), rank):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.ranks import comm
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
@@ -256,6 +257,28 @@ class TestWhenBucketsStart(Backward):
         sync._launch = recording
         train_engine(engine, 1)
         assert max(under_way) == 2 and len(under_way) > 4
+
+    @pytest.mark.parametrize("most", [1, None])
+    def test_on_a_host_the_pass_waits_for_those_beyond_a_bound(self, most, monkeypatch):
+        """Nothing is over before somebody waits for it, so without a bound all but two buckets wait for the end."""
+        monkeypatch.setattr(comm.Pending, "advance", lambda pending: False)
+        engine = start(Net(), ds_config(stage=2, overlap=True, bucket_numel=1, layerwise={"max_waiting_buckets": most}))
+        sync, waiting = internals.grad_sync(engine), []
+        accumulate = sync.accumulate
+
+        def recording(name, *, launch):
+            accumulate(name, launch=launch)
+            waiting.append(sync._ready - sync._launched)
+
+        sync.accumulate = recording
+        train_engine(engine, 1)
+        buckets = len(engine.optimizer.layout.buckets)
+        assert max(waiting) == (most or buckets - 2) and buckets > 4
+        waits = f"{engine.optimizer.forecast().waiting / 2**20:.1f} MiB more of gradients that wait"
+        assert waits in " ".join(engine.optimizer.describe().replace("│", " ").split())
+        plain = start(Net(), ds_config(stage=2, overlap=False, bucket_numel=1))
+        train_engine(plain, 1)
+        assert torch.equal(weights(engine.module), weights(plain.module))
 
     def test_never_while_the_engine_reduces_nothing(self):
         engine = start(Net(), self.config())

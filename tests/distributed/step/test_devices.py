@@ -203,3 +203,23 @@ class TestObjects(DistributedTest):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
         with pytest.raises(LayerWiseError, match="do not reach each other over gloo.*GLOO_SOCKET_IFNAME"):
             comm.gather_objects(1, group=None)
+
+
+class TestManyHosts(DistributedTest):
+    world_size = 6
+    init_distributed = False
+
+    def test_a_rank_connects_to_two_others_and_not_to_all(self, tmp_path):
+        """A process may have 1,024 open files on most systems, and there are more ranks than that."""
+        join(tmp_path / "store")
+        dist.barrier()
+        before = open_sockets()
+        assert comm.gather_objects(dist.get_rank(), group=None) == list(range(6))
+        # Two of a ring, and the one that it listens on; five others without.
+        assert open_sockets() - before <= 3
+        dist.barrier()
+
+
+def open_sockets():
+    files = Path("/proc/self/fd")
+    return sum(os.readlink(files / name).startswith("socket:") for name in os.listdir(files) if (files / name).is_symlink())

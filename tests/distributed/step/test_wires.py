@@ -139,8 +139,8 @@ class TestReduce(DistributedTest):
                     memory.fill_(value)
                     out = memory[start:stop]
                     wire.reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.float16).wait()
-                    found = out.float() / wires.room_in(out.dtype, size)
-                    assert torch.equal(found, torch.full(out.shape, value * size))
+                    total = out.float() / wires.room_in(out.dtype, size)
+                    assert torch.equal(total, torch.full(out.shape, value * size))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("levels", [False, True])
