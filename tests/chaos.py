@@ -1,4 +1,4 @@
-"""A run of random events, from a seed: saves, loads, kills, faults of disks, damage. A plain twin is compared after each.
+"""Random events from a seed: saves, loads, kills, faults of disks, damage; a plain twin is compared after each.
 
     python tests/chaos.py --seed 1 --events 500
     python tests/chaos.py --seed 1 --first 51 --until 73 --keep FOLDER
@@ -11,7 +11,8 @@ ranks and buffers, and, to the bit, with what the engine had there before. Gradi
 number of ranks and of micro-batches makes the same sums.
 
 What each event may leave behind is known: a save that was killed is there or not, and the one before it is there if it
-is not; a load that fails has changed nothing; what is damaged is refused, or does not matter. If one rank raises, all do.
+is not; a load that fails has changed nothing; what is damaged is refused, or does not matter. If one rank raises, all
+do.
 
 Each event is one line. The last line says how many there were, how many differed, and how many hung, of which each
 ends its campaign. The exit code is 1 if there were any. A tool; ``tests/distributed/checkpoint/test_chaos.py`` runs a
@@ -57,6 +58,11 @@ UNITS = 8
 BOUND = {"fp32": 1e-4, "bf16": 1e-4}
 #: So many steps in a row none is skipped.
 HEALTHY = 11
+
+
+#: By rank, what goes wrong there; and what each rank has answered, None for one that is dead.
+Faults = dict[int, dict[str, Any]]
+Answers = list[dict[str, Any] | None]
 
 
 class Difference(Exception):
@@ -172,8 +178,8 @@ class Ranks:
             self._connections.append(mine)
             self._processes.append(process)
 
-    def ask(self, command: str, arguments: dict[str, Any] | None = None, faults: dict[int, dict[str, Any]] | None = None,
-            *, deadly: str = "") -> list[dict[str, Any] | None]:
+    def ask(self, command: str, arguments: dict[str, Any] | None = None, faults: Faults | None = None,
+            *, deadly: str = "") -> Answers:
         """Let all ranks do the same, with their ``faults``; returns their answers, None of who died.
 
         Args:
@@ -206,8 +212,8 @@ class Ranks:
                         self.kill()
                         return [answers.get(rank) for rank in range(self.num_ranks)]
             if deadly and None in answers.values():
-                # The script of a rank that has raised ends, which the others notice.
-                for rank in (rank for rank, answer in answers.items() if answer and "raised" in answer):
+                # A script ends when it has raised, or in its next collective, which the others notice.
+                for rank in answers:
                     self._kill(rank)
             if time.monotonic() > until and len(answers) < self.num_ranks:
                 raise Hang(f"{command}: no answer of {waiting} in {self.limit:g} s\n{self.places(waiting)}")
@@ -346,9 +352,10 @@ class Campaign:
         rng = self.rng
         writer = "" if self.with_objects else rng.choice(["", "", "python", "decoupled", "decoupled", "decoupled"])
         ranks = 2 * self.local_size if self.on_nodes else rng.choice([2, 2, 2, 2, 1, 3, 4])
-        return Options(ranks, rng.choice([1, 2]), rng.choice([1, 2, 4]), rng.random() < 0.5,
-                       self.bucket_numel if self.on_nodes else rng.choice([600, 600, 10**9]), rng.random() < 0.3, not self.on_nodes and rng.random() < 0.25,
-                       writer)
+        return Options(
+            ranks=ranks, stage=rng.choice([1, 2]), gas=rng.choice([1, 2, 4]), overlap=rng.random() < 0.5,
+            bucket_numel=self.bucket_numel if self.on_nodes else rng.choice([600, 600, 10**9]),
+            late_weights=rng.random() < 0.3, universal=not self.on_nodes and rng.random() < 0.25, writer=writer)
 
     @property
     def num_ranks(self) -> int:
@@ -381,19 +388,19 @@ class Campaign:
             return [str(self.root / "saved")] * self.num_ranks
         return [str(self.root / f"node {rank // self.local_size}" / "saved") for rank in range(self.num_ranks)]
 
-    def ask(self, command: str, arguments: dict[str, Any] | None = None, faults: dict[int, dict[str, Any]] | None = None,
-            deadly: str = "") -> list[dict[str, Any] | None]:
+    def ask(self, command: str, arguments: dict[str, Any] | None = None, faults: Faults | None = None,
+            deadly: str = "") -> Answers:
         assert self.ranks is not None
         return self.ranks.ask(command, arguments, faults, deadly=deadly)
 
-    def all_well(self, answers: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    def all_well(self, answers: Answers) -> list[dict[str, Any]]:
         """The answers, none of which may be an error."""
         for rank, answer in enumerate(answers):
             if answer is None or "raised" in answer:
                 raise Difference(f"rank {rank} raised: {answer and answer['raised']}")
         return [answer for answer in answers if answer is not None]
 
-    def alike(self, answers: list[dict[str, Any] | None]) -> str:
+    def alike(self, answers: Answers) -> str:
         """What all ranks have raised, empty if none has.
 
         Raises:
@@ -474,7 +481,7 @@ class Campaign:
         """A random number of them, up to so many steps."""
         return self.rng.randint(1, most * self.options.gas)
 
-    def save(self, faults: dict[int, dict[str, Any]] | None = None, deadly: str = "", then_train: int = 0) -> str:
+    def save(self, faults: Faults | None = None, deadly: str = "", then_train: int = 0) -> str:
         """Save at the point where the engine is, or within the next micro-batch; returns what was raised.
 
         Args:
@@ -531,7 +538,7 @@ class Campaign:
         else:
             self._is_there(tag, serial, latest)
 
-    def verdict(self, answers: list[dict[str, Any] | None], faults: dict[int, dict[str, Any]] | None) -> str:
+    def verdict(self, answers: Answers, faults: Faults | None) -> str:
         """What was raised on all ranks, "killed" if one is dead, empty if all went well."""
         faults = faults or {}
         if None in answers:
@@ -546,7 +553,7 @@ class Campaign:
         return set().union(*(self.disk.at(each) if each else {0} for each in
                              (self.disk.latest if tag is None else {tag})))
 
-    def load(self, tag: str | None, faults: dict[int, dict[str, Any]] | None = None, *, may_fail: bool = False,
+    def load(self, tag: str | None, faults: Faults | None = None, *, may_fail: bool = False,
              deadly: str = "") -> str:
         """Load the latest checkpoint or a tag, and go on from there; returns what was raised.
 
@@ -608,7 +615,8 @@ class Campaign:
                      for rank, report in enumerate(reports) if report["micro"] != self.micro]:
             raise Difference("; ".join(wrong))
         if wrong := self.twin.differences(reports, self.step):
-            raise Difference(f"step {self.step}: {'; '.join(wrong[:4])}{f' and {len(wrong) - 4} more' * (len(wrong) > 4)}")
+            more = f" and {len(wrong) - 4} more" * (len(wrong) > 4)
+            raise Difference(f"step {self.step}: {'; '.join(wrong[:4])}{more}")
         states = assembled(reports)
         digest = hashlib.sha256(b"".join(states[key].tobytes() for key in sorted(states))).hexdigest()
         if self.bits.setdefault(self.path, digest) != digest:
@@ -625,13 +633,16 @@ class Campaign:
         self.start()
         return self.load(tag)
 
-    def die(self, deadly: str, command: Callable[[dict[int, dict[str, Any]], str], str]) -> str:
+    def die(self, deadly: str, command: Callable[[Faults, str], str]) -> str:
         """Let a random rank die somewhere in ``command``."""
         victim = self.rng.randrange(self.num_ranks)
-        # Most of what a save does, it does in the first hundreds of calls.
-        at = int(self.rng.choice([30, 150, 400, 1200]) * self.rng.random())
-        self.said.append(f"rank {victim} dies at {at}, {deadly}")
-        return command({victim: {"kind": "die", "at": at}}, deadly)
+        if self.rng.random() < 0.5:
+            # Most of what a save does, it does in the first hundreds of calls.
+            at, name = int(self.rng.choice([30, 150, 400, 1200]) * self.rng.random()), ""
+        else:
+            at, name = self.rng.randrange(4), self.rng.choice(MOMENTS)
+        self.said.append(f"rank {victim} dies at {name or 'event'} {at}, {deadly}")
+        return command({victim: {"kind": "die", "at": at, "in": name}}, deadly)
 
     # Events
 
@@ -694,8 +705,12 @@ class Campaign:
         error = rng.choice(["EIO", "ESTALE", "EACCES"] if kind != "write" else ["ENOSPC", "EACCES", "EIO", "EROFS"])
         most = {"read": 8, "write": 12, "stat": 25}[kind]
         fault = {"kind": kind, "number": rng.randrange(most), "error": error, "stays": rng.random() < 0.4,
-                 "folder": str(self.root)}
-        self.said.append(f"{error} at {kind} {fault['number']}{' and on' if fault['stays'] else ''}")
+                 "folder": str(self.root), "name": ""}
+        if rng.random() < 0.4:
+            fault |= {"name": rng.choice(["latest", "manifest", ".incomplete", "model_states"]),
+                      "number": rng.randrange(3)}
+        self.said.append(f"{error} at {kind} {fault['number']} of {fault['name'] or 'any file'}"
+                         f"{' and on' if fault['stays'] else ''}")
         return {"kind": "disk", "disk": fault}
 
     def event_failed_save(self) -> None:
@@ -844,9 +859,14 @@ class Campaign:
         self.all_well(self.ask("count", {"step": save.step, "skipped": expected["skipped"]}))
 
 
+#: Names of calls of the package and of the system: what a save is killed at besides any moment.
+MOMENTS = ["begin", "sign", "claim", "seal", "publish", "publish", "_exchange", "rename", "replace", "point", "point",
+           "remove", "recover", "finish_save", "_listed", "check_arrived"]
+
 #: How often which event comes.
 EVENTS = {"train": 8, "save": 14, "load": 8, "restart": 7, "end": 6, "killed_save": 18, "killed_load": 4,
-          "killed_step": 4, "failed_save": 16, "failed_load": 14, "damage": 8, "lost_node": 4, "beside": 3, "outside": 5}
+          "killed_step": 4, "failed_save": 16, "failed_load": 14, "damage": 8, "lost_node": 4, "beside": 3,
+          "outside": 5}
 
 #: After how many events the next campaign begins.
 CAMPAIGN = 25
@@ -938,7 +958,7 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", type=int, default=500)
-    parser.add_argument("--first", type=int, default=1, help="begin with a campaign at this event, as a failure names it")
+    parser.add_argument("--first", type=int, default=1, help="begin a campaign at this event, as a failure names it")
     parser.add_argument("--until", type=int, help="the last event, as a failure names it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a command hangs")

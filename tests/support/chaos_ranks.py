@@ -116,7 +116,7 @@ class Rank:
 
     def save_sharded(self, path: str) -> None:
         """Save with ``torch.distributed.checkpoint``."""
-        dcp.save(self.engine.optimizer.sharded_state_dict(), checkpoint_id=path)
+        dcp.state_dict_saver.save(self.engine.optimizer.sharded_state_dict(), checkpoint_id=path)
 
     def load_sharded(self, path: str) -> None:
         """Load what :meth:`save_sharded` has saved."""
@@ -176,13 +176,15 @@ class Rank:
         with ExitStack() as stack:
             kind = fault.get("kind")
             if kind == "die":
-                stack.enter_context(FileEvents(fault["at"]))
+                stack.enter_context(FileEvents(fault["at"], die_in=fault["in"]))
             elif kind == "full":
                 stack.enter_context(no_larger_files(fault["bytes"]))
             elif kind == "full for the writer":
-                stack.enter_context(no_larger_files(fault["bytes"], self.engine.checkpoint_engine.ckpt_process.pid))
+                writer = self.engine.checkpoint_engine.ckpt_process
+                if writer.is_alive():
+                    stack.enter_context(no_larger_files(fault["bytes"], writer.pid))
             elif kind == "no writer":
-                os.kill(self.engine.checkpoint_engine.ckpt_process.pid, signal.SIGKILL)
+                self.engine.checkpoint_engine.ckpt_process.kill()
                 self.engine.checkpoint_engine.ckpt_process.join()
             elif kind == "class":
                 Mine.is_lacking = True

@@ -25,13 +25,14 @@ FILE_CALLS = {"write_record", "write_end_of_file", "mkdir", "rmdir", "unlink", "
 class FileEvents:
     """Lists the calls and returns of this package's functions, and of those that touch files, while it is entered.
 
-    At the event number ``die_at`` it calls ``die``, by default with the signal that nothing can catch.
+    At the event number ``die_at``, of those of the name ``die_in`` if there is one, it calls ``die``, by default with
+    the signal that nothing can catch.
     """
 
     def __init__(self, die_at: int | None = None,
-                 die: Callable[[], Any] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
+                 die: Callable[[], Any] = lambda: os.kill(os.getpid(), signal.SIGKILL), die_in: str = "") -> None:
         self.names: list[str] = []
-        self._die_at, self._die = die_at, die
+        self._die_at, self._die, self._die_in, self._met = die_at, die, die_in, 0
 
     def __enter__(self) -> FileEvents:
         sys.setprofile(self._event)
@@ -49,9 +50,11 @@ class FileEvents:
             name = frame.f_code.co_name
         else:
             return
-        if len(self.names) == self._die_at:
-            sys.setprofile(None)
-            self._die()
+        if self._die_in in ("", name):
+            if self._met == self._die_at:
+                sys.setprofile(None)
+                self._die()
+            self._met += 1
         self.names.append(name)
 
 
@@ -77,8 +80,8 @@ AUDITED = {"read": {"open", "os.listdir", "os.scandir"},
 
 @dataclass
 class DiskFault:
-    """An error of a disk: the file operation ``number`` of a kind in ``folder`` fails, and, where it ``stays``, every
-    one after it.
+    """An error of a disk: the file operation ``number`` of a kind in ``folder``, on what has ``name`` in its path below
+    it, fails, and, where it ``stays``, every one after it.
 
     ``kind`` is "read", "write" or "stat".
     """
@@ -88,12 +91,15 @@ class DiskFault:
     error: str
     stays: bool
     folder: str
+    name: str = ""
     seen: int = 0
     fired: str = ""
 
     def meets(self, path: Any) -> bool:
         """Whether the operation at hand, on ``path``, is to fail."""
         if not isinstance(path, (str, bytes, os.PathLike)) or not os.fsdecode(path).startswith(self.folder):
+            return False
+        if self.name not in os.fsdecode(path)[len(self.folder):]:
             return False
         self.seen += 1
         return self.seen > self.number if self.stays else self.seen == self.number + 1
