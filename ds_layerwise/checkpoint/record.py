@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ds_layerwise.recipes.any_torch import are_one_family, family_at
 
+#: How a header calls it that some of a step was done, and its update was not.
+WITHIN_STEP = "within a step"
+
 
 @dataclass(frozen=True, slots=True)
 class PieceRecord:
@@ -89,7 +92,7 @@ class Header:
     loss_scaler: Any = None
     overflow: bool = False
     repeats: str = ""
-    """Where in a step it was saved whose gradients it lacks, so that the step is repeated; empty if it lacks none."""
+    """Where in a step it was saved, which is repeated, as a checkpoint has no gradients; empty between two steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from ds_layerwise.checkpoint.plain import Unreadable, readable
-from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.checkpoint.safe_load import load_safely, naming
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout import Layout
@@ -54,13 +54,11 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if name in CONVERTED}
 
 
-def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1,
-                  accumulated: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict[str, Any]:
     """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
 
     Args:
         mp_size: how many parts the model is cut into, of which the record is one.
-        accumulated: the gradients of a step that is not over; see :meth:`RegularCheckpoint.accumulated`.
     """
     pieces = {piece.name: piece for piece in record.pieces}
     nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
@@ -103,7 +101,8 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1,
             **describe(header),
             "param_starts": {piece.name: piece.param_start for piece in record.pieces},
             "extra_states": extra,
-            "accumulated": accumulated,
+            # Version 0.1 looks for the gradients of a step that is not over.
+            "accumulated": None,
         },
     }
 
@@ -144,6 +143,8 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
                               rule.get("meaning", "")) for name, rule in ours["rules"].items()}
     groups, unreadable = _groups(ours["param_groups"])
     scaler = state_dict.get(LOSS_SCALER)
+    # Earlier versions saved the gradients of a step that was not over, which are left where they are.
+    repeats = ours.get("repeats") or ("" if ours.get("accumulated") is None else WITHIN_STEP)
     return Header(step=ours["step"], shapes=ours["shapes"], param_groups=groups, dtypes=ours["dtypes"],
                   # Version 0.1 of this package, which writes the same format, did not write the first three of these.
                   configured=ours.get("configured"), fast_dtypes=ours.get("fast_dtypes"),
@@ -151,7 +152,7 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
                   unreadable=(*ours.get("unreadable", ()), *unreadable),
                   rules={name: rules[key] for name, key in ours["rule_of"].items()},
                   loss_scaler=None if isinstance(scaler, Unreadable) else scaler,
-                  overflow=bool(state_dict.get("overflow", False)), repeats=str(ours.get("repeats", "")))
+                  overflow=bool(state_dict.get("overflow", False)), repeats=str(repeats))
 
 
 def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -276,15 +277,6 @@ class RegularCheckpoint:
         if not hasattr(self, "_indices"):
             self._indices = {name: index for index, name in enumerate(self.header.shapes)}
         return self._indices[name]
-
-    def accumulated(self, rank: int) -> Mapping[str, Any] | None:
-        """What ``rank`` had accumulated of a step that was not over: ``{"micro_batches": how many, "of": how many
-        make a step, "gradients": {name: 1-D tensor}, "starts": {name: its first element, where that is not 0},
-        "logits": {attention module: 1-D tensor}}``, or None."""
-        state_dict = self.state_dict(rank)
-        with naming(self.path(rank)):
-            found: Mapping[str, Any] | None = state_dict[KEY]["accumulated"]
-            return found
 
 
 def mp_size(folder: Path) -> int:

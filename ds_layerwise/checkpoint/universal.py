@@ -206,11 +206,10 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
     common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
     ours = state_dict[KEY]
-    repeats = ours.get("repeats") or ("within a step" if ours["accumulated"] is not None else "")
     # What a file of version 0.1 may hold of objects is not written again.
     common[LOSS_SCALER] = header_of(state_dict).loss_scaler
     common[KEY] = {**ours, **describe(header_of(state_dict)), "extra_states": {}, "param_starts": {},
-                   "accumulated": None, "repeats": repeats, "listed": True}
+                   "accumulated": None, "listed": True}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
 

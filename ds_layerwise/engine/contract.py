@@ -225,6 +225,7 @@ _READ = (
     Name(f"{_ENGINE}.step", "read", ("self", "lr_kwargs")),
     Name(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     Name(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
+    Name(f"{_ENGINE}._is_gradient_accumulation_boundary", "read"),
     *_names(_ENGINE, "read", "_running_engine_step _unmanaged_backward_count", since="0.19.4"),
     Name(f"{_ENGINE}.managed_gradient_accumulation", "read", ("self",), since="0.19.4"),
     Name("deepspeed.runtime.engine.EngineTimers.step_timers", "read"),

@@ -70,11 +70,6 @@ class GradSync(BucketOrder):
             return Gradients.UNDER_WAY
         return Gradients.SUMS if self._has_grad else Gradients.NONE
 
-    @property
-    def in_cuts(self) -> bool:
-        """False: what :meth:`accumulated` has is this rank's own."""
-        return False
-
     def accumulated(self) -> dict[str, Tensor]:
         """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
         if self.gradients is not Gradients.SUMS:
@@ -113,16 +108,6 @@ class GradSync(BucketOrder):
             raise no_gradient()
         self.by_hand |= to_write
         return 1.0
-
-    def restore(self, name: str, start: int, values: Tensor) -> None:
-        """Add ``values`` to what has accumulated from element ``start`` of ``name`` on."""
-        self.by_hand = True
-        self.got.add(name)
-        whole = self._grads.param(name)
-        if name not in self._has_grad:
-            whole.zero_()
-            self._has_grad.add(name)
-        whole[start:start + values.numel()].add_(values)
 
     @torch.no_grad()
     def sum_over(self, name: str, *, group: comm.Group) -> None:
@@ -277,35 +262,6 @@ class EagerGradSync(BucketOrder):
             self._aside[index] = torch.zeros(bucket.shard_numels[self.rank // bucket.ep_size], dtype=torch.float32,
                                              device=self._device)
         return self._aside[index]
-
-    def restore(self, name: str, start: int, values: Tensor) -> None:
-        """Add ``values`` to the sum from element ``start`` of ``name`` on, as far as this rank owns it."""
-        self.by_hand = True
-        self.got.add(name)
-        if not self._passes:
-            for index in range(len(self._empty)):
-                self.reduced.bucket(index).zero_()
-            self._empty = [False] * len(self._empty)
-            self._have_owners = True
-            self._passes = 1
-        for piece in self.reduced.pieces[self._bucket_of[name]]:
-            first = max(start, piece.param_start)
-            last = min(start + values.numel(), piece.param_start + piece.numel)
-            if piece.name == name and first < last:
-                self.reduced.piece(name)[first - piece.param_start:last - piece.param_start].add_(
-                    values[first - start:last - start])
-
-    @property
-    def in_cuts(self) -> bool:
-        """Whether some sums are not with their owners, where :meth:`accumulated` takes them: that takes all ranks."""
-        return bool(self._in_cuts)
-
-    def accumulated(self) -> dict[str, Tensor]:
-        """This rank's pieces of the sums so far, by name, 1-D, as views; none before the first micro-batch."""
-        if self.gradients is not Gradients.SUMS:
-            return {}
-        self._settle()
-        return {piece.name: self.reduced.piece(piece.name) for pieces in self.reduced.pieces for piece in pieces}
 
     def _end_pass(self) -> None:
         self._passes += 1

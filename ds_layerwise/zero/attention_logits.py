@@ -149,21 +149,6 @@ class AttentionLogits:
         if self.measures:
             self._noted.fill_(-math.inf)
 
-    def noted(self) -> dict[str, Tensor]:
-        """What was noted since the last step, by module and by group of its heads, copies; "" is what has no place."""
-        if not self.measures:
-            return {}
-        found = {attention.name: self._noted[place].clone() for attention, place in self._places.values()}
-        return {**found, "": self._noted[-1:].clone()}
-
-    @torch.no_grad()
-    def restore(self, noted: Mapping[str, Tensor]) -> None:
-        """Count what :meth:`noted` gave for the step at hand; what the model has not, or in other groups, is left."""
-        for name, place in {**{attention.name: place for attention, place in self._places.values()},
-                            "": slice(-1, None)}.items() if self.measures else ():
-            if name in noted and noted[name].shape == self._noted[place].shape:
-                self._raise_to(self._noted[place], noted[name])
-
     @torch.no_grad()
     def settle(self, frozen: Collection[str]) -> dict[str, Factors]:
         """Reduce what was noted over ranks, and forget it. Every rank must call this at the same point.

@@ -18,7 +18,7 @@ from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.one_file import OneFile
 from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
-from ds_layerwise.checkpoint.record import Header
+from ds_layerwise.checkpoint.record import WITHIN_STEP, Header
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, header_tensor, unwrapped
@@ -85,42 +85,42 @@ class Checkpointing:
     """During a load, what its second half takes over."""
     save: Save | None = field(default=None, init=False)
     """A save that goes on beside the training, until it is committed."""
-    _point: unfinished.Point | None = field(default=None, init=False)
-    """During a save, where in a step all ranks are."""
+    _within_step: bool | None = field(default=None, init=False)
+    """During a save, whether a rank is within a step."""
+    _has_told: bool = field(default=False, init=False)
+    """Whether a save within a step has been reported in this run."""
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def saving(self, *, with_gradients: bool = True) -> Iterator[None]:
-        """Around a save: find out where in a step all ranks are, and write that into every file.
-
-        Args:
-            with_gradients: whether the gradients of a step that is not over are saved; else that step is repeated.
+    def saving(self) -> Iterator[None]:
+        """Around a save: find out whether all ranks are between two steps, and write that into every file.
 
         Raises:
             LayerWiseError: on every rank, if one is inside an update, or they are not at the same step.
         """
         engine = self.engine()
         with comm.Alike(None):
-            point = self._point_now()
+            within_step = self._is_within_step()
             # What cannot be read back is found before anything is written.
             self.header()
-        self._point = unfinished.agree(point, (engine.global_steps, self.progress.updates))
-        if not with_gradients and not self._point.dropped and (self._point.micro_batches or self._point.passes):
-            self._point = unfinished.Point(dropped="between two micro-batches of a step")
-        if self._point.dropped and comm.rank_of(None) == 0:
-            logger.warning(f"ds_layerwise: saved {self._point.dropped}: the gradients of this step are not in the "
-                           "checkpoint, and a resumed run repeats the step")
+        self._within_step = unfinished.agree(within_step, (engine.global_steps, self.progress.updates))
+        if self._within_step and not self._has_told and comm.rank_of(None) == 0:
+            logger.warning(f"ds_layerwise: saved {WITHIN_STEP}: the checkpoint holds what the last update has "
+                           "left, and a resumed run repeats the step from its first micro-batch")
+        self._has_told |= self._within_step
         try:
             yield
         finally:
-            self._point = None
+            self._within_step = None
 
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
-        planned = self.planned
+        planned, within_step = self.planned, self._within_step
+        if within_step is None:
+            within_step = self._is_within_step()
         return Header(
-            step=self.progress.updates, repeats=(self._point or self._point_alone()).dropped,
+            step=self.progress.updates, repeats=WITHIN_STEP if within_step else "",
             shapes={name: shape for name, shape in planned.saved_shapes.items()
                     if name not in planned.saved_elsewhere},
             rules=self.owned.rule_records(planned.routes_elsewhere), dtypes=planned.layout.dtypes,
@@ -131,9 +131,6 @@ class Checkpointing:
     def state_dict(self, *, clip_grad: float) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.state_dict`."""
         self._check_settled()
-        point = self._point or self._point_alone()
-        accumulated = unfinished.to_record(point, self.grad_sync, engine=self.engine(), owned=self.owned,
-                                           settings=self.settings, logits=self.attention.noted())
         return {
             LOSS_SCALER: self.scaling.scaler,
             "dynamic_loss_scale": self.scaling.is_dynamic,
@@ -141,7 +138,7 @@ class Checkpointing:
             CLIP_GRAD: clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size, accumulated),
+            **regular.to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size),
         }
 
     def _check_settled(self) -> None:
@@ -150,16 +147,8 @@ class Checkpointing:
         self.guard.check_names()
         self.interrupted.check()
 
-    def _point_alone(self) -> unfinished.Point:
-        """Where this rank is outside of a save. It may be the only one that asks, so nothing can be asked of others."""
-        point = self._point_now()
-        if self.grad_sync.in_cuts and not point.dropped:
-            return unfinished.Point(dropped="by one rank between two micro-batches of a step")
-        return point
-
-    def _point_now(self) -> unfinished.Point:
-        return self.progress.where(self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass(),
-                                   is_pipeline=pipeline.is_pipeline(self.module))
+    def _is_within_step(self) -> bool:
+        return self.progress.is_within_step(self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass())
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -218,11 +207,7 @@ class Checkpointing:
                                  ) if isinstance(opened, (UniversalCheckpoint, OneFile)) else {}
             if isinstance(opened, ShardedCheckpoint):
                 others = opened.read_others()
-            accumulated = unfinished.from_records(
-                opened, engine=self.engine(), owned=self.owned, settings=self.settings, rank=self.owned.rank,
-                world_size=planned.layout.world_size, rename=config.rename, names=planned.saved_shapes,
-            ) if states and isinstance(opened, RegularCheckpoint) else None
-            found = Found(folder, saved.header, mine, plan, states, masters, universal, others, accumulated)
+            found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
         # Each rank may have read another file, or have its own disk: on all of them it must be the same save.
         which = [f"step {saved.header.step}"]
         if not isinstance(opened, UniversalCheckpoint):
@@ -251,7 +236,7 @@ class Checkpointing:
         with comm.Alike(None):
             check()
             self._check_settled()
-        with self.saving(with_gradients=False):
+        with self.saving():
             yield
 
     def save_file(self, path: Path) -> None:
@@ -335,20 +320,17 @@ class Checkpointing:
         if found.states:
             self._take_over(found.header, wants_scheduler=self.load.wants_scheduler)
             self.interrupted.forget()
-        self.restart_step(found.accumulated, scale_before=getattr(found.header.loss_scaler, "loss_scale", 1))
-        for logits in found.accumulated.logits if found.accumulated else ():
-            self.attention.restore(logits)
+        self.restart_step()
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
 
-    def restart_step(self, accumulated: unfinished.Accumulated | None = None, *, scale_before: float = 1.0) -> None:
-        """Go on with what had ``accumulated``: what there is now are gradients of other weights than were loaded."""
+    def restart_step(self) -> None:
+        """Go on with the first micro-batch of the step: the gradients that there are belong to other weights."""
         self.zero_grad()
         if self.first_step is not None:
             self.first_step.arm()
-        unfinished.resume(accumulated, engine=self.engine(), progress=self.progress, grad_sync=self.grad_sync,
-                          scale_before=scale_before, scale_now=self.scaling.scaler.loss_scale)
+        self.progress.resume(self.engine())
 
     def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""
@@ -373,11 +355,10 @@ class Checkpointing:
         everywhere: dict[str, str] = {}
         for reasons in comm.gather_objects(found.plan.reasons, group=self.settings.group):
             everywhere.update(reasons)
-        self.fresh_states, engine = everywhere, self.engine()
+        self.fresh_states = everywhere
         if self.owned.rank == 0:
             # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
-            for line in found.described(everywhere, out_of=len(self.planned.specs),
-                                        counted=engine.micro_steps % engine.gradient_accumulation_steps()):
+            for line in found.described(everywhere, out_of=len(self.planned.specs)):
                 announce(f"ds_layerwise: {line}")
             kept = kept_of(self.planned.routes, self.planned.names)
             for line in converted(found.header, kept, everywhere) if found.states else ():

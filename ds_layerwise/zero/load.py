@@ -19,7 +19,6 @@ from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
 from ds_layerwise.zero.sharded import tied
-from ds_layerwise.zero.unfinished import Accumulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +35,18 @@ class Found:
     universal: bool
     others: dict[str, Tensor]
     """Frozen parameters and buffers that the engine does not load itself."""
-    accumulated: Accumulated | None
 
-    def described(self, fresh_states: dict[str, str], *, out_of: int, counted: int) -> list[str]:
+    def described(self, fresh_states: dict[str, str], *, out_of: int) -> list[str]:
         """What the user must hear of, a line each.
 
         Args:
             fresh_states: by parameter, on all ranks, why its state is not the checkpoint's.
             out_of: the number of parameters.
-            counted: what the engine counts of the micro-batches of a step that is not over.
         """
-        lines, step = [], self.accumulated
+        lines = []
         if self.states and self.header.repeats:
-            lines.append(f"{self.folder} was saved {self.header.repeats}: the gradients of that step are not in it, "
-                         "and training goes on with the first micro-batch of that step")
-        if step and step.passes and step.passes != counted:
-            lines.append(f"{self.folder} has the gradients of {step.passes} backward passes of a step, of which "
-                         f"engine.micro_steps counts {counted}; go on with the pass after those")
+            lines.append(f"{self.folder} was saved {self.header.repeats}: no gradients are loaded, and training goes "
+                         "on with the first micro-batch of that step")
         if fresh_states:
             counts = ", ".join(f"{count} x {why}" for why, count in sorted(Counter(fresh_states.values()).items()))
             lines.append(f"{len(fresh_states)} of {out_of} parameters do not go on from the optimizer state in "

@@ -223,7 +223,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         counts = self._hooks_fired_this_backward or engine._running_engine_backward
         super().exit_backward()
         if counts and not self._backward_active_depth:
-            self.progress.pass_ended(engine)
+            self.progress.pass_ended()
 
     def _is_inside_pass(self) -> bool:
         return bool(self._backward_active_depth or self._hooks_fired_this_backward)

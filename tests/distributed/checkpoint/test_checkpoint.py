@@ -16,7 +16,7 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
-from tests.support.harness import DistributedTest, made_once
+from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,
@@ -26,7 +26,6 @@ from tests.support.training import (
     start_adamw,
     train_engine,
     weights,
-    whole_gradients,
 )
 
 pytestmark = rooms("regular", "record", "checkpointing", "load", "engine_protocol", "param_groups")
@@ -56,17 +55,17 @@ class TestResume(DistributedTest):
             sections["fp16"]["initial_scale_power"] = 4
         config = ds_config(stage=stage, gas=gas, clip=5.0, layerwise={"overlap_param_gather": gas == 4}, scheduler={
             "type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 15}}, **sections)
-        saved_at, end = 10 * gas + more, 20 * gas
+        saved_at, end, repeated = 10 * gas + more, 20 * gas, 10 * gas
         engine = start(Net(odd=True), config)
         micro_batches(engine, 0, saved_at, gas=gas)
         engine.save_checkpoint(tmp_path)
-        expected = micro_batches(engine, saved_at, end, gas=gas)
+        expected = micro_batches(engine, saved_at, end, gas=gas)[-(end - repeated - gas):]
 
         resumed = start(Net(odd=True), config)
         micro_batches(resumed, 400, 400 + gas + more // 2, gas=gas)
         resumed.load_checkpoint(tmp_path)
         assert resumed.global_steps == resumed.optimizer.step_count == 10
-        assert torch.equal(micro_batches(resumed, saved_at, end, gas=gas), expected)
+        assert torch.equal(micro_batches(resumed, repeated, end, gas=gas)[gas:], expected)
         for each in (engine, resumed):
             each.optimizer.wait_for_params()
         assert torch.equal(weights(resumed.module), weights(engine.module))
@@ -75,48 +74,9 @@ class TestResume(DistributedTest):
 
 
 class TestInsideAStep(DistributedTest):
-    """Gradients of a step that is not over are part of the state."""
+    """A checkpoint is of the last update; see also ``test_unfinished_steps.py``."""
 
-    @pytest.fixture
-    def runs(self, class_tmpdir, precision):
-        """Checkpoints in folders that are called as the number of ranks that saved them."""
-        return made_once(class_tmpdir / precision, [1, 2, 3, 4], self.save, precision=precision)
-
-    def save(self, folder, precision):
-        # 1 and 3 ranks save at stage 1, 2 and 4 at stage 2.
-        engine = start(Net(odd=True), self.config(precision, stage=2 - dist.get_world_size() % 2))
-        micro_batches(engine, 0, 6, gas=4)
-        folder = folder / str(dist.get_world_size())
-        engine.save_checkpoint(folder)
-        self.reduce(engine)
-        whole = whole_gradients(engine)
-        on_rank_0(lambda: torch.save(whole, folder / "expected.pt"))
-
-    @pytest.mark.world_size([1, 2, 3, 4])
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_resume(self, runs, precision, stage):
-        """The average over all ranks of what has accumulated is what it was, on any number of ranks."""
-        engine = start(Net(odd=True), self.config(precision, stage=stage, bucket_numel=10**6))
-        for saved_by in (1, 2, 3, 4):
-            folder = runs / str(saved_by)
-            micro_batches(engine, 80, 83, gas=4)
-            engine.load_checkpoint(folder)
-            assert engine.micro_steps % 4 == 2 and engine.global_steps == 1
-            assert not engine.is_gradient_accumulation_boundary()
-            self.reduce(engine)
-            expected = torch.load(folder / "expected.pt")
-            for name, value in whole_gradients(engine).items():
-                atol = 1e-5 if precision == "fp32" else 0.25
-                torch.testing.assert_close(value, expected[name], rtol=0, atol=atol if saved_by % 2 else 1e-6)
-            engine.optimizer.zero_grad()
-
-    @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("precision", ["fp32"])
-    def test_another_number_of_micro_batches_is_refused(self, runs):
-        engine = start(Net(odd=True), ds_config(gas=2))
-        with pytest.raises(LayerWiseError, match="saved after 2 of 4 micro-batches of a step, and this run accumulat"):
-            engine.load_checkpoint(runs / "1")
+    world_size = 2
 
     def test_between_backward_and_step_the_step_is_repeated(self, tmp_path):
         engine, other = start(Net(), ds_config()), start(Net(), ds_config())
@@ -129,14 +89,6 @@ class TestInsideAStep(DistributedTest):
         assert_equal_states(states(other), before)
         train_engine(other, 1, first=2)
         assert_equal_states(states(other), states(engine))
-
-    def reduce(self, engine):
-        """Have the average of what has accumulated so far, as at the boundary."""
-        if engine.zero_optimization_stage() == 1:
-            internals.grad_sync(engine).reduce()
-
-    def config(self, precision, **changes):
-        return ds_config(gas=4, **({"bf16": {"enabled": True}} if precision == "bf16" else {}), **changes)
 
 
 class TestDeepSpeedsTools(DistributedTest):

@@ -328,8 +328,8 @@ class TestWithFSDP2(DistributedTest):
         resumed = start(Net(), ds_config(gas=2))
         resumed.optimizer.load_sharded_state_dict(tmp_path / "under way")
         assert_equal_states(whole_states(resumed), expected)
-        assert dist.get_rank() or ("was saved between two micro-batches of a step: the gradients of that step are not "
-                                   "in it, and training goes on with the first") in capsys.readouterr().out
+        assert dist.get_rank() or ("was saved within a step: no gradients are loaded, and training goes on with the "
+                                   "first micro-batch") in capsys.readouterr().out
 
 
 class Inside(nn.Module):

@@ -1,10 +1,11 @@
-"""Saves at every point of a step: a run resumed from one does what the unbroken run did, bit for bit."""
+"""Saves at every point of a step: a resumed run repeats the step, and does what the unbroken run did, bit for bit."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+from dataclasses import replace
 
 import deepspeed.comm as dist
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from ds_layerwise.checkpoint import regular
 from ds_layerwise.errors import LayerWiseError, StepError
+from ds_layerwise.zero import checkpointing
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
@@ -70,42 +72,60 @@ class TestEveryPoint(DistributedTest):
         config = ds_config(stage=stage, gas=GAS)
         unbroken = start(Net(), config)
         run(unbroken, 3 * GAS)
-        counts = {"before": 0, "after forward": 0, "after backward": 1, "after step": 1}
         for micro in range(GAS):
-            for point, counted in counts.items():
+            for point in ("before", "after forward", "after backward", "after step"):
                 folder = tmp_path / f"{micro} {point}"
                 broken, resumed = start(Net(), config), start(Net(), config)
                 with pytest.raises(Stop):
                     run(broken, 3 * GAS, at=stop_at(broken, folder, GAS + micro, point))
                 capsys.readouterr()
                 resumed.load_checkpoint(folder)
-                repeated = (micro, point) == (GAS - 1, "after backward")
+                begun = micro > 0 or point.startswith("after backward")
                 over = (micro, point) == (GAS - 1, "after step")
-                assert resumed.micro_steps % GAS == (0 if repeated or over else micro + counted), (micro, point)
+                assert resumed.micro_steps % GAS == 0 and resumed.global_steps == 1 + over, (micro, point)
                 if dist.get_rank() == 0:
-                    said = "between the last backward pass of a step and engine.step()" in capsys.readouterr().out
-                    assert said == repeated, (micro, point)
+                    said = "was saved within a step: no gradients are loaded" in capsys.readouterr().out
+                    assert said == ((begun or point == "after step") and not over), (micro, point)
                 run(resumed, 3 * GAS)
                 assert_same_run(resumed, unbroken)
                 for engine in (broken, resumed):
                     engine.destroy()
 
+    def test_it_is_said_once_a_run(self, tmp_path, monkeypatch):
+        told = []
+        monkeypatch.setattr(checkpointing.logger, "warning", told.append)
+        engine = start(Net(), ds_config(gas=2))
+        run(engine, 3, gas=2)
+        for tag in ("a", "b"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+        said = [line for line in told if "a resumed run repeats the step from its first micro-batch" in line]
+        assert len(said) == (dist.get_rank() == 0)
+
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_what_got_no_gradient_so_far_got_none_in_the_resumed_step(self, stage, tmp_path):
-        """A parameter that is frozen on the way, and has a momentum, stays as it is."""
+    def test_gradients_that_an_earlier_version_saved_are_left(self, stage, tmp_path, monkeypatch, capsys):
+        """They are in the file, and in no resumed run."""
+        written = regular.to_state_dict
+
+        def with_gradients(record, header, *args):
+            found = written(record, replace(header, repeats=""), *args)
+            gradients = {piece.name: torch.ones_like(piece.master) for piece in record.pieces}
+            found[regular.KEY]["accumulated"] = {
+                "micro_batches": 1, "of": 2, "passes": 1, "got": [*gradients], "starts": {}, "divide_by": 1.0,
+                "logits": {}, "gradients": gradients}
+            return found
+
         config = ds_config(gas=2, stage=stage)
         unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
-        run(unbroken, 2, gas=2)
-        run(engine, 2, gas=2)
-        before = unbroken.module.square.weight.detach().clone()
-        for each in (unbroken, engine, resumed):
-            each.module.square.weight.requires_grad = False
         run(unbroken, 4, gas=2)
         run(engine, 3, gas=2)
+        monkeypatch.setattr(regular, "to_state_dict", with_gradients)
         engine.save_checkpoint(tmp_path)
+        capsys.readouterr()
         resumed.load_checkpoint(tmp_path)
+        if dist.get_rank() == 0:
+            assert "was saved within a step: no gradients are loaded" in capsys.readouterr().out
+        assert resumed.micro_steps % 2 == 0
         run(resumed, 4, gas=2)
-        assert torch.equal(resumed.module.square.weight, before)
         assert_same_run(resumed, unbroken)
 
     @pytest.mark.parametrize("stage", [1, 2])
@@ -195,15 +215,13 @@ class TestEveryPoint(DistributedTest):
         assert_same_run(resumed, unbroken)
 
     def test_one_rank_alone_asks_for_its_state(self, monkeypatch):
-        """No other has to answer: what only all ranks together have is left out, and the record says so."""
+        """No other has to answer, and its sums stay where they are."""
         plan_in_cuts(monkeypatch)
         unbroken, engine = (start(Net(), ds_config(stage=2, gas=2)) for _ in range(2))
         run(unbroken, 4, gas=2)
         run(engine, 3, gas=2)
         if dist.get_rank() == 1:
-            found = engine.optimizer.state_dict()[regular.KEY]
-            assert found["accumulated"] is None
-            assert found["repeats"] == "by one rank between two micro-batches of a step"
+            assert engine.optimizer.state_dict()[regular.KEY]["repeats"] == "within a step"
         # The ranks would meet in different collectives here.
         dist.barrier()
         run(engine, 4, gas=2)
@@ -220,7 +238,7 @@ class TestEveryPoint(DistributedTest):
 class TestOtherWaysToAccumulate(DistributedTest):
     world_size = 2
 
-    def test_no_sync(self, tmp_path, capsys):
+    def test_no_sync(self, tmp_path):
         """Passes without communication, and one with, make a step; the engine counts none of them before ``step``."""
         unbroken, engine, resumed = (start(Net(), ds_config()) for _ in range(3))
 
@@ -239,13 +257,8 @@ class TestOtherWaysToAccumulate(DistributedTest):
         passes(unbroken, 0, 4)
         passes(engine, 0, 4)
         assert_same_run(engine, unbroken)
-        capsys.readouterr()
         resumed.load_checkpoint(tmp_path)
-        assert resumed.optimizer.progress.passes == 2
-        said = "has the gradients of 2 backward passes of a step, of which engine.micro_steps counts 0" in (
-            capsys.readouterr().out)
-        assert said == (dist.get_rank() == 0)
-        passes(resumed, 2, 4)
+        passes(resumed, 0, 4)
         assert_same_run(resumed, unbroken)
 
     @pytest.mark.parametrize("stage", [1, 2])
@@ -254,46 +267,45 @@ class TestOtherWaysToAccumulate(DistributedTest):
         config = ds_config(gas=GAS, stage=stage, overlap=False)
         unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
 
-        def passes(engine, first, save=None):
-            for number in range(first, 3):
+        def passes(engine, save=None):
+            for number in range(3):
                 engine.set_gradient_accumulation_boundary(number == 2)
                 engine.backward(engine((7, number, dist.get_rank())))
                 if number == save:
                     engine.save_checkpoint(tmp_path)
             engine.step()
 
-        passes(unbroken, 0)
-        for saved_after, goes_on in ((1, 2), (2, 0)):
+        passes(unbroken)
+        for saved_after in (1, 2):
             engine, resumed = start(Net(), config), start(Net(), config)
-            passes(engine, 0, save=saved_after)
+            passes(engine, save=saved_after)
             resumed.load_checkpoint(tmp_path)
-            assert resumed.optimizer.progress.passes == goes_on
-            passes(resumed, goes_on)
+            passes(resumed)
             assert_same_run(resumed, unbroken)
-        # Between two steps no pass is left to say anything of, whatever micro_steps counts.
+        # Between two steps no step has begun, whatever micro_steps counts.
         engine.save_checkpoint(tmp_path, tag="whole")
         capsys.readouterr()
         resumed.load_checkpoint(tmp_path, tag="whole")
-        assert "backward passes" not in capsys.readouterr().out
+        assert "within a step" not in capsys.readouterr().out
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_steps_that_the_script_ends(self, stage, tmp_path):
         config = ds_config(gas=GAS, stage=stage, overlap=False, managed_gradient_accumulation=False)
         unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
 
-        def passes(engine, first, save=None):
-            for number in range(first, 3):
+        def passes(engine, save=None):
+            for number in range(3):
                 engine.backward(engine((7, number, dist.get_rank())))
                 if number == save:
                     engine.save_checkpoint(tmp_path)
             engine.step()
 
-        passes(unbroken, 0)
+        passes(unbroken)
         for saved_after in (0, 2):
             engine, resumed = start(Net(), config), start(Net(), config)
-            passes(engine, 0, save=saved_after)
+            passes(engine, save=saved_after)
             resumed.load_checkpoint(tmp_path)
-            passes(resumed, saved_after + 1)
+            passes(resumed)
             assert_same_run(resumed, unbroken)
 
     @pytest.mark.parametrize("stage", [1, 2])
@@ -336,21 +348,22 @@ class TestOtherWaysToAccumulate(DistributedTest):
         micro_batches(unbroken, 0, GAS)
         micro_batches(engine, 0, 2)
         resumed.load_checkpoint(tmp_path)
-        assert resumed.micro_steps % GAS == 2
-        micro_batches(resumed, 2, GAS)
+        assert resumed.micro_steps % GAS == 0
+        micro_batches(resumed, 0, GAS)
         assert_same_run(resumed, unbroken)
 
-    def test_a_step_whose_first_gradients_were_forgotten(self, tmp_path):
-        """``zero_grad`` in the middle of a step takes no micro-batch off it."""
+    def test_a_step_whose_first_gradients_were_forgotten(self, tmp_path, capsys):
+        """``zero_grad`` in the middle of a step takes no micro-batch off it, and the step is repeated."""
         config = ds_config(gas=GAS)
         unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
-        for each in (unbroken, engine):
-            run(each, 2)
-            each.zero_grad()
+        run(unbroken, GAS)
+        run(engine, 2)
+        engine.zero_grad()
         engine.save_checkpoint(tmp_path)
+        capsys.readouterr()
         resumed.load_checkpoint(tmp_path)
-        for each in (unbroken, resumed):
-            run(each, GAS)
+        assert ("was saved within a step" in capsys.readouterr().out) == (dist.get_rank() == 0)
+        run(resumed, GAS)
         assert_same_run(resumed, unbroken)
 
 
@@ -366,6 +379,6 @@ class TestUniversal(DistributedTest):
         capsys.readouterr()
         resumed.load_checkpoint(tmp_path, tag="tag_universal")
         if dist.get_rank() == 0:
-            assert "was saved within a step: the gradients of that step are not in it" in capsys.readouterr().out
+            assert "was saved within a step: no gradients are loaded" in capsys.readouterr().out
         run(resumed, 2 * GAS)
         assert_same_run(resumed, unbroken)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.errors import LayerWiseError, RoutingError
+from ds_layerwise.errors import RoutingError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.costs import memory_bytes
@@ -328,48 +328,3 @@ class TestAccess(DistributedTest):
             assert relative_error(safe_get_full_fp32_param(param), reference.params[saved]) < 1e-5, saved
             for key, value in reference.state[saved].items():
                 assert relative_error(safe_get_full_optimizer_state(param, key), value) < 1e-5, (saved, key)
-
-
-class TestInsideAStep(DistributedTest):
-    """What was accumulated of an expert can only go on where that expert is."""
-
-    world_size = 4
-
-    def test_gradients_follow_their_experts(self, class_tmpdir):
-        for stage in (1, 2):
-            engine = start_experts(2, gas=2, stage=stage)
-            engine.backward(engine((0, 0, dist.get_rank())))
-            engine.step()
-            engine.save_checkpoint(class_tmpdir / str(stage), tag="inside")
-            engine.backward(engine((0, 1, dist.get_rank())))
-            engine.step()
-            expected = all_weights(engine, 2)
-            engine.destroy()
-            engine = start_experts(2, gas=2, stage=stage)
-            engine.load_checkpoint(class_tmpdir / str(stage), tag="inside")
-            engine.backward(engine((0, 1, dist.get_rank())))
-            engine.step()
-            assert_equal_states(all_weights(engine, 2), expected, stage)
-            engine.destroy()
-        engine = start_experts(4, gas=2)
-        with pytest.raises(LayerWiseError, match="was saved within a step on 4 ranks"):
-            engine.load_checkpoint(class_tmpdir / "1", tag="inside")
-        engine.destroy()
-        engine = start_experts(4, gas=2, stage=2)
-        engine.load_checkpoint(class_tmpdir / "2", tag="inside")
-        engine.backward(engine((0, 1, dist.get_rank())))
-        gradients = reduced_gradients(engine)
-        for name, (first, values) in gradients.items():
-            saved = global_name(name, dist.get_rank() % 4, 4).removeprefix("inner.")
-            wanted = self.expected(saved, engine.module.inner.get_parameter(name.removeprefix("inner.")))
-            assert torch.equal(values, wanted.flatten()[first:first + values.numel()]), saved
-
-    def expected(self, name, param):
-        """The first micro-batch as seen by holders at ep_size 2, the second by those at ep_size 4."""
-        match = _EXPERT.fullmatch(name)
-        total = 0.0
-        for micro, ep_size in ((0, 2), (1, 4)):
-            for rank in range(4):
-                if match is None or int(match[2]) // (NUM_EXPERTS // ep_size) == rank % ep_size:
-                    total = total + whole_number_gradients(name, param.shape, 0, micro, rank) / 2
-        return total / 4
