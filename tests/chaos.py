@@ -624,11 +624,7 @@ class Campaign:
 
     def restart(self, tag: str | None = None) -> str:
         """Start the script again, perhaps with another config, and load."""
-        gas = self.options.gas
         self.options = self._options()
-        if any(len(save.done) > 1 for save in self.saves.values()):
-            # Gradients of half a step are only of use to a step of as many micro-batches.
-            self.options.gas = gas
         self.said.append(f"restart: {self.options}")
         self.start()
         return self.load(tag)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ds_layerwise.ranks import disks
-from ds_layerwise.run import leave
+from ds_layerwise.ranks.leaving import leave
 from tests.support import internals
 from tests.support.faults import DiskFault, FileEvents, failing_disk, no_larger_files, watch_files
 from tests.support.harness import OwnDistributedTest, _join_group
