@@ -12,20 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import deepspeed.comm as dist
 import pytest
 import torch
 
-import ds_layerwise
 from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.engine import saving
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.faults import FileEvents, no_larger_files
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest
 from tests.support.rooms import rooms
@@ -33,45 +31,8 @@ from tests.support.training import Net, ds_config, start, train_engine, weights
 
 pytestmark = rooms("aside", "manifest", "saving")
 
-PACKAGE = str(Path(ds_layerwise.__file__).parent)
-
-#: The functions in C through which files are made, filled, moved and removed; ``_exchange`` brackets ``renameat2``.
-FILE_CALLS = {"write_record", "write_end_of_file", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "open",
-              "write", "flush", "fsync", "close", "sendfile", "chmod"}
-
-#: Of those, the ones that make something visible: a save is killed right before and right after each of them.
+#: Of file calls, the ones that make something visible: a save is killed right before and right after each of them.
 VISIBLE = {"_exchange", "rename", "replace"}
-
-
-class FileEvents:
-    """Lists the calls and returns of this package's functions, and of those that touch files, while it is entered.
-
-    At the event number ``die_at`` it calls ``die``, by default with the signal that nothing can catch.
-    """
-
-    def __init__(self, die_at=None, die=lambda: os.kill(os.getpid(), signal.SIGKILL)):
-        self.names, self._die_at, self._die = [], die_at, die
-
-    def __enter__(self):
-        sys.setprofile(self._event)
-        return self
-
-    def __exit__(self, *_):
-        sys.setprofile(None)
-
-    def _event(self, frame, event, arg):
-        if event.startswith("c_"):
-            name = getattr(arg, "__name__", "")
-            if name not in FILE_CALLS or isinstance(getattr(arg, "__self__", None), str):
-                return
-        elif frame.f_code.co_filename.startswith(PACKAGE):
-            name = frame.f_code.co_name
-        else:
-            return
-        if len(self.names) == self._die_at:
-            sys.setprofile(None)
-            self._die()
-        self.names.append(name)
 
 
 @dataclass(frozen=True)
@@ -231,17 +192,6 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
     assert {path.name for path in tmp_path.iterdir()} == {"tag", "tag.incomplete"}
     assert (folder / "mp_rank_00_model_states.pt").read_text() == "tag.replaced"
     assert [path.name for path in aside.staged(folder).iterdir()] == [SIGNATURE]
-
-
-@contextmanager
-def no_larger_files(num_bytes):
-    """As on a full disk: no file of this process grows beyond ``num_bytes``."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class TestFullDisk(DistributedTest):

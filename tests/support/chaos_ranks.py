@@ -1,0 +1,254 @@
+"""The ranks of ``tests/chaos.py``: forks with an engine each, which do what they are told until they are killed."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Iterator, NoReturn
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ds_layerwise.ranks import disks
+from ds_layerwise.ranks.leaving import leave
+from tests.support import internals
+from tests.support.faults import DiskFault, FileEvents, failing_disk, no_larger_files, watch_files
+from tests.support.harness import OwnDistributedTest, _join_group
+from tests.support.reference import trainable, whole_number_loss
+from tests.support.training import Net, start
+
+#: Parameters that no loss reaches, in the models that have them.
+UNUSED = ("unused.weight", "unused.bias")
+
+#: No collective gives up before whoever watches the ranks does.
+COLLECTIVE_SECONDS = 3600
+
+
+class Chaotic(Net):
+    """Sums up the losses of any units of a step, so that a step is the same however many ranks share it."""
+
+    def forward(self, place):
+        """The loss of the units of a micro-batch, which may be none; ``sick`` makes a gradient infinite."""
+        step, units, factor, sick = place
+        loss = sum(p.float().sum() * 0 for name, p in trainable(self).items() if name not in UNUSED)
+        for unit in units:
+            loss = loss + whole_number_loss(self, (step, unit, 0), UNUSED)
+        loss = loss * factor
+        return loss + self.flat.weight.flatten()[5].float() * float("inf") if sick else loss
+
+
+class Mine:
+    """What a script puts into ``client_state``; a node where its class has changed cannot read it."""
+
+    is_lacking = False
+
+    def __init__(self, serial):
+        self.serial = serial
+
+    def __setstate__(self, state):
+        if Mine.is_lacking:
+            raise AttributeError("this node has another version of class Mine")
+        self.__dict__.update(state)
+
+
+class Rank:
+    """An engine, and what it can be told to do. Every command returns what the driver is to know of it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.engine: Any = None
+
+    def start(self, variant: dict[str, bool], config: dict[str, Any], local_rank: int) -> None:
+        """Make the engine."""
+        self.engine = start(Chaotic(**variant), config)
+        self.engine.local_rank = local_rank
+
+    def train(self, micro_batches: list[dict[str, Any]]) -> dict[str, Any]:
+        """Train on micro-batches, of which one may save on its way; returns what that has raised."""
+        said: dict[str, Any] = {}
+        for each in micro_batches:
+            loss = self.engine((each["step"], each["units"][self.rank], each["factor"],
+                                each["sick"] and 0 in each["units"][self.rank]))
+            save = each.get("save", {"at": ""})
+            if save["at"] == "after forward":
+                said = self.try_to_save(save["how"])
+            self.engine.backward(loss)
+            if save["at"] == "after backward":
+                said = self.try_to_save(save["how"])
+            self.engine.step()
+        return said
+
+    def try_to_save(self, how: dict[str, Any]) -> dict[str, Any]:
+        """Save, and go on if that fails; returns what it has raised."""
+        try:
+            self.save(**how)
+        except Exception as error:
+            return told(error)
+        return {}
+
+    def save(self, folders: list[str], tag: str | None, serial: int, latest: bool, with_object: bool) -> None:
+        """Save a checkpoint."""
+        client = {"serial": serial, **({"mine": Mine(serial)} if with_object else {})}
+        self.engine.save_checkpoint(folders[self.rank], tag=tag, client_state=client, save_latest=latest)
+
+    def load(self, folders: list[str], tag: str | None) -> dict[str, Any]:
+        """Load a checkpoint; returns which."""
+        path, client = self.engine.load_checkpoint(folders[self.rank], tag=tag)
+        return {"tag": Path(path).parent.name if path else None, "serial": (client or {}).get("serial")}
+
+    def save_one_file(self, path: str) -> None:
+        """Save whole parameters in one file."""
+        self.engine.optimizer.save_state_dict_to_file(path)
+
+    def load_one_file(self, path: str) -> None:
+        """Load what :meth:`save_one_file` has saved."""
+        self.engine.optimizer.load_state_dict_from_file(path)
+
+    def save_sharded(self, path: str) -> None:
+        """Save with ``torch.distributed.checkpoint``."""
+        dcp.state_dict_saver.save(self.engine.optimizer.sharded_state_dict(), checkpoint_id=path)
+
+    def load_sharded(self, path: str) -> None:
+        """Load what :meth:`save_sharded` has saved."""
+        self.engine.optimizer.load_sharded_state_dict(path)
+
+    def count(self, step: int, skipped: int) -> None:
+        """Let the engine count from here, as a script does that has loaded something else than its checkpoints."""
+        self.engine.global_steps, self.engine.skipped_steps = step, skipped
+        self.engine.micro_steps = step * self.engine.gradient_accumulation_steps()
+
+    def evaluate(self) -> None:
+        """Run the model as an evaluation does."""
+        self.engine.eval()
+        with torch.no_grad():
+            assert self.engine((0, [0], 1.0, False)).isfinite()
+        self.engine.train()
+
+    def spoil_a_copy(self) -> bool:
+        """Copy the module, as averages of weights do, and overwrite the copy; returns whether it was the same."""
+        import copy
+        twin = copy.deepcopy(self.engine.module)
+        pairs = list(zip(twin.parameters(), self.engine.module.parameters(), strict=True))
+        same = all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
+        with torch.no_grad():
+            for one, _ in pairs:
+                one.fill_(3)
+        return same
+
+    def report(self) -> dict[str, Any]:
+        """Where the engine is, and all its values."""
+        engine = self.engine
+        return {
+            "step": engine.global_steps, "micro": engine.micro_steps % engine.gradient_accumulation_steps(),
+            "skipped": engine.skipped_steps, "updates": engine.optimizer.step_count,
+            "weights": {name: p.detach().float().numpy().copy() for name, p in engine.module.named_parameters()},
+            "pieces": [(piece.name, piece.param_start, piece.master.float().numpy().copy(),
+                        {key: value.float().numpy().copy() for key, value in piece.state.items()})
+                       for piece in internals.records(engine)]}
+
+    def end(self, how: str) -> NoReturn:
+        """End as a script does: by ``leave()``, by its last line, or by that after ``destroy()``."""
+        if how == "destroy":
+            self.engine.destroy()
+        if how == "leave":
+            leave()
+        # As the interpreter does. The objects that are taken apart after that have no say in a checkpoint.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    @contextmanager
+    def faulty(self, fault: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Let something go wrong; says in ``["fired"]`` whether it has."""
+        said: dict[str, Any] = {"fired": True}
+        with ExitStack() as stack:
+            kind = fault.get("kind")
+            if kind == "die":
+                stack.enter_context(FileEvents(fault["at"], die_in=fault["in"]))
+            elif kind == "full":
+                stack.enter_context(no_larger_files(fault["bytes"]))
+            elif kind == "full for the writer":
+                writer = self.engine.checkpoint_engine.ckpt_process
+                if writer.is_alive():
+                    stack.enter_context(no_larger_files(fault["bytes"], writer.pid))
+            elif kind == "no writer":
+                self.engine.checkpoint_engine.ckpt_process.kill()
+                self.engine.checkpoint_engine.ckpt_process.join()
+            elif kind == "class":
+                Mine.is_lacking = True
+            elif kind == "disk":
+                disk = stack.enter_context(failing_disk(DiskFault(**fault["disk"])))
+            try:
+                yield said
+            finally:
+                Mine.is_lacking = False
+                if kind == "disk":
+                    said["fired"] = disk.fired
+
+
+def told(error: Exception) -> dict[str, Any]:
+    """What an error says, for the driver, and in full."""
+    trace = "".join(traceback.format_exception(error))
+    # What was under way holds files and maps.
+    error.__traceback__ = None
+    return {"raised": f"{type(error).__name__}: {error}".replace("\n", " "), "trace": trace}
+
+
+def close_sockets() -> None:
+    """Close what a fork of a rank has of the rank's connections: a rank that dies is else alive to its peers."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                os.close(int(name))
+        except OSError:
+            continue
+
+
+def serve(rank: int, num_ranks: int, local_size: int, port: int, folder: Path, connection: Connection) -> None:
+    """Be a rank: do what comes through ``connection``."""
+    os.setpgid(0, 0)  # so that a kill reaches its writer, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A write beyond the end of a full disk is an error and not the end.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # Not a file: a disk that is full would stop it, too.
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    places = open(folder / f"{rank}.place", "w")
+    faulthandler.register(signal.SIGUSR1, file=places, all_threads=True)
+    torch.set_num_threads(1)
+    gc.unfreeze()
+    test = OwnDistributedTest()
+    test.backend, test.collective_timeout = "gloo", COLLECTIVE_SECONDS
+    _join_group(test, rank, num_ranks, port, folder)
+    os.environ.update(LOCAL_RANK=str(rank % local_size), CROSS_RANK=str(rank // local_size),
+                      CROSS_SIZE=str(num_ranks // local_size))
+    # All that is looked for is on one disk.
+    disks.PATIENCE = 3.0
+    watch_files()
+    # DeepSpeed's writers are started afresh elsewhere, and inherit nothing.
+    os.register_at_fork(after_in_child=close_sockets)
+    engine = Rank(rank)
+    while True:
+        command, arguments, fault = pickle.loads(connection.recv_bytes())
+        answer: dict[str, Any] = {}
+        said: dict[str, Any] = {}
+        try:
+            with engine.faulty(fault) as said:
+                answer["value"] = getattr(engine, command)(**arguments)
+        except Exception as error:
+            answer = told(error)
+        answer["fired"] = said.get("fired")
+        connection.send_bytes(pickle.dumps(answer))
