@@ -208,7 +208,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
                           "backward pass of a step, and managed_gradient_accumulation is false, so that nobody knows "
                           "which that is; set overlap_comm to false, or stage to 2")
     checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
-    if _at(ds_config, "layerwise.max_waiting_buckets") is not None and not (
+    if at(ds_config, "layerwise.max_waiting_buckets") is not None and not (
             zero["stage"] == 2 and zero.get("overlap_comm") is True):
         raise ConfigError("layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 with overlap_comm; "
                           "remove it, or set zero_optimization.stage to 2 and overlap_comm to true")
