@@ -185,6 +185,11 @@ READ = (
         post_backward_callback_queued"""),
     *_used("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "read", "dynamic loss_scale"),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.is_decoupled", "read", ("self",)),
+    *_used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine", "read", "cleanup get_commit_info",
+           ("self",)),
+    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.commit", "read", ("self", "info")),
+    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.makedirs", "read", (
+        "self", "path", "exist_ok")),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.save", "read", (
         "self", "state_dict", "path")),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.load", "read", (
@@ -193,6 +198,7 @@ READ = (
         _layer_specs _local_start _num_layers forward_funcs tied_modules tied_weight_attrs"""),
     Used(f"{_PIPE}.module.PipelineModule._recursive_getattr", "read", ("module", "attr_name")),
     Used(f"{_PIPE}.module.PipelineModule.ckpt_layer_path_list", "read", ("self", "ckpt_dir", "local_layer_idx")),
+    Used(f"{_PIPE}.module.PipelineModule._synchronize_tied_weights", "read", ("self",)),
     Used(f"{_PIPE}.module.PipelineModule.get_tied_weights_and_groups", "read", ("self",)),
     Used(f"{_PIPE}.module.PipelineModule.ds_pipe_replicated", "read"),
     *_used(f"{_PIPE}.topology.PipelineParallelGrid", "read", """
