@@ -19,7 +19,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.by_kind import QK_NORM
 from ds_layerwise.recipes.qk_clip import AttentionEntry, Outputs, QkClip, Run
 from ds_layerwise.routing.heads import heads_of, is_transposed, number_of, sources_of
-from ds_layerwise.routing.parts import lies_by_head
+from ds_layerwise.routing.parts import QKV, is_one, lies_by_head
 from ds_layerwise.routing.tensor_marks import axis_of, heads_here, is_cut
 
 #: What model families call the layers of queries and of keys.
@@ -143,8 +143,8 @@ def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
             if q in layers and k in layers:
                 return AttentionEntry(name=path, heads=heads, kv_heads=_kv_heads(module, q, k, heads), q=q, k=k)
         for layer in layers:
-            by_head = lies_by_head(module, layer)
-            if by_head is not None and not getattr(module, "is_cross_attention", False):
+            if is_one(QKV, module, layer) and not getattr(module, "is_cross_attention", False):
+                by_head = lies_by_head(module)
                 return AttentionEntry(name=path, heads=heads, kv_heads=kv_heads, qkv=layer, by_head=by_head)
         why = f"what gives its queries and keys is not known; it has {', '.join(sorted(layers)) or 'no layers'}"
     raise RoutingError(f"layerwise.qk_clip does not understand {path}, {type(module).__name__}: {why}; {_WAY_OUT}")

@@ -23,6 +23,7 @@ _KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
 FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "att_proj", "in_proj_weight")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+_HEAD_WIDTHS = ("head_dim", "attention_head_size")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 
 
@@ -44,7 +45,7 @@ def sources_of(module: nn.Module, model: nn.Module, tp_size: int) -> list[Any]:
 
 def heads_of(sources: Collection[Any]) -> tuple[int | None, int | None, int]:
     """The heads of queries and of keys, and how wide they are, 0 if that is not known."""
-    heads, width, hidden = (number_of(sources, keys) for keys in (_HEADS, ("head_dim",), _WIDTHS))
+    heads, width, hidden = (number_of(sources, keys) for keys in (_HEADS, _HEAD_WIDTHS, _WIDTHS))
     return heads, number_of(sources, _KV_HEADS) or heads, width or (hidden or 0) // (heads or 1)
 
 
@@ -56,9 +57,7 @@ def family_of(module: nn.Module) -> str:
 
 def attention_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that has the parameter ``name``, or a layer with such a weight, and how it calls that."""
-    path, _, own = name.rpartition(".")
-    if own == "weight":
-        path, _, own = path.rpartition(".")
+    path, _, own = name.removesuffix(".weight").rpartition(".")
     return model.get_submodule(path), own
 
 

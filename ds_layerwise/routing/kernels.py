@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.routing.held import is_gain, kind_of
 
-#: Modules of transformers of which a parameter (inputs, heads, width) is one matrix, or a table of two segments.
+#: Modules of transformers of which a parameter (inputs, heads, width) is one matrix.
 _OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -37,8 +37,7 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
         return (None, "a vector") if 1 in shape else (shape, "matrix")
     if len(shape) == 3:
         if kind in _OUTPUTS_BY_HEAD:
-            joined = shape[0], shape[1] * shape[2]
-            return (None, "embedding") if shape[0] == 2 else (joined, "matrix, outputs by head")
+            return (shape[0], shape[1] * shape[2]), "matrix, outputs by head"
         if shape[0] == 1 or 1 in shape[1:]:
             return None, "three axes, but no stack of matrices"
         unlike = ", far more than they are wide: if it is none, send it to the scalar optimizer"

@@ -118,7 +118,7 @@ def split_known(model: nn.Module, routes: dict[str, Route], params: Mapping[str,
             except RoutingError:
                 found[name] = route.because(f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
                                             "tensor-parallel rank")
-        elif _FUSED.fullmatch(leaf) or leaf == "in_proj" and {"conv", "conv1d"} & module._modules.keys():
+        elif _FUSED.fullmatch(leaf) or leaf == "in_proj" and (hasattr(module, "conv1d") or hasattr(module, "conv")):
             found[name] = route.because("fused, not split")
     return found
 
@@ -133,32 +133,44 @@ def _known(module: nn.Module, leaf: str, length: int, sources: list[Any], cut: i
         sources: see :func:`.routing.heads.sources_of`.
         cut: into how many matrices parts of a head are cut; None for one of all heads.
     """
-    family, (heads, kv_heads, width) = family_of(module), heads_of(sources)
-    if leaf in module._parameters:
-        if leaf == "gate_up_proj" and (getattr(module, "has_gate", False) is True or family in _EXPERTS):
-            in_turns = not getattr(module, "is_concatenated", True)
-            return _split(length // 2, gate=1, up=1) if in_turns else _equal(length, "gate", "up")
-        is_torchs = leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
-        return _equal(length, "q", "k", "v") if is_torchs else None
-    if _is_one(_HALVES, family, leaf):
+    family, (heads, keys, width) = family_of(module), heads_of(sources)
+    if leaf == "gate_up_proj" and leaf in module._parameters:
+        if getattr(module, "has_gate", False) is not True and family not in _EXPERTS:
+            return None
+        in_turns = not getattr(module, "is_concatenated", True)
+        return _split(length // 2, gate=1, up=1) if in_turns else _equal(length, "gate", "up")
+    if is_one(_HALVES, module, leaf):
         return _equal(length, *("k", "v") if "kv" in leaf else ("gate", "up"))
-    by_head = lies_by_head(module, leaf)
-    if by_head is not None:
-        return _qkv(heads, kv_heads, width, length, by_head, getattr(module, "is_cross_attention", False) is True)
+    if is_one(QKV, module, leaf) or leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention):
+        by_head = lies_by_head(module)
+        if not by_head and heads == keys:
+            # Vision models may not say how many heads they have, or count them a stage; an encoder gives no queries.
+            return _equal(length, *"qkv"[getattr(module, "is_cross_attention", False) is True:])
+        groups = (keys or 1) if by_head else 1
+        q, kv = ((number or 0) * width // groups for number in (heads, keys))
+        return _split(groups, q=q, k=kv, v=kv)
+    if hasattr(module, "kv_b_proj"):
+        latent, nope, rope, v = (number_of(sources, (key,)) or 0 for key in _LATENT)
+        queries = _split(heads, cut, nope=nope, rope=rope)
+        return {"q_proj": queries, "q_b_proj": queries, "kv_b_proj": _split(heads, cut, k=nope, v=v),
+                "kv_a_proj_with_mqa": _split(latent=latent, rope=rope)}.get(leaf)
     if leaf == "q_proj" and family in _GATED:
         return _split(heads, cut, q=width, gate=width)
-    known = _latent(sources, heads, cut) if hasattr(module, "kv_b_proj") else _linear(module) if family else {}
-    return known.get(leaf)
+    groups, v_heads, keys, values = (number_of([module], (key,)) or 1 for key in _LINEAR)
+    k, v = keys // groups, values // groups
+    return {"in_proj_qkv": _split(q=keys, k=keys, v=values), "in_proj_qkvz": _split(groups, q=k, k=k, v=v, z=v),
+            "in_proj_ba": _split(groups, b=v_heads // groups, a=v_heads // groups)}.get(leaf)
 
 
-def _is_one(names: Collection[str], family: str, leaf: str) -> bool:
+def is_one(names: Collection[str], module: nn.Module, leaf: str) -> bool:
+    """Whether what ``module`` calls ``leaf`` is one of ``names``, which are for all families or begin with one."""
+    family = family_of(module)
     return bool(family) and (leaf in names or f"{family}.{leaf}" in names)
 
 
-def lies_by_head(module: nn.Module, leaf: str) -> bool | None:
-    """Whether the queries, keys and values of a layer of ``module`` lie by head of keys; None if that is not known."""
-    family = family_of(module)
-    return family in _BY_HEAD if _is_one(QKV, family, leaf) else None
+def lies_by_head(module: nn.Module) -> bool:
+    """Whether queries, keys and values that are in one layer of ``module`` lie by head of keys."""
+    return family_of(module) in _BY_HEAD
 
 
 def _split(groups: int | None = 1, heads: int | None = None, **sizes: int) -> Split:
@@ -168,35 +180,6 @@ def _split(groups: int | None = 1, heads: int | None = None, **sizes: int) -> Sp
 
 def _equal(length: int, *names: str) -> Split:
     return _split(**dict.fromkeys(names, length // len(names)))
-
-
-def _qkv(heads: int | None, keys: int | None, width: int, length: int, by_head: bool, is_cross: bool) -> Split | None:
-    """Queries, keys and values; keys and values alone where an encoder gives these."""
-    if not by_head and heads == keys:
-        # Vision models may not say how many heads they have, or count them a stage.
-        return _equal(length, *("k", "v") if is_cross else ("q", "k", "v"))
-    if not (heads and keys):
-        return None
-    queries, groups = 0 if is_cross else heads, keys if by_head else 1
-    width = width or length // (queries + 2 * keys)
-    kv = keys * width // groups
-    return _split(groups, q=queries * width // groups, k=kv, v=kv)
-
-
-def _latent(sources: list[Any], heads: int | None, cut: int | None) -> dict[str, Split]:
-    """By projection of multi-head latent attention, its parts."""
-    latent, nope, rope, v = (number_of(sources, (key,)) or 0 for key in _LATENT)
-    queries = _split(heads, cut, nope=nope, rope=rope)
-    return {"q_proj": queries, "q_b_proj": queries, "kv_b_proj": _split(heads, cut, k=nope, v=v),
-            "kv_a_proj_with_mqa": _split(latent=latent, rope=rope)}
-
-
-def _linear(module: nn.Module) -> dict[str, Split]:
-    """By projection of linear attention with gated delta rules, its parts."""
-    heads, v_heads, keys, values = (number_of([module], (key,)) or 1 for key in _LINEAR)
-    k, v = keys // heads, values // heads
-    return {"in_proj_qkv": _split(q=keys, k=keys, v=values), "in_proj_qkvz": _split(heads, q=k, k=k, v=v, z=v),
-            "in_proj_ba": _split(heads, b=v_heads // heads, a=v_heads // heads)}
 
 
 def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRank) -> Route:

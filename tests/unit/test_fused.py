@@ -338,7 +338,6 @@ def test_outputs_that_are_counted_by_head_are_of_one_matrix(kind):
     names = {name.rpartition(".")[2]: each for name, each in routes.items()}
     for name in {"xlnet": "qkvor", "funnel": ["r_kernel"]}[kind]:
         assert names[name].matrix_shape == (16, 16) and names[name].whole
-    assert not names["seg_embed"].whole
     # A module's einsum over (inputs, heads, width) is a product with that matrix.
     weight, x = torch.randn(16, 2, 8), torch.randn(5, 3, 16)
     torch.testing.assert_close(torch.einsum("ibh,hnd->ibnd", x, weight).flatten(2), x @ weight.view(16, 16))
