@@ -175,14 +175,11 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
         raise ConfigError("zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; set "
                           "gradient_clipping to 0")
-    checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
-    if zero.get("compute_grad_norm") is False and isinstance(layerwise, Mapping):
-        for key in ("grad_norm_skip_threshold", "norm_groups"):
-            if layerwise.get(key):
-                raise ConfigError(f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the norm; "
-                                  "remove one of the two")
-    if isinstance(checkpoint, Mapping) and checkpoint.get("use_node_local_storage") and \
-            isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
+    for key in ("grad_norm_skip_threshold", "norm_groups"):
+        if zero.get("compute_grad_norm") is False and at(ds_config, f"layerwise.{key}"):
+            raise ConfigError(f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the norm; "
+                              "remove one of the two")
+    if at(ds_config, "checkpoint.use_node_local_storage") and at(ds_config, "layerwise.save_universal"):
         raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."
                           "use_node_local_storage is true; remove one of the two")
 
@@ -213,7 +210,7 @@ def check_autocast(ds_config: Mapping[str, Any]) -> None:
         raise ConfigError("torch_autocast.lower_precision_safe_modules must be a list of names of classes, such as "
                           f"'torch.nn.Linear', got {modules!r}")
     for other in ("bf16", "bfloat16", "fp16"):
-        if (ds_config.get(other) or {}).get("enabled"):
+        if at(ds_config, f"{other}.enabled"):
             raise ConfigError(f"torch_autocast.enabled and {other}.enabled are both true: the one keeps weights in "
                               "float32, the other does not; remove one of the two")
     if ds_config.get("communication_data_type") is not None:
