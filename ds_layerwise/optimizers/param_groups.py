@@ -276,12 +276,14 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
         raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot "
                           "change; this optimizer has no such switch; remove it")
     # A group may have parameters of both optimizers.
-    of_all = [getattr(recipe, key) for recipe in config.recipes if key in recipe.keys()] or [for_the_run[key]]
+    of_each = {recipe.rule: getattr(recipe, key) for recipe in config.recipes if key in recipe.keys()}
+    of_all = list(of_each.values()) or [for_the_run[key]]
     if value is None or all(value == each for each in of_all):
         return
-    raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has "
-                      f"{' and '.join(dict.fromkeys(map(repr, of_all)))}, which a group cannot change; set "
-                      f"optimizer.params.{key}")
+    told = (" and ".join(f"{each!r} for {rule}" for rule, each in of_each.items()) if any(
+        each != of_all[0] for each in of_all) else repr(of_all[0]))
+    raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {told}, which a group cannot change; "
+                      f"set optimizer.params.{key}")
 
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
