@@ -218,7 +218,7 @@ def _plan(options: argparse.Namespace) -> int:
         say_last("\n\n".join(["\n".join(plan.assumed), *lists] if plan.assumed else lists))
     else:
         table = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer,
-                           without_effect=plan.without_effect, predictions=plan.predictions)
+                           without_effect=plan.run.without_effect, predictions=plan.predictions)
         say_last("\n".join([*plan.assumed, table]))
     return 0
 

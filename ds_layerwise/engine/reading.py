@@ -26,11 +26,12 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     Raises:
         ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
     """
+    if not is_for_us(given):
+        return original(given)
+    refuse_misplaced(given)
     zero = given.get("zero_optimization")
-    if is_for_us(given):
-        refuse_misplaced(given)
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if not isinstance(offload, dict) or not is_for_us(given):
+    if not isinstance(offload, dict):
         return original(given)
     ratio = offload.get("ratio", "auto")
     if ratio == "auto":

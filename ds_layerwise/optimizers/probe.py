@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import numpy
@@ -103,15 +102,6 @@ def class_of(recipe: AnyTorch) -> type[Optimizer]:
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ConfigError(f"{recipe.rule} is no class of torch.optim.Optimizer, got {found!r}")
     return found
-
-
-def takes(recipe: AnyTorch, argument: str) -> bool:
-    """Whether the class of ``recipe`` can be called with ``argument``.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    return argument in signature(class_of(recipe)).parameters
 
 
 def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:

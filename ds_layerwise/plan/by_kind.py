@@ -118,7 +118,8 @@ def idle_keys(optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Co
     used = {route.recipe for route in routes}
     scalar = [route for route in routes if not route.whole]
     acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer",
-              *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper, _RATES[recipe.lr_ratio]))}
+              *("muon_lr" if recipe.whole else "adam_lr" for recipe in used),
+              *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper))}
     if optimizer.matrix.whole:
         acting |= {"scalar_optimizer", "per_head_muon"}
     if optimizer.scalar_weight_decay in [route.weight_decay for route in scalar]:
@@ -139,9 +140,6 @@ def idle_keys(optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Co
 #: What a script's own schedule, or torch's beside "max_lr", may read in a group; here only overrides have it.
 OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
 
-
-#: What a config calls the rate that a ratio makes.
-_RATES = {"matrix_lr_ratio": "muon_lr", "scalar_lr_ratio": "adam_lr"}
 
 #: What is for embeddings and output heads, and what of them it sets.
 _OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}

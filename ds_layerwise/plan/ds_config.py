@@ -207,18 +207,15 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         raise ConfigError("zero_optimization.overlap_comm is true, which at stage 1 sends gradients in the last "
                           "backward pass of a step, and managed_gradient_accumulation is false, so that nobody knows "
                           "which that is; set overlap_comm to false, or stage to 2")
-    checkpoint, layerwise = ds_config.get("checkpoint"), ds_config.get("layerwise")
     if at(ds_config, "layerwise.max_waiting_buckets") is not None and not (
             zero["stage"] == 2 and zero.get("overlap_comm") is True):
         raise ConfigError("layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 with overlap_comm; "
                           "remove it, or set zero_optimization.stage to 2 and overlap_comm to true")
-    if zero.get("compute_grad_norm") is False and isinstance(layerwise, Mapping):
-        for key in ("grad_norm_skip_threshold", "norm_groups"):
-            if layerwise.get(key):
-                raise ConfigError(f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the norm; "
-                                  "remove one of the two")
-    if isinstance(checkpoint, Mapping) and checkpoint.get("use_node_local_storage") and \
-            isinstance(layerwise, Mapping) and layerwise.get("save_universal"):
+    for key in ("grad_norm_skip_threshold", "norm_groups"):
+        if zero.get("compute_grad_norm") is False and at(ds_config, f"layerwise.{key}"):
+            raise ConfigError(f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the norm; "
+                              "remove one of the two")
+    if at(ds_config, "checkpoint.use_node_local_storage") and at(ds_config, "layerwise.save_universal"):
         raise ConfigError("layerwise.save_universal is true, which needs a disk that all ranks share, but checkpoint."
                           "use_node_local_storage is true; remove one of the two")
 
@@ -249,7 +246,7 @@ def check_autocast(ds_config: Mapping[str, Any]) -> None:
         raise ConfigError("torch_autocast.lower_precision_safe_modules must be a list of names of classes, such as "
                           f"'torch.nn.Linear', got {modules!r}")
     for other in ("bf16", "bfloat16", "fp16"):
-        if (ds_config.get(other) or {}).get("enabled"):
+        if at(ds_config, f"{other}.enabled"):
             raise ConfigError(f"torch_autocast.enabled and {other}.enabled are both true: the one keeps weights in "
                               "float32, the other does not; remove one of the two")
     if ds_config.get("communication_data_type") is not None:

@@ -36,18 +36,18 @@ def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Se
     Raises:
         ConfigError: names the key, the optimizers, and the way out.
     """
-    recipes = {recipe.rule: recipe for recipe in (*config.recipes, *(route.recipe for route in routes.values()))}
+    recipes = {*config.recipes, *(route.recipe for route in routes.values())}
     given = {"optimizer.params": config.given, **{f"param_groups[{i}]": keys for i, keys in enumerate(groups)}}
     for where, key in product(given, ("momentum", "betas", "eps")):
         if key not in given[where]:
             continue
-        for name, recipe in recipes.items():
+        for recipe in config.recipes:
             if isinstance(recipe, AnyTorch) and recipe.wants(key):
-                raise ConfigError(f"{where}.{key} does not reach {name}, which takes {key} as an argument; give it in "
-                                  f"optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, too")
-        if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes.values()):
-            raise ConfigError(f"{where}.{key} is taken by no optimizer of this run, which has {', '.join(recipes)}; "
-                              "remove it")
+                raise ConfigError(f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an argument; give "
+                                  f"it in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, too")
+        if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):
+            raise ConfigError(f"{where}.{key} is taken by no optimizer of this run, which has "
+                              f"{', '.join(sorted({recipe.rule for recipe in recipes}))}; remove it")
 
 
 def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:

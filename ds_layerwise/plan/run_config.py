@@ -70,11 +70,10 @@ class RunConfig:
         return cls(
             optimizer=optimizer, layerwise=layerwise, stage=zero["stage"],
             bucket_numel=_bucket_numel(zero.get("reduce_bucket_size", "auto")), param_dtype=_param_dtype(given),
-            accumulation_dtype=_dtype("data_types.grad_accum_dtype",
-                                      (given.get("data_types") or {}).get("grad_accum_dtype"), _ACCUMULATION_DTYPES),
-            wire_dtype=_dtype("communication_data_type", given.get("communication_data_type"), _DTYPES),
+            accumulation_dtype=_dtype("data_types.grad_accum_dtype", given, _ACCUMULATION_DTYPES),
+            wire_dtype=_dtype("communication_data_type", given, _DTYPES),
             host_ratio=_host_ratio(zero),
-            autocast=bool((given.get("torch_autocast") or {}).get("enabled")), without_effect=without_effect(given))
+            autocast=bool(at(given, "torch_autocast.enabled")), without_effect=without_effect(given))
 
     def stored_as(self, dtype: str) -> str:
         """What gradients of parameters of ``dtype`` are accumulated in."""
@@ -102,8 +101,9 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
     offload = zero.get("offload_optimizer") or {}
     if zero.get("cpu_offload") is True:
         return 1.0
-    # "auto" is 1, as DeepSpeed reads it.
-    ratio = checked_ratio(1.0 if offload.get("ratio") in (None, "auto") else offload["ratio"])
+    given = offload.get("ratio", "auto")
+    # As DeepSpeed reads it.
+    ratio = 1.0 if given == "auto" else checked_ratio(given)
     return ratio if offload.get("device") == "cpu" else 0.0
 
 
@@ -120,14 +120,14 @@ def checked_ratio(ratio: object) -> float:
 
 def _param_dtype(given: Mapping[str, Any]) -> str:
     halves = [name for section, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
-              if (given.get(section) or {}).get("enabled")]
+              if at(given, f"{section}.enabled")]
     if len(set(halves)) > 1:
         raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
     return halves[0] if halves else "float32"
 
 
-def _dtype(key: str, value: Any, known: Mapping[str, str]) -> str | None:
-    if value is None:
+def _dtype(key: str, given: Mapping[str, Any], known: Mapping[str, str]) -> str | None:
+    if (value := at(given, key)) is None:
         return None
     name = known.get(value.lower() if isinstance(value, str) else "")
     if name is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import PurePath
 from types import new_class
 from typing import Annotated, Any, ClassVar, Literal
@@ -79,7 +80,7 @@ class AnyTorch(Recipe):
 
     def wants(self, key: str) -> bool:
         """Whether it has an argument ``key`` that nobody has given."""
-        return key not in self.arguments and _probe().takes(self, key)
+        return key not in self.arguments and key in signature(_probe().class_of(self)).parameters
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """What a probe of the class has kept."""

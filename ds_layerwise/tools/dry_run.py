@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ class DryRun:
             from ds_layerwise.optimizers.registry import check_recipes
             check_recipes(in_use)
         check_taken(run.optimizer, routes)
+        idle = idle_keys(run.optimizer, run.layerwise, routes.values())
+        run = replace(run, without_effect=(*run.without_effect, *idle))
         check_floors(routes, [run.optimizer.group()])
         check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer,
                     used={0: {route.recipe.lr_ratio for route in routes.values()}})
@@ -102,11 +104,6 @@ class DryRun:
         return cls(run, routes, specs, forecasts, [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes], [
             predict(each, specs, routes, run, links=on, reduction=sums, tp_size=tp_size, memory_bytes=memory_bytes)
             for each, on in zip(forecasts, talks, strict=True)], tp_size)
-
-    @property
-    def without_effect(self) -> list[str]:
-        """The keys of the config that are accepted, but change nothing."""
-        return [*self.run.without_effect, *idle_keys(self.run.optimizer, self.run.layerwise, self.routes.values())]
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""

@@ -404,7 +404,7 @@ class TestLoading(DistributedTest):
             other.load_checkpoint(tmp_path)
 
 
-WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 10}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10}}
 
 
 class TestWhatOneRankMeetsAlone(DistributedTest):

@@ -25,7 +25,7 @@ pytestmark = rooms("sharded", "checkpointing")
 
 ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "weight_decay": 0.125, "decay_vectors": True,
                                          "betas": [0.5, 0.75], "eps": 1e-8, "matrix_optimizer": "torch.optim:AdamW",
-                                         "matrix_params": {"betas": [0.5, 0.75]}}}
+                                         "matrix_params": {"betas": [0.5, 0.75], "eps": 1e-8}}}
 CONFIGS = {"muon": {}, "bf16": {"bf16": {"enabled": True}, "stage": 2}, "adamw": {"optimizer": ADAMW},
            "host": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
            "shampoo": {"optimizer": {"type": "LayerWise", "params": {

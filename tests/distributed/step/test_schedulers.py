@@ -175,7 +175,8 @@ class TestSchedulers(DistributedTest):
     def test_everything_under_the_scalar_optimizer(self, stage, tmp_path):
         layerwise = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
         engine = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
-        assert "muon" not in engine.optimizer.describe() and "own no matrix" not in engine.optimizer.describe()
+        assert "muon (" not in engine.optimizer.describe() and "own no matrix" not in engine.optimizer.describe()
+        assert "without effect here: optimizer.params.muon_lr" in engine.optimizer.describe()
         train_engine(engine, 2)
         engine.save_checkpoint(tmp_path)
         engine.destroy()
