@@ -45,7 +45,7 @@ def told(config: Any, key: str) -> Any:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding. Those of tensor-parallel models and of libraries have classes of their own."""
+    """Whether ``module`` is an embedding, of torch or of a library that has classes of its own."""
     return re.search(r"Embedding(Bag)?( |$)|PosEmb", _kinds(module)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are output heads: by what a model says of itself, by name, or by place; see :mod:`.routing.rules`."""
+"""Output heads: by what a model says of itself, by name, or by place; see :mod:`.routing.rules`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?c
                        r"(\w+_)?(final|out)_layer|final_convolution")
 
 #: A name of what lies at the input, between two models, or in a block, or gives conditions: nothing in it is a head.
-_NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|aligner|"
-                      r"adapter|merger|attn|attention|adaln|modulation)(_\w+)?|\w+_in", re.IGNORECASE)
+_NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|"
+                      r"aligner|adapter|merger|attn|attention|adaln|modulation)(_\w+)?|\w+_in", re.IGNORECASE)
 
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
@@ -93,8 +93,8 @@ def known_heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         yield from ((weight, f"output head ({why})") for weight in weights_of(module) if why and weight.dim() > 1)
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        head = get() if callable(get) else None
-        for returned in weights_of(head) if isinstance(head, nn.Module) else ():
+        told = get() if callable(get) else None
+        for returned in weights_of(told) if isinstance(told, nn.Module) else ():
             yield returned, "output head (get_output_embeddings)"
 
 

@@ -167,8 +167,9 @@ MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "D
 
 
 def test_what_the_user_says_of_a_vector_wins():
-    model = nn.ModuleDict({"bare": Bare(("a_bias", "b_bias", "c_bias")), "body": nn.Linear(4, 4)})
-    groups = [{"params": [model["bare"].c_bias]}, {"params": [p for p in model.parameters() if p is not model["bare"].c_bias]}]
+    model = nn.ModuleDict({"bare": Bare(("a_bias", "b_bias", "c_bias")), "body": nn.ModuleList([nn.Linear(4, 4)])})
+    *rest, own = sorted(model.parameters(), key=lambda param: param is model["bare"].c_bias)
+    groups = [{"params": [own]}, {"params": rest}]
     routes = route_parameters(model, groups, own_decay={0}, overrides=[
         Override(name="bare.a_bias", optimizer="matrix"), Override(name="bare.b_bias", weight_decay=0.5)])
     assert routes["bare.a_bias"].whole and not routes["bare.b_bias"].whole
