@@ -26,7 +26,7 @@ _VECTOR = re.compile(r"(\w+_)?bias(es)?(_\w+)?|(\w+_)?table|A_logs?|Ds?|(\w+_)?(
 
 
 def own_name(name: str) -> str:
-    """The name that a module gives its parameter ``name``, or the list that this is in."""
+    """The last part of ``name``; of a parameter in a list that of the list."""
     *path, last = name.split(".")
     return path[-1] if path and last.isdecimal() else last
 

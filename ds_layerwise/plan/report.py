@@ -291,8 +291,8 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen:
         # Layers number the same few.
         names = dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members) if bare else [members[0].name]
         recipe, hypers = routes[members[0].name].recipe, [hyper(spec) for spec in members]
-        table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})", f"{reason}{', bare' * bare}",
-                      str(len(members)), f"{sum(spec.numel for spec in members):,}",
+        table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
+                      f"{reason}{', bare' * bare}", str(len(members)), f"{sum(spec.numel for spec in members):,}",
                       *(_span(each[key] for each in hypers) for key in ("lr", "weight_decay")), ", ".join(names))
     return table
 

@@ -14,11 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
-
-#: The classes of norms, such as LayerNorm, LlamaRMSNorm, BatchNorm2d and timm's GroupNormAct.
-_NORM = re.compile(r"\w*Norm(Act|Gated|\d\w*)*")
 
 #: What the older tools call the weight that they compute ``weight`` from.
 _OLDER = ("weight_orig", "weight_v")
@@ -49,20 +45,23 @@ def told(config: Any, key: str) -> Any:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding. Those of tensor-parallel models and of libraries have classes of their own."""
-    name = kind_of(module).__name__
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or name.endswith("Embedding") or "PosEmb" in name
+    """Whether ``module`` is an embedding, of torch or of a library that has classes of its own."""
+    return re.search(r"Embedding(Bag)?( |$)|PosEmb", _kinds(module)) is not None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises, by its class or one that this is derived from."""
-    return any(_NORM.fullmatch(kind.__name__) for kind in kind_of(module).__mro__)
+    """Whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's GroupNormAct."""
+    return re.search(r"Norm(Act|Gated|\d\w*)*( |$)", _kinds(module)) is not None
 
 
 def is_bare(module: nn.Module) -> bool:
     """Whether the parameters of ``module`` are those of no layer that is known, nor of a norm."""
-    known = is_table(module) or is_norm(module) or isinstance(module, (nn.Bilinear, _ConvNd))
-    return not known and not re.search("Linear|Conv1D", " ".join(kind.__name__ for kind in kind_of(module).__mro__))
+    return not (is_table(module) or is_norm(module) or re.search("inear|Conv1D|_ConvNd", _kinds(module)))
+
+
+def _kinds(module: nn.Module) -> str:
+    """The classes that ``module`` is of."""
+    return " ".join(kind.__name__ for kind in kind_of(module).__mro__)
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Which parameters are output heads: by what a model says of itself, by name, or by place; see :mod:`.routing.rules`."""
+"""Output heads: by what a model says of itself, by name, or by place; see :mod:`.routing.rules`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?c
                        r"(\w+_)?(final|out)_layer|final_convolution")
 
 #: A name of what lies at the input, between two models, or in a block, or gives conditions: nothing in it is a head.
-_NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|aligner|"
-                      r"adapter|merger|attn|attention|adaln|modulation)(_\w+)?|\w+_in", re.IGNORECASE)
+_NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|"
+                      r"aligner|adapter|merger|attn|attention|adaln|modulation)(_\w+)?|\w+_in", re.IGNORECASE)
 
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
@@ -76,40 +76,44 @@ def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[T
 
 def known_heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
     """The heads that have a head's name, or that ``model`` or one of its modules says it has."""
-    named, adapted = _named(model), _adapted(model)
-    for path, module, own in modules_of(model):
-        if any(p.numel() for p in own) and not f"{path}.".startswith(adapted) and _plain(path) in named:
-            yield from ((weight, "output head (by name)") for weight in weights_of(module) if weight.dim() > 1)
-        if kind_of(module).__name__.endswith("Loss"):
-            yield from ((weight, "output head (of a loss)") for weight in weights_of(module) if weight.dim() > 1)
+    modules = {_plain(path): module for path, module in model.named_modules(remove_duplicate=False)}
+    ends: dict[str, dict[str, str]] = {}
+    layers = dict(_layers(model))
+    for path in map(_plain, layers):
+        for head, member in _heads_around(path, modules):
+            ends.setdefault(head, {})[member] = path
+    # A classifier that has one right inside does not end where its layers do.
+    outer = {head.rpartition(".")[0] for head in ends}
+    alike = Counter(map(_numberless, ends))
+    named = {end for head, members in ends.items() for end in members.values()
+             if head not in outer and alike[_numberless(head)] == 1}
+    for path, module in layers.items():
+        why = ("by name" if _plain(path) in named else
+               "of a loss" if kind_of(module).__name__.endswith("Loss") else "")
+        yield from ((weight, f"output head ({why})") for weight in weights_of(module) if why and weight.dim() > 1)
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        head = get() if callable(get) else None
-        for returned in weights_of(head) if isinstance(head, nn.Module) else ():
+        told = get() if callable(get) else None
+        for returned in weights_of(told) if isinstance(told, nn.Module) else ():
             yield returned, "output head (get_output_embeddings)"
 
 
 def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
     """The last linear layer, where it is a head by its shape, or by its place."""
-    adapted = _adapted(model)
+    layers = dict(_layers(model))
     tables, linears = tables_and_linears(model, leave_out=elsewhere.tied if elsewhere else ())
-    linears = [(path, weight) for path, weight in linears if not f"{path}.".startswith(adapted)]
-    paths = [path for path, _, own in modules_of(model)
-             if any(p.numel() for p in own) and not f"{path}.".startswith(adapted)]
-    if not linears or elsewhere and elsewhere.linear_after:
+    linears = [(path, weight) for path, weight in linears if path in layers]
+    end = linears[-1][0] if linears else ""
+    if not linears or elsewhere and elsewhere.linear_after or any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
         return
-    end, name = linears[-1][0], _plain(linears[-1][0])
-    if any(map(_NO_HEAD.fullmatch, name.split("."))):
-        return
-    last = {weight: path for path, weight in linears if _plain(path) == name}
-    # Blocks and experts that lie in a list are alike, and so is the last of them.
-    lists = tuple(f"{path}." if path else "" for path, module in model.named_modules()
-                  if isinstance(module, nn.ModuleList))
-    # A bare matrix beside a layer has no place in the order of modules.
-    beside = any(end.startswith(f"{path}." if path else "") and not isinstance(module, nn.Linear)
-                 and any(shape_in(module, p)[0] is not None for p in own) for path, module, own in modules_of(model))
-    followed = bool(elsewhere and elsewhere.followed) or paths[-1] != end or end.startswith(lists) or beside
-    alone = not (has_matrices(model, leave_out=last.keys()) or elsewhere and elsewhere.has_matrices)
+    last = {weight for path, weight in linears if _plain(path) == _plain(end)}
+    around = [(module, own) for path, module, own in modules_of(model) if end.startswith(f"{path}." if path else "")]
+    # Blocks and experts that lie in a list are alike, and so is the last of them. A bare matrix beside a layer has no
+    # place in the order of modules.
+    followed = bool(elsewhere and elsewhere.followed) or [*layers][-1] != end or any(
+        isinstance(module, nn.ModuleList) or any(shape_in(module, p)[0] is not None for p in own)
+        for module, own in around)
+    alone = not (has_matrices(model, leave_out=last) or elsewhere and elsewhere.has_matrices)
     for weight in last:
         if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
             yield weight, "output head (last linear layer, shaped like an embedding)"
@@ -117,12 +121,14 @@ def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tenso
             yield weight, "output head (last linear layer)"
 
 
-def _adapted(model: nn.Module) -> tuple[str, ...]:
-    """The prefixes of what was put beside a layer, such as LoRA's factors in peft's or torchtune's way."""
-    return tuple(f"{path}.{name}." if path else f"{name}." for path, module in model.named_modules()
-                 for name, _ in module.named_children()
-                 if name.startswith("lora_") or name != "base_layer" and "base_layer" in module._modules
-                 and hasattr(module, "active_adapter"))
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with parameters in their order, but for what adapters such as LoRA have put beside a layer."""
+    beside = tuple(f"{path}.{name}." if path else f"{name}." for path, module in model.named_modules()
+                   for name in module._modules
+                   if name.startswith("lora_") or name != "base_layer" and "base_layer" in module._modules
+                   and hasattr(module, "active_adapter"))
+    return ((path, module) for path, module, own in modules_of(model)
+            if any(p.numel() for p in own) and not f"{path}.".startswith(beside))
 
 
 def _plain(path: str) -> str:
@@ -130,28 +136,20 @@ def _plain(path: str) -> str:
     return _WRAPPERS.sub("", path).lstrip(".")
 
 
-def _named(model: nn.Module) -> set[str]:
-    """The modules of a head's name, or where such a module ends, without wrappers."""
-    modules = {_plain(path): module for path, module in model.named_modules(remove_duplicate=False)}
-    adapted, ends = _adapted(model), dict[str, dict[str, str]]()
-    for path, _, own in modules_of(model):
-        if any(p.numel() for p in own) and not f"{path}.".startswith(adapted):
-            for head, member in _heads_around(_plain(path), modules):
-                ends.setdefault(head, {})[member] = _plain(path)
-    # A classifier that has one right inside does not end where its layers do.
-    outer = {head.rpartition(".")[0] for head in ends}
-    alike = Counter(map(_numberless, ends))
-    return {end for head, members in ends.items() for end in members.values()
-            if head not in outer and alike[_numberless(head)] == 1}
+def _numberless(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
 
 
 def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
     """Of the modules around ``path``, those with a head's name; of a list of heads the one of them, too."""
     parts = path.split(".")
     for depth, name in enumerate(parts, 1):
-        head, module = ".".join(parts[:depth]), modules[".".join(parts[:depth])]
-        several = False
-        if _is_called_head(head, module) and "modulation" not in path.lower():
+        head = ".".join(parts[:depth])
+        module, several, linear = modules[head], False, isinstance(modules[head], nn.Linear)
+        # A linear conv_out flattens what convolutions at the input make; a convolution called fc is DLA's classifier.
+        named = head == "fc" if name == "fc" and not linear else HEAD_NAME.fullmatch(name) and not (
+            linear and name.endswith("conv_out"))
+        if named and "modulation" not in path.lower() and "Pool" not in kind_of(module).__name__:
             several = isinstance(module, nn.ModuleList) or isinstance(module, nn.ModuleDict) and name.endswith("s")
             one = ".".join(parts[:depth + several])
             # Attention that is built of a list of heads has no layers in it, but modules of its own.
@@ -159,17 +157,3 @@ def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple
                 yield head, one
         if isinstance(module, nn.ModuleList) and not several or _NO_HEAD.fullmatch(name):
             return
-
-
-def _is_called_head(path: str, module: nn.Module) -> bool:
-    name = path.rpartition(".")[2]
-    if isinstance(module, nn.Linear) and name.endswith("conv_out"):
-        # It flattens what convolutions at an input make.
-        return False
-    # A convolution that is called like a layer of ResNet's end is DLA's.
-    named = HEAD_NAME.fullmatch(name) or path == "fc" and not isinstance(module, nn.Linear)
-    return bool(named) and "Pool" not in kind_of(module).__name__
-
-
-def _numberless(path: str) -> str:
-    return re.sub(r"\d+", "#", path)

@@ -7,20 +7,23 @@ The rules, first match wins:
 1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own ``param.use_muon``, then a
    parameter group's ``use_muon``;
 2. fewer than two axes: scalar (norms, biases);
-3. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type, others
-   by a class name that ends in ``Embedding``; Megatron marks both with ``is_embedding_or_output_parameter``). A head
-   is a linear layer
+3. what is a vector however it lies, by the class of a norm or by its own name, see :func:`.plan.by_kind.is_vector`:
+   scalar, and decayed as vectors are;
+4. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by module type, others
+   by a class name that ends in ``Embedding``; Megatron marks both with ``is_embedding_or_output_parameter``; bare
+   parameters by :data:`EMBEDDING_NAME`). A head
 
-   * that shares an embedding's weight, or that the model returns from ``get_output_embeddings()``;
-   * that goes by a name of :data:`HEAD_NAME`, or is the last in a module that does and nothing in it follows, unless
-     it is in a ``ModuleList``, or repeats with the layers of the model, as a router's does;
-   * that is the model's last, and has an embedding's shape, or is in no ``ModuleList``, is not the model's only matrix,
-     no later module has parameters, and no module around it a bare matrix. Layers of an adapter, such as LoRA's
-     factors, do not count;
-4. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
+   * shares an embedding's weight, is what the model returns from ``get_output_embeddings()``, or the weight of a loss;
+   * goes by a name of :data:`.routing.output_heads.HEAD_NAME`, or is the last layer in a module that does and nothing
+     in it follows, unless it lies at an input, in a ``ModuleList`` of other things, or repeats with the layers of the
+     model, as a router's does;
+   * or, where none of these is there, is the model's last linear layer, and has an embedding's shape, or is in no
+     ``ModuleList``, is not the model's only matrix, no later module has parameters, and no module around it a bare
+     matrix. Layers of an adapter, such as LoRA's factors, do not count;
+5. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels and kernels over one axis are scalar;
-5. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;
-6. anything else: scalar.
+6. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;
+7. anything else: scalar.
 
 Where tensor parallelism has cut a parameter, all of this holds for the part that a rank has of it;
 :mod:`.routing.tensor_marks` says which axis of which matrix is cut.
@@ -63,8 +66,9 @@ from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
 #: What bare parameters are called that are looked up, or put beside tokens: positions, latents, queries, prompts.
-EMBEDDING_NAME = re.compile(r"(?!.*(weight|proj|projection|kernel)$)(\w+_)?(embed|embeds|embeddings?|emb|pos|ape|encoding|"
-                            r"tokens?|latents?|query|queries|prompts?|codebooks?|codevectors)(_\w+)?", re.IGNORECASE)
+EMBEDDING_NAME = re.compile(r"(?!.*(weight|proj|projection|kernel)$)(\w+_)?(embed|embeds|embeddings?|emb|pos|ape|"
+                            r"encoding|tokens?|latents?|query|queries|prompts?|codebooks?|codevectors)(_\w+)?",
+                            re.IGNORECASE)
 
 #: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
 _ROWS = "token_adapter.trainable_tokens_delta"
@@ -248,35 +252,26 @@ def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     return with_cut(route, None if shape is None else axis_of(route.name, param, shape, tp_size), tp_size)
 
 
-def _vector(name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]]) -> str | None:
-    """What makes a vector of a parameter with two axes or more; None for one that is none."""
-    if param.dim() < 2:
-        return None
-    return ("of a norm" if any(is_norm(module) for _, module in modules) else
-            "a vector (by name)" if is_vector(name) else None)
+def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
+    """By name, what the model says about its parameters."""
+    holders, heads = holders_of(model), output_heads(model, elsewhere)
+    homes = {}
+    for name, param in model.named_parameters():
+        modules, vector, table = tuple(holders[param]), None, None
+        if param.dim() > 1:
+            vector = ("of a norm" if any(is_norm(module) for _, module in modules) else
+                      "a vector (by name)" if is_vector(name) else None)
+            table = None if vector else _table_or_head(name, param, modules, heads.get(param))
+        homes[name] = _Home(modules, vector, table)
+    return homes
 
 
 def _table_or_head(name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None) -> str | None:
-    if param.dim() < 2:
-        return None
     if any(is_table(module) for _, module in modules):
         return "embedding" if len(modules) == 1 else "embedding, tied"
     if any(path.endswith(_ROWS) for path, _ in modules):
         return "embedding (rows of one, by peft)"
     if getattr(param, "is_embedding_or_output_parameter", False):
         return "embedding or output head (as Megatron marks it)"
-    if head is None and is_bare(modules[0][1]) and EMBEDDING_NAME.fullmatch(own_name(name)):
-        return "embedding (by name)"
-    return head
-
-
-def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
-    """By name, what the model says about its parameters."""
-    holders, heads = holders_of(model), output_heads(model, elsewhere)
-    homes = {}
-    for name, param in model.named_parameters():
-        modules = tuple(holders[param])
-        vector = _vector(name, param, modules)
-        table = None if vector else _table_or_head(name, param, modules, heads.get(param))
-        homes[name] = _Home(modules, vector, table)
-    return homes
+    by_name = is_bare(modules[0][1]) and EMBEDDING_NAME.fullmatch(own_name(name))
+    return head or ("embedding (by name)" if by_name else None)

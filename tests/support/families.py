@@ -54,7 +54,8 @@ def architectures() -> dict[str, set[str]]:
         for kind, names in mapping.items() if name.endswith("MAPPING_NAMES") and isinstance(mapping, dict) else ():
             for each in [names] if isinstance(names, str) else names:
                 cls = getattr(transformers, each, None)
-                if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and cls.config_class:
+                if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and getattr(
+                        cls, "config_class", None):
                     found.setdefault(each, set()).add(kind)
     return found
 
@@ -83,7 +84,7 @@ def built(name: str) -> nn.Module | None:
             with torch.device("meta"):
                 return cls(config)
         # Constructors raise what they like at defaults that nobody uses.
-        except Exception:  # noqa: BLE001
+        except Exception:
             continue
     return None
 
@@ -147,9 +148,9 @@ def skeleton(modules: list[Any]) -> nn.Module:
     """The model of which :func:`described` made ``modules``: classes of the same names, parameters on meta."""
     root: nn.Module | None = None
     for path, name, base, sizes, params in modules:
-        cls = getattr(nn, base)
-        module = (cls if name == base else type(name, (cls,), {})).__new__(cls if name == base else type(
-            name, (cls,), {}))
+        cls: type[nn.Module] = getattr(nn, base)
+        cls = cls if name == base else type(name, (cls,), {})
+        module: nn.Module = object.__new__(cls)
         nn.Module.__init__(module)
         vars(module).update(sizes)
         for key, shape in params.items():

@@ -8,6 +8,10 @@ import torch
 import transformers
 from torch import nn
 
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.plan.by_kind import ByKind
+from ds_layerwise.recipes.overrides import Override
+from ds_layerwise.routing.heads import number_of
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts
 from tests.support.rooms import rooms
@@ -160,6 +164,35 @@ VECTORS = ("gate_up_proj_bias", "attention_biases", "bias_u", "r_w_bias", "relat
            "scale_shift_table", "A_log", "D", "dt_bias", "logit_scale", "gamma_1")
 TABLES = ("pos_embed", "position_embedding", "rel_pos_h", "mask_token", "query_tokens", "latents", "level_embed")
 MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "Dense", "debiased", "w1")
+
+
+def test_what_the_user_says_of_a_vector_wins():
+    model = nn.ModuleDict({"bare": Bare(("a_bias", "b_bias", "c_bias")), "body": nn.ModuleList([nn.Linear(4, 4)])})
+    *rest, own = sorted(model.parameters(), key=lambda param: param is model["bare"].c_bias)
+    groups = [{"params": [own]}, {"params": rest}]
+    routes = route_parameters(model, groups, own_decay={0}, overrides=[
+        Override(name="bare.a_bias", optimizer="matrix"), Override(name="bare.b_bias", weight_decay=0.5)])
+    assert routes["bare.a_bias"].whole and not routes["bare.b_bias"].whole
+    assert [routes[f"bare.{name}"].weight_decay for name in ("a_bias", "b_bias", "c_bias")] == [None, 0.5, None]
+    routes = route_parameters(model, groups, by_kind=ByKind(decay_vectors=True, scalar_weight_decay=0.25))
+    assert routes["bare.a_bias"].weight_decay == 0.25
+
+
+def test_a_config_that_tells_its_heads_layer_by_layer_tells_nothing():
+    class PerLayer:
+        model_type = "dots3_note"
+        head_dim = 4
+
+        @property
+        def num_attention_heads(self):
+            raise RuntimeError("'num_attention_heads' is a per-layer attribute and may vary across layers")
+
+    model = Blocks(lm_head=nn.Linear(8, 40))
+    model.config = PerLayer()
+    assert number_of(model.config, ("num_attention_heads", "head_dim")) == 4
+    assert heads_of(model) == {"lm_head.weight"}
+    with pytest.raises(RoutingError, match="per_head_muon needs model.config.num_attention_heads"):
+        route_parameters(model, [{"params": list(model.parameters())}], per_head=True)
 
 
 def test_bare_parameters_by_name():

@@ -61,6 +61,21 @@ def test_both_rates_and_what_is_decayed():
     assert "without effect" not in text
 
 
+def test_bare_parameters_have_rows_of_their_own_with_all_names():
+    run = RunConfig.from_ds_config({"zero_optimization": {"stage": 1}, "optimizer": {
+        "type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02}}})
+    names = [*(f"layers.{i}.experts.{name}" for i in range(2) for name in ("up", "down")), "layers.0.w2.weight"]
+    routes = {name: Route(name=name, recipe=run.optimizer.recipes.matrix, reason="matrix", group=0,
+                          matrix_shape=(4, 4), bare="experts" in name) for name in names}
+    specs = specs_of(((name, (4, 4), "float32") for name in names), routes)
+    text = start_up_table(routes, specs, forecast(specs, routes, run, 2), run.optimizer)
+    # A cell may go on in the next line.
+    rows = text.replace(" ", "").split("│muon(whole)│")[1:]
+    assert rows[0].startswith("matrix│1│16│") and "layers.0.w2.weight" in rows[0]
+    assert rows[1].startswith("matrix,bare│4│64│") and "layers.*.experts.up," in rows[1]
+    assert "layers.*.experts.down" in rows[1]
+
+
 @pytest.mark.parametrize("params, said", [
     ({"nesterov": False, "scale_mode": "match_rms_adamw", "extra_scale_factor": 2, "scalar_optimizer": "lion"},
      "muon: momentum 0.95, scale_mode match_rms_adamw x 2; lion: betas [0.9, 0.95]"),
