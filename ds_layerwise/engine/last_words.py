@@ -56,7 +56,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if _shows_tracebacks() or not (isinstance(error, LayerWiseError) or is_agreed(error)):
+    if sys.flags.dev_mode or not (isinstance(error, LayerWiseError) or is_agreed(error)):
         earlier(kind, error, trace)
         return
     store: Any = distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
@@ -70,11 +70,6 @@ def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace
         say(framed(error), sys.stderr)
     if rank == 0 and store is not None:
         _wait_for_others(store)
-
-
-def _shows_tracebacks() -> bool:
-    """Whether Python runs in development mode."""
-    return bool(sys.flags.dev_mode)
 
 
 def _is_told(store: Any) -> bool:

@@ -1,6 +1,7 @@
 """Mistakes of users, told by the right words; ``python -m tests.mistakes`` plays all of them under the launcher."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ class TestHook:
 
     def test_others_and_all_in_development_mode_go_to_the_hook_that_was_there(self, monkeypatch, capsys):
         self.raised(ValueError("not ours"))
-        monkeypatch.setattr(last_words, "_shows_tracebacks", lambda: True)
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(dev_mode=True))
         self.raised(ConfigError("ours"))
         assert [str(error) for _, error, _ in self.earlier] == ["not ours", "ours"] and capsys.readouterr().err == ""
 
