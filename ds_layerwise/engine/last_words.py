@@ -15,8 +15,10 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,12 +66,13 @@ def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace
     if not isinstance(error, (LayerWiseError, OSError, ValueError)):
         # Nobody expects it, so that what has led to it is needed; others name it.
         earlier(kind, error, trace)
-    elif rank and _is_told(store):
-        return
-    else:
+    elif not (rank and _is_told(store)):
         say(framed(error), sys.stderr)
     if rank == 0 and store is not None:
         _wait_for_others(store)
+    # Whoever else looks for errors is to know of it; Python's own, at the end of that chain, prints a traceback.
+    with redirect_stderr(StringIO()):
+        earlier(kind, error, trace)
 
 
 def _is_told(store: Any) -> bool:
