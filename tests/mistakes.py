@@ -7,8 +7,8 @@ Each runs as a script of its own on two ranks: ``deepspeed --num_accelerators 2 
 told well if the launcher's exit code is not 0, and the ranks' output ends with one framed message, by rank 0, that has
 the words expected here and none of the others, and is of at most twelve lines together with all that ds_layerwise and
 Python have printed besides. Left out of the count is what stands there without this package, too: DeepSpeed's own
-lines, which begin with a time in brackets or with "DeepSpeed ", torch's of its address, and the table at start, which
-tells of no mistake.
+lines, which begin with a time in brackets, with what is indented below them, or with "DeepSpeed "; torch's warning that
+a collective will have another name; and the table at start, which tells of no mistake.
 """
 
 from __future__ import annotations
@@ -449,8 +449,11 @@ def launched(name: str, port: int) -> tuple[int, str]:
 
 
 #: Printed without this package, too.
-_NOT_OURS = re.compile(r"\[\d{4}-|DeepSpeed |\[Gloo\] Rank|.*FutureWarning: `torch.distributed.all_gather_into|"
+_NOT_OURS = re.compile(r"DeepSpeed |\[Gloo\] Rank|.*FutureWarning: `torch.distributed.all_gather_into|"
                        r"  return func\(\*args, \*\*kwargs\)$")
+
+#: A record of DeepSpeed's log, with the values of its config below it.
+_LOGGED = re.compile(r"^\[\d{4}-[^\n]*(\n([ \t][^\n]*|\}))*", re.MULTILINE)
 
 #: The table at start.
 _TABLE = re.compile(r"^parameters\n.*?^layout .*?^└[^\n]*", re.MULTILINE | re.DOTALL)
@@ -458,7 +461,8 @@ _TABLE = re.compile(r"^parameters\n.*?^layout .*?^└[^\n]*", re.MULTILINE | re.
 
 def told(output: str) -> list[str]:
     """The lines that ds_layerwise and Python have printed; the table at start is none of them."""
-    return [line for line in _TABLE.sub("", output).splitlines() if line.strip() and not _NOT_OURS.match(line)]
+    rest = _LOGGED.sub("", _TABLE.sub("", output)).splitlines()
+    return [line for line in rest if line.strip() and not _NOT_OURS.match(line)]
 
 
 def wrong_with(name: str, code: int, output: str) -> list[str]:

@@ -15,8 +15,10 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,7 +58,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if _shows_tracebacks() or not (isinstance(error, LayerWiseError) or is_agreed(error)):
+    if sys.flags.dev_mode or not (isinstance(error, LayerWiseError) or is_agreed(error)):
         earlier(kind, error, trace)
         return
     store: Any = distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
@@ -64,17 +66,13 @@ def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace
     if not isinstance(error, (LayerWiseError, OSError, ValueError)):
         # Nobody expects it, so that what has led to it is needed; others name it.
         earlier(kind, error, trace)
-    elif rank and _is_told(store):
-        return
-    else:
+    elif not (rank and _is_told(store)):
         say(framed(error), sys.stderr)
     if rank == 0 and store is not None:
         _wait_for_others(store)
-
-
-def _shows_tracebacks() -> bool:
-    """Whether Python runs in development mode."""
-    return bool(sys.flags.dev_mode)
+    # Whoever else looks for errors is to know of it; Python's own, at the end of that chain, prints a traceback.
+    with redirect_stderr(StringIO()):
+        earlier(kind, error, trace)
 
 
 def _is_told(store: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from ds_layerwise.config import belongs_in, only_known
-from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.config_file import at
 from ds_layerwise.recipes.settings import NonNegative, Positive, check, nearest, plain
 
@@ -231,9 +231,7 @@ def check_autocast(ds_config: Mapping[str, Any]) -> None:
         ConfigError: names the key, its value and the way out.
     """
     section = ds_config.get("torch_autocast") or {}
-    for key in section:
-        if key not in _AUTOCAST_KEYS:
-            raise unknown_key("torch_autocast", key, _AUTOCAST_KEYS)
+    only_known("torch_autocast", section, _AUTOCAST_KEYS)
     enabled = section.get("enabled", False)
     if not isinstance(enabled, bool):
         raise ConfigError(f"torch_autocast.enabled must be true or false, got {enabled!r}")

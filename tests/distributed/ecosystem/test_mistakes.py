@@ -1,6 +1,7 @@
 """Mistakes of users, told by the right words; ``python -m tests.mistakes`` plays all of them under the launcher."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,9 +111,13 @@ class TestHook:
     @pytest.fixture(autouse=True)
     def _hook(self, monkeypatch):
         self.earlier = []
-        monkeypatch.setattr(sys, "excepthook", lambda *error: self.earlier.append(error))
+        monkeypatch.setattr(sys, "excepthook", self.take)
         monkeypatch.delenv("RANK", raising=False)
         last_words.begin()
+
+    def take(self, *error):
+        self.earlier.append(error)
+        print("a traceback", file=sys.stderr)
 
     @staticmethod
     def raised(error):
@@ -126,13 +131,14 @@ class TestHook:
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == lines[-1] == mistakes.BAR and lines[1] == "ds_layerwise: ConfigError: lr is wrong"
         assert lines[2].startswith(f"at {__file__}:") and lines[2].endswith("in raised: raise error")
-        assert self.earlier == []
+        assert len(lines) == 5 and [str(error) for _, error, _ in self.earlier] == ["lr is wrong"]
 
     def test_others_and_all_in_development_mode_go_to_the_hook_that_was_there(self, monkeypatch, capsys):
         self.raised(ValueError("not ours"))
-        monkeypatch.setattr(last_words, "_shows_tracebacks", lambda: True)
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(dev_mode=True))
         self.raised(ConfigError("ours"))
-        assert [str(error) for _, error, _ in self.earlier] == ["not ours", "ours"] and capsys.readouterr().err == ""
+        assert [str(error) for _, error, _ in self.earlier] == ["not ours", "ours"]
+        assert capsys.readouterr().err == "a traceback\n" * 2
 
     def test_a_rank_that_is_alone_with_its_error_tells_it(self, monkeypatch, capsys):
         monkeypatch.setenv("RANK", "1")

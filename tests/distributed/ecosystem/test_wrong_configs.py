@@ -139,7 +139,8 @@ WRONG = [
 
 #: What DeepSpeed finds in its own sections, which a plan does not read.
 STOCKS = [
-    (f"{ZERO}.overlap_com", True, "zero_optimization.overlap_com is not a key that DeepSpeed knows; correct its name"),
+    (f"{ZERO}.overlap_com", True,
+     "zero_optimization.overlap_com is not a key that DeepSpeed knows; did you mean 'overlap_comm'?"),
     (f"{ZERO}.overlap_comm", "x", "zero_optimization.overlap_comm is 'x', which DeepSpeed refuses: Input should be a "),
     (f"{ZERO}.offload_optimizer", {"device": "cpu", "pin_mem": True},
      "zero_optimization.offload_optimizer.pin_mem is not a key that DeepSpeed knows"),
