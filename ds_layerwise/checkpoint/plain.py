@@ -72,7 +72,7 @@ def check_kind(held: Any, value: Any, where: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (numbers.Real, numpy.number)) or isinstance(value, Tensor) and not value.dim()
+    return isinstance(value, numbers.Real) or isinstance(value, Tensor) and not value.dim()
 
 
 def like(held: Any, value: Any) -> Any:

@@ -14,12 +14,11 @@ from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.one_file import OneFile
 from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import Header
-from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, to_state_dict
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.checkpoint.safe_load import naming
 from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, unwrapped
@@ -142,7 +141,7 @@ class Checkpointing:
             CLIP_GRAD: clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size, accumulated),
+            **to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size, accumulated),
         }
 
     def _check_settled(self) -> None:
