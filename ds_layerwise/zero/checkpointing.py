@@ -185,9 +185,8 @@ class Checkpointing:
         return self._find(lambda: UniversalCheckpoint(folder) if universal else self.open_regular(folder), folder,
                           universal=universal, states=states, masters=masters, strict=strict)
 
-    def _find(self, open_it: Callable[[], RegularCheckpoint | PipelineCheckpoint | UniversalCheckpoint | OneFile
-                                        | ShardedCheckpoint],
-              folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> Found:
+    def _find(self, open_it: Callable[[], Any], folder: Path, *, universal: bool, states: bool, masters: bool,
+              strict: bool) -> Found:
         self.offloading.reload()
         config, planned = self.config, self.planned
         of_all_stages = pipeline.names_of_all_stages(self.module, self.settings.model_group)
@@ -205,7 +204,7 @@ class Checkpointing:
             if states:
                 self.scaling.check(saved.header.loss_scaler)
                 check_accuracy(planned.routes, planned.specs, resumed_groups.after(
-                    self.optimizer, saved.header, wins=config.on_hyper_change), told=(
+                    self.optimizer, saved.header, self._otherwise(saved.header), wins=config.on_hyper_change), told=(
                         f"with what the parameter groups of {folder} go on with (layerwise.on_hyper_change is "
                         f"{config.on_hyper_change!r}), "))
             mine = self.owned.record()
@@ -350,17 +349,18 @@ class Checkpointing:
         unfinished.resume(accumulated, engine=self.engine(), progress=self.progress, grad_sync=self.grad_sync,
                           scale_before=scale_before, scale_now=self.scaling.scaler.loss_scale)
 
+    def _otherwise(self, header: Header) -> dict[int, str]:
+        # What a config names has its settings there, and not in groups.
+        rules = self.owned.rule_records() if self.optimizer.recipes_by_group else {}
+        return resumed_groups.otherwise_trained(rules, header.rules, {
+            saved: self.planned.routes[name].group for name, names in self.planned.names.items() for saved in names})
+
     def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""
-        engine = self.engine()
         self.progress.updates, self.scaling.overflow = header.step, header.overflow
-        group_of = {saved: self.planned.routes[name].group for name, all_of_it in self.planned.names.items()
-                    for saved in all_of_it}
-        # What a config names has its settings there, and not in groups.
-        otherwise = resumed_groups.otherwise_trained(
-            self.owned.rule_records(), header.rules, group_of) if self.optimizer.recipes_by_group else {}
-        lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
-                                         scheduler=engine.lr_scheduler, goes_on=wants_scheduler, otherwise=otherwise)
+        lines = resumed_groups.take_over(
+            self.optimizer, header, wins=self.config.on_hyper_change, scheduler=self.engine().lr_scheduler,
+            goes_on=wants_scheduler, otherwise=self._otherwise(header))
         if comm.rank_of(None) == 0:
             recipes = dict.fromkeys(self.planned.routes[spec.name].recipe for spec in self.planned.specs)
             for line in (*lines, *self.products.changes(recipes, header.fast_dtypes)):
