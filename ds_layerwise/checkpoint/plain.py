@@ -54,7 +54,8 @@ def plain(value: Any, where: str) -> Any:
 def check_kind(held: Any, value: Any, where: str) -> None:
     """Refuse a ``value`` of a file that is another kind of thing than ``held``, in whose place it would go on.
 
-    Where the first is a number, so must be the second; a group of values is compared item by item, as far as both go.
+    Where the first is a number, so must be the second, or be None; a group of values is compared item by item, as far
+    as both go, and may not become a number.
 
     Raises:
         ValueError: it is; calls it ``where``.
@@ -66,13 +67,13 @@ def check_kind(held: Any, value: Any, where: str) -> None:
     elif isinstance(held, groups) and isinstance(value, groups):
         for index, pair in enumerate(zip(held, value, strict=False)):
             check_kind(*pair, f"{where}[{index}]")
-    elif (_is_number(held) and not isinstance(held, bool) and not _is_number(value)) or (
-            isinstance(held, groups) and _is_number(value)):
+    elif value is not None and (isinstance(held, groups) if _is_number(value) else
+                                _is_number(held) and not isinstance(held, bool)):
         raise ValueError(f"{where} is {value!r:.100}, and was to go on in the place of {held!r:.100}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (numbers.Real, numpy.number)) or isinstance(value, Tensor) and not value.dim()
+    return isinstance(value, numbers.Real) or isinstance(value, Tensor) and not value.dim()
 
 
 def like(held: Any, value: Any) -> Any:

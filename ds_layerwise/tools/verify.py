@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
-import deepspeed
 import torch
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 from torch import Tensor
@@ -98,7 +98,7 @@ def _check_bytes(report: Report, names: list[str], *, workers: int, bars: Bars) 
 
 def _changed_scripts(folder: Path) -> list[Path]:
     """Those scripts of DeepSpeed, which it lays beside checkpoints, that are other than its own."""
-    own = sorted((Path(str(deepspeed.__file__)).parent / "utils").glob("zero_to_*.py"))
+    own = sorted((Path(getattr(find_spec("deepspeed"), "origin", "")).parent / "utils").glob("zero_to_*.py"))
     return [path for script in own if (path := folder / script.name).is_file()
             and path.read_bytes() != script.read_bytes()]
 

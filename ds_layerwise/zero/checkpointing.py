@@ -14,12 +14,11 @@ from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.one_file import OneFile
 from ds_layerwise.checkpoint.pipeline import PipelineCheckpoint
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header
-from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, to_state_dict
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.checkpoint.safe_load import naming
 from ds_layerwise.checkpoint.sharded import ShardedCheckpoint, unwrapped
@@ -133,7 +132,7 @@ class Checkpointing:
             CLIP_GRAD: clip_grad,
             ZERO_STAGE: self.settings.stage,
             DS_VERSION: deepspeed_version,
-            **regular.to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size),
+            **to_state_dict(self.owned.record(to_save=True), self.header(), self.settings.tp_size),
         }
 
     def _check_settled(self) -> None:
@@ -166,9 +165,8 @@ class Checkpointing:
         return self._find(lambda: UniversalCheckpoint(folder) if universal else self.open_regular(folder), folder,
                           universal=universal, states=states, masters=masters, strict=strict)
 
-    def _find(self, open_it: Callable[[], RegularCheckpoint | PipelineCheckpoint | UniversalCheckpoint | OneFile
-                                        | ShardedCheckpoint],
-              folder: Path, *, universal: bool, states: bool, masters: bool, strict: bool) -> Found:
+    def _find(self, open_it: Callable[[], Any], folder: Path, *, universal: bool, states: bool, masters: bool,
+              strict: bool) -> Found:
         self.offloading.reload()
         config, planned = self.config, self.planned
         of_all_stages = pipeline.names_of_all_stages(self.module, self.settings.model_group)
@@ -186,7 +184,7 @@ class Checkpointing:
             if states:
                 self.scaling.check(saved.header.loss_scaler)
                 check_accuracy(planned.routes, planned.specs, resumed_groups.after(
-                    self.optimizer, saved.header, wins=config.on_hyper_change), told=(
+                    self.optimizer, saved.header, self._otherwise(saved.header), wins=config.on_hyper_change), told=(
                         f"with what the parameter groups of {folder} go on with (layerwise.on_hyper_change is "
                         f"{config.on_hyper_change!r}), "))
             mine = self.owned.record()
@@ -324,17 +322,18 @@ class Checkpointing:
             self.first_step.arm()
         self.progress.resume(self.engine())
 
+    def _otherwise(self, header: Header) -> dict[int, str]:
+        # What a config names has its settings there, and not in groups.
+        rules = self.owned.rule_records() if self.optimizer.recipes_by_group else {}
+        return resumed_groups.otherwise_trained(rules, header.rules, {
+            saved: self.planned.routes[name].group for name, names in self.planned.names.items() for saved in names})
+
     def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
         """What is beside the tensors: step count, hyper-parameters, loss scale."""
-        engine = self.engine()
         self.progress.updates, self.scaling.overflow = header.step, header.overflow
-        group_of = {saved: self.planned.routes[name].group for name, all_of_it in self.planned.names.items()
-                    for saved in all_of_it}
-        # What a config names has its settings there, and not in groups.
-        otherwise = resumed_groups.otherwise_trained(
-            self.owned.rule_records(), header.rules, group_of) if self.optimizer.recipes_by_group else {}
-        lines = resumed_groups.take_over(self.optimizer, header, wins=self.config.on_hyper_change,
-                                         scheduler=engine.lr_scheduler, goes_on=wants_scheduler, otherwise=otherwise)
+        lines = resumed_groups.take_over(
+            self.optimizer, header, wins=self.config.on_hyper_change, scheduler=self.engine().lr_scheduler,
+            goes_on=wants_scheduler, otherwise=self._otherwise(header))
         if comm.rank_of(None) == 0:
             recipes = dict.fromkeys(self.planned.routes[spec.name].recipe for spec in self.planned.specs)
             for line in (*lines, *self.products.changes(recipes, header.fast_dtypes)):

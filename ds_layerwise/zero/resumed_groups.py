@@ -15,7 +15,7 @@ Note: what is compared
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from deepspeed.runtime import lr_schedules
@@ -50,7 +50,8 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for index, group in enumerate(groups)]
 
 
-def after(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange) -> list[dict[str, Any]]:
+def after(optimizer: LayerWiseOptimizer, header: Header, otherwise: Container[int], *,
+          wins: OnHyperChange) -> list[dict[str, Any]]:
     """What :func:`take_over` is to make of :meth:`.LayerWiseOptimizer.groups_now`, rates aside; nothing is changed.
 
     Raises:
@@ -61,8 +62,10 @@ def after(optimizer: LayerWiseOptimizer, header: Header, *, wins: OnHyperChange)
         group, built = groups[index], optimizer.built_with[index]
         for what, said in {"param_groups": saved, **({"configured": header.configured[index]} if header.configured
                                                      else {})}.items():
-            check_kind({**built, **optimizer.param_groups[index]}, said, f"{what}[{index}]")
-            if "lr" not in said:
+            # What another optimizer has under a name may be of another kind.
+            check_kind({"lr": group["lr"]} if index in otherwise else {**built, **optimizer.param_groups[index]}, said,
+                       f"{what}[{index}]")
+            if said.get("lr") is None:
                 raise ValueError(f"{what}[{index}] has no lr")
         if bool(saved.keys() & RATIOS.values()) is bool(built.keys() & RATIOS.values()):
             before = _given(saved, header.configured[index] if header.configured else None, built, is_scheduled=False)
