@@ -138,14 +138,17 @@ class Forecast:
     @property
     def waiting(self) -> int:
         """Bytes of gradients that wait for the reduction of others at most; at stage 1 they have a buffer."""
-        sizes = [sum(slot.numel for slot in bucket.slots) * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets]
-        return sum(sorted(sizes, reverse=True)[:self.max_waiting]) if self.stage == 2 else 0
+        return sum(sorted(self._bucket_bytes, reverse=True)[:self.max_waiting]) if self.stage == 2 else 0
+
+    @property
+    def _bucket_bytes(self) -> list[int]:
+        return [bucket.numel * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets]
 
     @property
     def start_up(self) -> tuple[int, ...]:
         """Bytes held at most until the first step: parameters move into their buffer a bucket at a time, the rest is
         made after that, and goes to the host, or into fewer bits, a bucket at a time."""
-        bucket = max((bucket.numel * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets), default=0)
+        bucket = max(self._bucket_bytes, default=0)
         return tuple(max(rank.params + bucket, rank.total + rank.staging + opened)
                      for rank, opened in zip(self.memory, self.opened, strict=True))
 

@@ -59,7 +59,6 @@ class ParamSync:
             for index in each.buckets:
                 self._rounds[index].append(number)
         self._start_rounds()
-        self._params = [[params[slot.name] for slot in bucket.slots] for bucket in layout.buckets]
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
         self._side = SideStream()
@@ -67,7 +66,7 @@ class ParamSync:
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._index_of: dict[object, int] = {
-            param: index for index, each in enumerate(self._params) for param in each}
+            params[slot.name]: bucket.index for bucket in layout.buckets for slot in bucket.slots}
         self._modules: list[nn.Module] = []
         self._modes: list[Any] = []
         self._overlaps = False
@@ -172,25 +171,19 @@ class ParamSync:
             # An update that was left half-way launched some of the buckets of a round.
             self._start_rounds()
 
-    def may_be_late(self) -> bool:
-        """Say if whoever uses parameters after this step waits for them; ask before :meth:`launch`."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if self._overlaps and dynamo is not None and dynamo.counters["frames"]:
-            self._say_that_steps_wait("torch has compiled something, and compiled code asks nobody")
-        return self._overlaps
-
-    def _say_that_steps_wait(self, reason: str) -> None:
-        self._overlaps = False
-        if self.rank == 0:
-            announce(f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for its parameters")
-
     def _begin_last(self) -> None:
         """Let the last collective of everything under way begin, in the order of launching."""
         while self._chained:
             self._chained.popleft().begin_last()
 
     def leave_under_way(self) -> None:
-        """Let everything arrive when it is used first; only where it :meth:`may_be_late`."""
+        """Let everything arrive when it is used first, where whoever uses it waits; else wait."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if self._overlaps and dynamo is not None and dynamo.counters["frames"]:
+            self._do_not_overlap("torch has compiled something, and compiled code asks nobody")
+        if not self._overlaps:
+            self.finish()
+            return
         # What is used when, and what else begins before, may differ between ranks.
         self._begin_last()
         self._turn.release()
@@ -199,13 +192,18 @@ class ParamSync:
             if "forward" in vars(module):
                 self.wait_for(module.parameters())
 
+    def _do_not_overlap(self, reason: str) -> None:
+        self._overlaps = False
+        if self.rank == 0:
+            announce(f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for its parameters")
+
     def overlap_with_forward(self, model: nn.Module) -> None:
         """Hook ``model``, and every module of it that holds parameters of the layout."""
         self._overlaps, self._modules = True, list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
-            self._say_that_steps_wait("some modules are scripted, and call no hooks")
+            self._do_not_overlap("some modules are scripted, and call no hooks")
         elif not hasattr(torch.func, "debug_unwrap"):
-            self._say_that_steps_wait("it takes torch 2.7")
+            self._do_not_overlap("it takes torch 2.7")
         if not self._overlaps:
             return
         # Hooks stay on copies of their module, and keep nobody alive.

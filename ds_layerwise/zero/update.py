@@ -41,7 +41,7 @@ class Update:
         Raises:
             Exception: what ended an update of this rank, after the others have got all that they wait for.
         """
-        left, late = list(range(len(self._owned.pieces))), self._param_sync.may_be_late()
+        left = list(range(len(self._owned.pieces)))
         groups = self._optimizer.groups_now()
         with timed(self._timers, "optimizer_step"):
             with self._interrupted.at(step), self._owned.updating():
@@ -64,5 +64,5 @@ class Update:
                 # If the others are gone by now, that is no more than what followed.
                 self._interrupted.raise_original()
         with timed(self._timers, "optimizer_allgather"):
-            self._param_sync.leave_under_way() if late else self._param_sync.finish()
+            self._param_sync.leave_under_way()
         return {} if watch is None else watch.settle()

@@ -69,7 +69,9 @@ def syncs(layout, rank, stage, wires):
         torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
     grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs) if stage == 2 else GradSync(
         layout, rank, params, FlatBuffer(layout, META), reduced, **kwargs)
-    return grad_sync, ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires), params
+    param_sync = ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires)
+    param_sync.overlap_with_forward(nn.ParameterList(params.values()))
+    return grad_sync, param_sync, params
 
 
 def train(grad_sync, param_sync, params, rank, *, stage, steps):

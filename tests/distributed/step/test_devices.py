@@ -221,5 +221,5 @@ class TestManyHosts(DistributedTest):
 
 
 def open_sockets():
-    files = Path("/proc/self/fd")
-    return sum(os.readlink(files / name).startswith("socket:") for name in os.listdir(files) if (files / name).is_symlink())
+    links = (path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(str(link).startswith("socket:") for link in links)
