@@ -148,7 +148,10 @@ def save_ids(folder: Path) -> tuple[str, str]:
     def of(place: Path) -> str:
         try:
             return Manifest.read(place).save_id
-        except LayerWiseError:
+        except LayerWiseError as e:
+            if isinstance(e.__cause__, OSError):
+                # What a disk does not give may be there.
+                raise
             return ""
 
     return of(folder), of(staged(folder))

@@ -241,6 +241,11 @@ _READ = (
         post_backward_callback_queued"""),
     *_names("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "read", "dynamic loss_scale"),
     Name("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.is_decoupled", "read", ("self",)),
+    *_names("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine", "read", """
+        cleanup get_commit_info""", ("self",)),
+    Name("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.commit", "read", ("self", "info")),
+    Name("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.makedirs", "read", (
+        "self", "path", "exist_ok")),
     Name("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.save", "read", (
         "self", "state_dict", "path")),
     Name("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.load", "read", (
@@ -249,6 +254,7 @@ _READ = (
         _layer_specs _local_start _num_layers forward_funcs tied_modules tied_weight_attrs"""),
     Name(f"{_PIPE}.module.PipelineModule._recursive_getattr", "read", ("module", "attr_name")),
     Name(f"{_PIPE}.module.PipelineModule.ckpt_layer_path_list", "read", ("self", "ckpt_dir", "local_layer_idx")),
+    Name(f"{_PIPE}.module.PipelineModule._synchronize_tied_weights", "read", ("self",)),
     Name(f"{_PIPE}.module.PipelineModule.get_tied_weights_and_groups", "read", ("self",)),
     Name(f"{_PIPE}.module.PipelineModule.ds_pipe_replicated", "read"),
     *_names(f"{_PIPE}.topology.PipelineParallelGrid", "read", """

@@ -21,6 +21,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.checkpoint import aside, universal
@@ -48,11 +49,18 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
     if not uses_us(engine):
         return load(tag)
     # What is saved beside the training is the newest, and may be what is to be loaded.
-    if engine.optimizer.checkpointing.save is not None:
+    if engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()
     tag = _agreed_tag(engine, Path(load_dir), tag)
     if tag is None:
-        return load(tag)
+        # The engine would look once more, and one rank may see a pointer by now.
+        if engine.load_universal_checkpoint():
+            raise LayerWiseError(f"{Path(load_dir, universal.LATEST)} does not exist; pass the tag of a universal "
+                                 "checkpoint")
+        if comm.rank_of(None) == 0:
+            logger.warning(f"ds_layerwise: nothing was loaded: {Path(load_dir, 'latest')} does not exist; pass the tag "
+                           "of a checkpoint if there is one")
+        return None, None
     folder = Path(load_dir, tag)
     states = load_optimizer_states and not load_module_only
     own_disks = engine.use_node_local_storage()
@@ -78,7 +86,7 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
                 if not is_universal:
                     _check_layers(engine, folder, strict=load_module_strict)
                 _check_model_file(engine, load_dir, str(tag))
-        with _mapped(engine.checkpoint_engine), _literal(engine.module):
+        with _mapped(engine.checkpoint_engine), _literal(engine.module, wanted), _alone(wanted):
             done = load(str(tag))
         if not (is_universal or states):
             checkpointing.restart_step()
@@ -97,15 +105,49 @@ def _read_as(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _literal(module: Any) -> Iterator[None]:
-    """Let a pipeline look for its layers in the folder of that name, also where DeepSpeed takes it for a pattern."""
+def _alone(load: Load) -> Iterator[None]:
+    """Around what the engine does on each rank alone: an error there is raised on all where they next agree."""
+    load.alone = True
+    try:
+        yield
+        if load.alone:
+            with _agreeing(load):
+                pass
+    except Exception as e:
+        if load.alone:
+            comm.raise_alike(e, group=None)
+        raise
+
+
+@contextmanager
+def _agreeing(load: Load | None) -> Iterator[None]:
+    """A block that raises on all ranks if it, or what a rank has done alone before it, raises on any."""
+    load = load or Load(None, wants_scheduler=None)
+    load.alone = False
+    with comm.Alike(None):
+        yield
+    load.alone = True
+
+
+@contextmanager
+def _literal(module: Any, load: Load) -> Iterator[None]:
+    """Let a pipeline look for its layers in the folder of that name, also where DeepSpeed takes it for a pattern, and
+    agree that they are loaded before it sends those that stages share."""
     if pipeline.is_pipeline(module):
-        original = module.ckpt_layer_path_list
-        module.ckpt_layer_path_list = lambda folder, index: original(escape(str(folder)), index)
+        path_list, synchronize = module.ckpt_layer_path_list, module._synchronize_tied_weights
+
+        def agree_first() -> None:
+            with _agreeing(load):
+                pass
+            synchronize()
+
+        module.ckpt_layer_path_list = lambda folder, index: path_list(escape(str(folder)), index)
+        module._synchronize_tied_weights = agree_first
     try:
         yield
     finally:
-        module.__dict__.pop("ckpt_layer_path_list", None)
+        for name in ("ckpt_layer_path_list", "_synchronize_tied_weights"):
+            module.__dict__.pop(name, None)
 
 
 @contextmanager
@@ -123,6 +165,8 @@ def _mapped(checkpoint_engine: Any) -> Iterator[None]:
 def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | None:
     """What all ranks are to load: ``tag``, or where it is None what a pointer in ``load_dir`` names; None if neither.
 
+    A node that died before it wrote its pointer has an older one, or none; then it is the newest that all nodes have.
+
     Raises:
         LayerWiseError: on all ranks: they would load different checkpoints, or a pointer names no folder.
     """
@@ -132,6 +176,13 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
         if found is not None:
             asked = f"{found!r}, which {'latest names' if tag is None else 'was passed'}, in {load_dir.absolute()}"
     everyone = comm.gather_objects((found, asked), group=None)
+    pointed = {other for other, _ in everyone}
+    if tag is None and len(pointed) > 1 and engine.use_node_local_storage() and (
+            newest := disks.newest(load_dir, sorted(pointed - {None}))) is not None:
+        if comm.rank_of(None) == 0:
+            announce(f"ds_layerwise: latest is not the same on all nodes; loading {newest!r}, the newest save that all "
+                     "of them have")
+        return newest
     for rank, (other, described) in enumerate(everyone):
         if other != everyone[0][0]:
             raise LayerWiseError(f"ranks would load different checkpoints: rank 0 {everyone[0][1]}, and rank {rank} "
@@ -209,17 +260,23 @@ def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine,
                           **options: Any) -> Any:
     if not uses_us(engine):
         return original(load_dir, tag, **options)
-    engine.optimizer.checkpointing.finish_load()
+    checkpointing = engine.optimizer.checkpointing
+    if checkpointing.load is not None:
+        with _agreeing(checkpointing.load):
+            pass
+        # From here on ranks send to each other.
+        checkpointing.load.alone = False
+    checkpointing.finish_load()
     return True
 
 
 def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoint: dict[str, Any],
                             strict: bool = True, custom_load_fn: Any = None, **options: Any) -> Any:
     if uses_us(engine) and custom_load_fn is not None:
-        with comm.Alike(None):
+        with _agreeing(engine.optimizer.checkpointing.load):
             _check_scheduler(engine, checkpoint)
     elif uses_us(engine):
-        with comm.Alike(None):
+        with _agreeing(engine.optimizer.checkpointing.load):
             held = checkpoint["module"]
             renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
             # Frozen parameters are the same once more, by their names in the checkpoint.

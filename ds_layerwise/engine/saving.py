@@ -6,11 +6,15 @@ Note: what is wrapped, and why there
     of them; the paths are those that the engine gave its checkpoint engine. ``_save_checkpoint``,
     ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on
     all ranks, which would wait for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs
-    beside the training, and ``destroy`` ends the last one. ``_take_model_step`` is when nothing may be saved.
+    beside the training, which has a copy of all that it writes, and ``destroy`` or the end of the script ends the last
+    one. ``_take_model_step`` is when nothing may be saved.
 """
 
 from __future__ import annotations
 
+import atexit
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,10 +30,15 @@ from torch import Tensor, nn
 from ds_layerwise.checkpoint import aside, regular, universal
 from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.tags import check_tag
+from ds_layerwise.engine.snapshot import snapshot
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks import comm, disks
+from ds_layerwise.ranks.leaving import leave
 from ds_layerwise.zero.optimizer import uses_us
 from ds_layerwise.zero.save import Save
+
+#: Engines with a save that goes on beside the training, in the order of their saves. They are not let go before.
+_saving: list[DeepSpeedEngine] = []
 
 
 def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
@@ -50,14 +59,21 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
     _commit_decoupled(engine)
     with engine.optimizer.checkpointing.saving(), ExitStack() as undo:
         save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=engine.use_node_local_storage()))
-        undo.callback(_abandon, save)
-        with _recorded(engine.checkpoint_engine) as written:
+        writer = engine.checkpoint_engine
+        if not writer.is_decoupled():
+            # What a process may still write to goes with the next save, which waits for it.
+            undo.callback(_abandon, save)
+        with _recorded(writer) as written:
             _choose_writer(engine, save)
             done = original(str(place), tag + aside.INCOMPLETE, client_state, False, **options)
         save = replace(save, written=tuple(written))
-        if engine.checkpoint_engine.is_decoupled():
-            # It goes on beside the training; the engine commits it before the next step.
+        if writer.is_decoupled():
+            # It goes on beside the training, and is committed before the next step, or at the end of the script.
             engine.optimizer.checkpointing.save = save
+            _saving.append(engine)
+            # What is registered last is called first: before what ends the process that writes.
+            atexit.unregister(_end_at_exit)
+            atexit.register(_end_at_exit)
         else:
             _commit(engine, save)
         undo.pop_all()
@@ -67,6 +83,8 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
 def _take_model_step(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     if not uses_us(engine):
         return original(*args, **options)
+    # The engine of a pipeline has not done so.
+    _commit_decoupled(engine)
     optimizer, done = engine.optimizer, False
     updates = optimizer.step_count
     optimizer.progress.updating = True
@@ -96,23 +114,32 @@ def _check_kind(folder: Path, *, is_universal: bool) -> None:
 
 @contextmanager
 def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
-    """Collect the paths of what the engine writes."""
-    original, own = checkpoint_engine.save, checkpoint_engine.__dict__.get("save")
+    """Collect the paths of what the engine writes, into folders that are there; what is written later is copied."""
+    original, is_decoupled, members = checkpoint_engine.save, checkpoint_engine.is_decoupled(), vars(checkpoint_engine)
     paths: list[Path] = []
 
     def save(state_dict: Any, path: str) -> Any:
-        done = original(state_dict, path)
+        done = original(snapshot(state_dict) if is_decoupled else state_dict, path)
         if Path(path) not in paths:
             paths.append(Path(path))
         return done
 
-    checkpoint_engine.save = save
+    replaced: dict[str, Any] = {"save": save, "makedirs": lambda path, exist_ok=False: None}
+    if is_decoupled:
+        # It would have the engine copy what is copied here.
+        replaced["preserves_storage_sharing"] = lambda: False
+        if (size := getattr(checkpoint_engine, "checkpoint_size", None)) is not None:
+            # Looking for it takes collectives, which a rank that cannot write does not come to.
+            size.set_pre_size(0)
+            size.set_post_size(math.nan)
+    before = {name: members[name] for name in replaced.keys() & members.keys()}
+    members.update(replaced)
     try:
         yield paths
     finally:
-        del checkpoint_engine.save
-        if own is not None:
-            checkpoint_engine.save = own
+        for name in replaced:
+            del members[name]
+        members.update(before)
 
 
 def _model_file(engine: DeepSpeedEngine) -> str:
@@ -266,26 +293,69 @@ def _save_model_file(original: Callable[..., Any], engine: DeepSpeedEngine, *arg
 
 
 def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    done = original()
-    if (save := _beside_the_training(engine)) is not None:
-        engine.optimizer.checkpointing.save = None
-        with ExitStack() as undo:
+    if not uses_us(engine):
+        return original()
+    writer, checkpointing = engine.checkpoint_engine, engine.optimizer.checkpointing
+    save, checkpointing.save = checkpointing.save, None
+    if engine in _saving:
+        _saving.remove(engine)
+    if save is None and writer.get_commit_info() is None:
+        return None
+    with ExitStack() as undo:
+        if save is not None:
             undo.callback(_abandon, save)
+        with comm.Alike(None):
+            _wait_for(writer)
+        if save is not None:
             _commit(engine, save)
-            undo.pop_all()
-    return done
+        undo.pop_all()
+    return None
+
+
+def _wait_for(writer: Any) -> None:
+    """Wait until everything that ``writer`` was handed is written.
+
+    Raises:
+        LayerWiseError: it could not be.
+    """
+    try:
+        writer.commit(writer.get_commit_info())
+    except Exception as e:
+        raise LayerWiseError(f"the process that writes checkpoints beside the training has failed ({e}), for which it "
+                             "gives the reason above; what was saved before is still there; start the run again to "
+                             "save, or train without checkpoint.writer.decoupled") from e
+    finally:
+        writer.commit_info = None
 
 
 def _commit_decoupled(engine: DeepSpeedEngine) -> None:
-    """End a save that still goes on beside the training."""
-    if _beside_the_training(engine) is not None:
+    """End a save that still goes on beside the training, or one that failed while it was handed over."""
+    # One whose construction has failed has no optimizer yet, and is destroyed all the same.
+    if hasattr(engine, "optimizer") and uses_us(engine) and engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()
 
 
-def _beside_the_training(engine: DeepSpeedEngine) -> Save | None:
-    """The save that goes on while ``engine`` trains, if it is one of this backend."""
-    # One whose construction has failed has no optimizer yet, and is destroyed all the same.
-    return engine.optimizer.checkpointing.save if hasattr(engine, "optimizer") and uses_us(engine) else None
+def _end_at_exit() -> None:
+    """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
+    while _saving:
+        engine, error = _saving.pop(), None
+        # The others may be waiting for this rank somewhere else.
+        has_failed = hasattr(sys, "last_value")
+        try:
+            if has_failed:
+                raise LayerWiseError("an error has ended the script")
+            if not dist.is_initialized():
+                raise LayerWiseError("the process groups are gone; call engine.destroy() before "
+                                     "destroy_process_group()")
+            _commit_decoupled(engine)
+        except Exception as e:
+            error = e
+        engine.checkpoint_engine.cleanup()
+        if error is not None and engine.global_rank == 0:
+            print(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {error}; what was "
+                  "saved before is still there", file=sys.stderr, flush=True)
+        if error is not None and not has_failed:
+            leave(1)
 
 
 def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:

@@ -74,6 +74,8 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
     if own_disks:
         with comm.Alike(None):
             is_owner = aside.claim(folder, save_id)
+        # Else what is whole here, and in place elsewhere, would have to make room.
+        finish_save(folder, may_move=is_owner)
     with ExitStack() as undo:
         with comm.Alike(None):
             if is_owner:
@@ -150,7 +152,8 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
     Args:
         may_move: whether this rank does it on its disk; one on each does.
     """
-    mine = aside.save_ids(folder)
+    with comm.Alike(None):
+        mine = aside.save_ids(folder)
     everyone = comm.gather_objects(mine, group=None)
     if len({here for here, _ in everyone}) == 1:
         return
@@ -162,16 +165,27 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
             return
 
 
+def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
+    """The newest of those saves that is in place on every rank's disk; None if there is none."""
+    with comm.Alike(None):
+        mine = {tag: (save_id, (save_dir / tag / FILE_NAME).stat().st_mtime) for tag in tags
+                if (save_id := aside.save_ids(save_dir / tag)[0])}
+    first, *others = comm.gather_objects(mine, group=None)
+    common = [tag for tag in first if all(tag in found and found[tag][0] == first[tag][0] for found in others)]
+    return max(common, key=lambda tag: first[tag][1], default=None)
+
+
 def check_one_save(folder: Path, *, own_disks: bool) -> None:
     """Refuse to go on where ranks see different saves under the name ``folder``.
 
     Raises:
         LayerWiseError: on all ranks; names two of them.
     """
-    found = aside.save_ids(folder)[0]
-    if not found and not own_disks and (folder / FILE_NAME).exists():
-        # Version 0.1 of this package gave saves no name; on one disk they all have the same list.
-        found = comm.digest_of([(folder / FILE_NAME).read_text()])
+    with comm.Alike(None):
+        found = aside.save_ids(folder)[0]
+        if not found and not own_disks and (folder / FILE_NAME).exists():
+            # Version 0.1 of this package gave saves no name; on one disk they all have the same list.
+            found = comm.digest_of([(folder / FILE_NAME).read_text()])
     everyone = comm.gather_objects((found, str(folder.absolute())), group=None)
     for rank, (other, place) in enumerate(everyone):
         if other != everyone[0][0]:

@@ -85,8 +85,6 @@ class Checkpointing:
     """During a load, what its second half takes over."""
     save: Save | None = field(default=None, init=False)
     """A save that goes on beside the training, until it is committed."""
-    _within_step: bool | None = field(default=None, init=False)
-    """During a save, whether a rank is within a step."""
     _has_told: bool = field(default=False, init=False)
     """Whether a save within a step has been reported in this run."""
 
@@ -94,31 +92,27 @@ class Checkpointing:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a save: find out whether all ranks are between two steps, and write that into every file.
+        """Around a save: make sure that it can be made, and say that one within a step has no gradients.
 
         Raises:
             LayerWiseError: on every rank, if one is inside an update, or they are not at the same step.
         """
         engine = self.engine()
         with comm.Alike(None):
-            within_step = self._is_within_step()
             # What cannot be read back is found before anything is written.
-            self.header()
-        self._within_step = unfinished.agree(within_step, (engine.global_steps, self.progress.updates))
-        if self._within_step and not self._has_told and comm.rank_of(None) == 0:
+            header = self.header()
+        steps = [f"steps {engine.global_steps}", f"updates {header.step}"]
+        comm.check_alike("what save_checkpoint() is called after", comm.digest_of(steps), steps, group=None)
+        if header.repeats and not self._has_told and comm.rank_of(None) == 0:
             logger.warning(f"ds_layerwise: saved {WITHIN_STEP}: the checkpoint holds what the last update has "
                            "left, and a resumed run repeats the step from its first micro-batch")
-        self._has_told |= self._within_step
-        try:
-            yield
-        finally:
-            self._within_step = None
+        self._has_told |= bool(header.repeats)
+        yield
 
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
-        planned, within_step = self.planned, self._within_step
-        if within_step is None:
-            within_step = self._is_within_step()
+        planned, within_step = self.planned, self.progress.is_within_step(
+            self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass())
         return Header(
             step=self.progress.updates, repeats=WITHIN_STEP if within_step else "",
             shapes={name: shape for name, shape in planned.saved_shapes.items()
@@ -146,9 +140,6 @@ class Checkpointing:
         self.guard.check_places()
         self.guard.check_names()
         self.interrupted.check()
-
-    def _is_within_step(self) -> bool:
-        return self.progress.is_within_step(self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass())
 
     # --- in ----------------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,9 @@ class Load:
     weights_win: bool = False
     """Whether the user loads the model, so that masters follow weights that are not what was saved."""
 
+    alone: bool = False
+    """Whether an error of this rank is not yet one that all ranks have agreed on."""
+
     def take(self) -> Found:
         """What there is to take over, once.
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.ranks import comm
+from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.bucket_order import Gradients
 
 
@@ -97,20 +96,3 @@ def _first_of_step(engine: Any) -> int:
 def is_managed(engine: Any) -> bool:
     """Whether the engine says where a step ends; 0.18.9 knows no other way."""
     return bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
-
-
-def agree(is_within_step: bool, steps: tuple[int, int]) -> bool:
-    """Tell whether any rank is within a step.
-
-    Args:
-        steps: how many steps the engine, and how many updates the optimizer has counted.
-
-    Raises:
-        LayerWiseError: on every rank, if they are not at the same step.
-    """
-    everyone = comm.gather_objects((is_within_step, steps), group=None)
-    for rank, (_, other) in enumerate(everyone):
-        if other != everyone[0][1]:
-            raise LayerWiseError(f"rank {rank} saves after {other[0]} steps, rank 0 after {everyone[0][1][0]}; call "
-                                 "save_checkpoint() at the same point of the script on every rank")
-    return any(within for within, _ in everyone)

@@ -62,7 +62,7 @@ INSIDE = {
              "engine_protocol planned products unfinished", "decision",
              "before_update first_step load reports skipped start_up update", "checkpointing", "states_outside",
              "optimizer", "param_map"),
-    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides",
+    "engine": ("as_bytes lookup scheduler_state shared_memory", "contract own_overrides snapshot",
                "loading patches reference saving schedules", "wraps", "register"),
 }
 

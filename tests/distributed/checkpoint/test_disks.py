@@ -1,13 +1,16 @@
 """Who sees what a save writes: one disk for all ranks, one for every node, files that come late or never."""
 
 import base64
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -274,6 +277,74 @@ class TestDisksOfNodes(DistributedTest):
         assert_equal_states(states(other), states(engine))
         assert names_in(mine) == {"tag", "latest"}
 
+    def test_a_save_that_is_in_place_on_one_of_them_outlives_the_next_one_that_fails(self, tmp_path, monkeypatch):
+        mine = tmp_path / f"node {self.node}"
+        engine = self.started()
+        for step, name in enumerate(("publish", "seal")):
+            train_engine(engine, 1, first=step)
+            if not step:
+                expected = states(engine)
+            with monkeypatch.context() as now, pytest.raises((OSError, LayerWiseError), match="not now"):
+                if self.node == 1:
+                    now.setattr(aside, name, not_now)
+                engine.save_checkpoint(mine, tag="tag")
+        other = self.started()
+        other.load_checkpoint(mine, tag="tag")
+        assert other.global_steps == 1
+        assert_equal_states(states(other), expected)
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_node_that_died_before_it_wrote_latest(self, first, tmp_path, monkeypatch, capsys):
+        """By then the save is in place everywhere; tags say nothing of which of two is the newer one."""
+        mine = tmp_path / f"node {self.node}"
+        engine = self.started()
+        for step, tag in enumerate(("a",) if first else ("b", "a")):
+            train_engine(engine, 1, first=step)
+            with monkeypatch.context() as now, nullcontext() if tag == "b" else pytest.raises(
+                    (OSError, LayerWiseError), match="not now"):
+                if self.node == 1 and tag == "a":
+                    now.setattr(aside, "point", not_now)
+                engine.save_checkpoint(mine, tag=tag)
+        other = self.started()
+        capsys.readouterr()
+        path, _ = other.load_checkpoint(mine)
+        assert path is not None and other.global_steps == engine.global_steps
+        assert_equal_states(states(other), states(engine))
+        said = "latest is not the same on all nodes; loading 'a', the newest save that all of them have"
+        assert (said in capsys.readouterr().out) == (dist.get_rank() == 0)
+
+    def test_a_save_that_one_of_them_lost(self, tmp_path):
+        """Neither latest nor a guess leads to what not all of them have."""
+        mine = tmp_path / f"node {self.node}"
+        engine = self.started()
+        for step, tag in enumerate("ab"):
+            train_engine(engine, 1, first=step)
+            engine.save_checkpoint(mine, tag=tag)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            shutil.rmtree(mine / "b")
+            aside.point(mine / "latest", "a")
+        dist.barrier()
+        other = self.started()
+        other.load_checkpoint(mine)
+        assert other.global_steps == 1
+        if dist.get_rank() == dist.get_world_size() - 1:
+            shutil.rmtree(mine / "a")
+        dist.barrier()
+        with pytest.raises(LayerWiseError, match="ranks would load different checkpoints"):
+            other.load_checkpoint(mine)
+
+    @pytest.mark.parametrize("where", ["a save", "a load"])
+    def test_a_list_that_one_rank_cannot_read(self, where, tmp_path, monkeypatch):
+        mine = tmp_path / f"node {self.node}"
+        engine = self.started()
+        train_engine(engine, 1)
+        engine.save_checkpoint(mine, tag="tag")
+        with monkeypatch.context() as now, pytest.raises(LayerWiseError, match="tag is away"):
+            if self.node == 1:
+                now.setattr(Manifest, "read", staticmethod(away))
+            engine.save_checkpoint(mine, tag="tag") if where == "a save" else engine.load_checkpoint(mine, tag="tag")
+        engine.load_checkpoint(mine, tag="tag")
+
     def test_a_save_that_is_whole_on_one_of_them(self, tmp_path, monkeypatch):
         mine = tmp_path / f"node {self.node}"
         engine = self.started()
@@ -293,6 +364,17 @@ class TestDisksOfNodes(DistributedTest):
         other.load_checkpoint(mine)
         assert other.global_steps == 1
         assert_equal_states(states(other), first)
+
+
+def not_now(*_):
+    raise OSError("not now")
+
+
+def away(folder):
+    try:
+        raise OSError(errno.ESTALE, "Stale file handle")
+    except OSError as e:
+        raise LayerWiseError(f"{folder.name} is away") from e
 
 
 def engine_tag(folder):

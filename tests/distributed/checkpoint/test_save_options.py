@@ -1,6 +1,11 @@
 """What ``save_checkpoint`` and ``load_checkpoint`` can be asked for, and DeepSpeed's ways to write files."""
 
+import errno
 import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import deepspeed.comm as dist
 import pytest
@@ -13,7 +18,7 @@ from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
-from tests.support.harness import DistributedTest
+from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,
@@ -399,6 +404,93 @@ class TestLoading(DistributedTest):
             other.load_checkpoint(tmp_path)
 
 
+class TestWhatOneRankMeetsAlone(DistributedTest):
+    """DeepSpeed's own reading; the others neither wait for that rank nor go on without it."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("what", ["read", "look", "class", "function", "universal", "module"])
+    def test_is_an_error_on_all_of_them(self, what, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="tag", client_state={"mine": Mine()} if what == "class" else {})
+        expected = states(engine)
+        other = start(Net(), ds_config())
+        options = {"tag": "tag_universal" if what == "universal" else "tag", "load_module_only": what == "module"}
+        if what == "function":
+            options["custom_load_fn"] = lambda src, dst: 1 // (1 - dist.get_rank()) and dst.load_state_dict(src)
+        with monkeypatch.context() as now, pytest.raises(Exception) as error:
+            if dist.get_rank() == 1:
+                self.break_it(what, now)
+            other.load_checkpoint(tmp_path, **options)
+        assert dist.get_rank() == 1 or "rank 1 failed: " in str(error.value)
+        # The engine has counted before the ranks agree once more.
+        assert other.global_steps == 0 or what in ("function", "universal")
+        # Ranks are not out of step.
+        other.load_checkpoint(tmp_path, tag="tag_universal" if what == "universal" else "tag")
+        assert_equal_states(states(other), expected)
+
+    def break_it(self, what, now):
+        load, exists = torch.load, os.path.exists
+
+        def fails(path, *args, **options):
+            if options.get("weights_only") is False and "model_states" in str(path):
+                raise OSError(errno.EIO, "Input/output error")
+            return load(path, *args, **options)
+
+        if what in ("read", "universal", "module"):
+            now.setattr(torch, "load", fails)
+        elif what == "look":
+            now.setattr(os.path, "exists", lambda path: "model_states" not in str(path) and exists(path))
+        elif what == "class":
+            now.delattr(sys.modules[__name__], "Mine")
+
+
+WRITER = {"type": "PYTHON", "decoupled": True, "data_parallel": "replica"}
+
+SCRIPT = """
+    import sys
+
+    import deepspeed
+    import torch
+
+    from tests.support.training import Net, ds_config, start, train_engine
+
+    if __name__ == "__main__":
+        folder, end, writer = sys.argv[-3:]
+        torch.set_num_threads(1)
+        deepspeed.init_distributed("gloo")
+        engine = start(Net(), ds_config(checkpoint={"writer": eval(writer)}))
+        train_engine(engine, 1)
+        engine.save_checkpoint(folder)
+        if end == "no groups":
+            torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["nothing", "no groups"])
+def test_a_script_that_does_not_destroy_its_engine(end, tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "CROSS_SIZE": "1", "CROSS_RANK": "0",
+           "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [tmp_path / f"log of {rank}" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            ranks.append(subprocess.Popen(
+                [sys.executable, tmp_path / "script.py", tmp_path / "saved", end, str(WRITER)],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=out, stderr=out))
+    try:
+        codes = [rank.wait(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == ([0, 0] if end == "nothing" else [1, 1]), said
+    assert (tmp_path / "saved" / "latest").exists() is (end == "nothing")
+    assert ("the last checkpoint was not committed at the end of the script" in said[0]) is (end != "nothing")
+
+
 class TestDeepSpeedsWriters(DistributedTest):
     world_size = 2
 
@@ -440,6 +532,51 @@ class TestDeepSpeedsWriters(DistributedTest):
             path, _ = engine.load_checkpoint(tmp_path, tag=tag)
             assert path is not None
             assert_equal_states(states(engine), saved)
+        engine.destroy()
+
+    def test_what_is_handed_over_is_a_copy(self, tmp_path, monkeypatch):
+        """The process that writes has not even begun to read when everything it was given is overwritten."""
+        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        config = ds_config(bf16={"enabled": True}, gas=2)
+        engine = start(Net(), {**config, "checkpoint": {"writer": WRITER}})
+        engine.module.register_buffer("seen", torch.ones(3))
+        train_engine(engine, 2, gas=2)
+        engine.backward(engine((2, 0, dist.get_rank())))
+        expected, held = states(engine), {name: value.clone() for name, value in engine.module.state_dict().items()}
+        mine = Mine()
+        mine.average, client_state = torch.ones(3), {"mine": mine, "loss": torch.ones(2, requires_grad=True) * 2}
+        engine.save_checkpoint(tmp_path, client_state=client_state)
+        live = [*engine.module.state_dict().values(), mine.average, client_state["loss"]]
+        for piece in internals.owned(engine).record().pieces:
+            live += [piece.master, *piece.state.values()]
+        with torch.no_grad():
+            for tensor in live:
+                tensor.fill_(77)
+        engine.destroy()
+        other = start(Net(), config)
+        other.module.register_buffer("seen", torch.zeros(3))
+        _, client_state = other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), expected)
+        for name, value in other.module.state_dict().items():
+            assert torch.equal(value, held[name]), name
+        assert client_state["mine"].average.tolist() == [1] * 3 and client_state["loss"].tolist() == [2, 2]
+
+    def test_a_process_that_died_is_an_error_on_all_ranks(self, tmp_path, monkeypatch):
+        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        engine = start(Net(), ds_config(checkpoint={"writer": WRITER}))
+        train_engine(engine, 1)
+        if dist.get_rank() == 1:
+            engine.checkpoint_engine.ckpt_process.kill()
+            engine.checkpoint_engine.ckpt_process.join()
+        for first in (1, 2):
+            engine.save_checkpoint(tmp_path)
+            engine.backward(engine((first, 0, dist.get_rank())))
+            with pytest.raises(LayerWiseError, match="the process that writes checkpoints beside the training has fai"):
+                engine.step()
+            engine.step()
+        assert not (tmp_path / "latest").exists()
         engine.destroy()
 
     def test_an_engine_that_another_has_succeeded_ends_its_save(self, tmp_path, monkeypatch):
