@@ -477,6 +477,10 @@ class Campaign:
         self.all_well(self.ask("train", {"micro_batches": batches}))
         self.took(batches)
 
+    def finish_step(self) -> None:
+        """Train to the end of a step, where a save that goes on beside the training ends."""
+        self.train(self.options.gas - self.micro)
+
     def some_micro_batches(self, most: int = 3) -> int:
         """A random number of them, up to so many steps."""
         return self.rng.randint(1, most * self.options.gas)
@@ -761,8 +765,7 @@ class Campaign:
     def event_damage(self) -> None:
         """A file of a checkpoint is damaged: that is refused, or does not matter."""
         rng = self.rng
-        self.train(1)
-        self.settle()
+        self.finish_step()
         places = sorted({Path(folder) for folder in self.folders()})
         files = sorted(path for place in places for tag, found in self.disk.tags.items() if 0 not in found
                        and len(found) == 1 for path in (place / tag).rglob("*") if path.is_file())
@@ -802,8 +805,7 @@ class Campaign:
         if None in self.disk.latest or not place.exists():
             self.save()
             return
-        self.train(1)
-        self.settle()
+        self.finish_step()
         away = place.rename(place.with_name("away"))
         tag = self.some_tag()
         self.said.append(f"{place.name} is away, load {tag}")
@@ -832,7 +834,7 @@ class Campaign:
         path = self.root / kind
         if kind not in self.outside or rng.random() < 0.5:
             if self.micro:
-                self.train(self.options.gas - self.micro)
+                self.finish_step()
             save = self.new_save()
             if kind == "sharded":
                 shutil.rmtree(path, ignore_errors=True)
