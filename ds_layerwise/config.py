@@ -396,7 +396,6 @@ def _renames(where: str, value: object) -> dict[str, str]:
 
 
 #: How what is a section of its own within it is parsed.
-_SECTIONS: dict[str, Any] = {"mup": Mup.from_section, "qk_clip": QkClip.from_section,
-                             "monitor": partial(build, Monitor), "norm_groups": norm_groups_of,
-                             "rename": _renames,
+_SECTIONS: dict[str, Any] = {"mup": Mup.from_section, "qk_clip": QkClip.from_section, "norm_groups": norm_groups_of,
+                             "rename": _renames, "monitor": partial(build, Monitor),
                              "client_optimizer": partial(build, ClientOptimizerConfig)}

@@ -9,7 +9,7 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
@@ -22,14 +22,13 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
-from torch import Tensor
 
 from ds_layerwise.checkpoint import aside, universal
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import new_names
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
-from ds_layerwise.checkpoint.safe_load import load_safely, naming
-from ds_layerwise.engine.scheduler_state import check_scheduler
+from ds_layerwise.checkpoint.safe_load import naming
+from ds_layerwise.engine.model_checks import check_layers, check_model, check_model_file, check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
@@ -84,10 +83,10 @@ def _load_checked(original: Callable[..., Any], engine: DeepSpeedEngine, load_di
         if is_universal or pipeline.is_pipeline(engine.module):
             with comm.Alike(None):
                 if not is_universal:
-                    _check_layers(engine, folder, strict=load_module_strict)
-                _check_model_file(engine, load_dir, str(tag))
+                    check_layers(engine, folder, strict=load_module_strict)
+                check_model_file(engine, load_dir, str(tag))
         with (_mapped(engine.checkpoint_engine), _literal(engine.module, wanted), _counts_of_before(engine),
-              _alone(wanted)):
+              _Alone(wanted)):
             done = load(str(tag))
         if not (is_universal or states):
             checkpointing.restart_step()
@@ -105,19 +104,23 @@ def _read_as(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
         config.load_universal_checkpoint = asked
 
 
-@contextmanager
-def _alone(load: Load) -> Iterator[None]:
+class _Alone:
     """Around what the engine does on each rank alone: an error there is raised on all where they next agree."""
-    load.alone = True
-    try:
-        yield
-        if load.alone:
-            with _agreeing(load):
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def __enter__(self) -> None:
+        self._load.alone = True
+
+    def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
+        if not self._load.alone:
+            return
+        if isinstance(error, Exception):
+            comm.raise_alike(error, group=None)
+        elif error is None:
+            with _agreeing(self._load):
                 pass
-    except Exception as e:
-        if load.alone:
-            comm.raise_alike(e, group=None)
-        raise
 
 
 @contextmanager
@@ -127,13 +130,15 @@ def _counts_of_before(engine: DeepSpeedEngine) -> Iterator[None]:
     before = {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")}
     scheduler = engine.lr_scheduler if hasattr(engine.lr_scheduler, "state_dict") else None
     schedule = scheduler.state_dict() if scheduler else None
+    done = False
     try:
         yield
-    except Exception:
-        vars(engine).update(before)
-        if scheduler:
+        done = True
+    finally:
+        if not done:
+            vars(engine).update(before)
+        if scheduler and not done:
             scheduler.load_state_dict(schedule)
-        raise
 
 
 @contextmanager
@@ -293,7 +298,7 @@ def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngin
     place = load.found.folder if load is not None and load.found is not None else Path("the model's file")
     if uses_us(engine) and custom_load_fn is not None:
         with _agreeing(load), naming(place):
-            _check_scheduler(engine, checkpoint)
+            check_scheduler(engine, checkpoint)
     elif uses_us(engine):
         with _agreeing(load), naming(place):
             held = checkpoint["module"]
@@ -301,106 +306,8 @@ def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngin
             # Frozen parameters are the same once more, by their names in the checkpoint.
             checkpoint = {**checkpoint, "module": {renamed[name]: value for name, value in held.items()},
                           FROZEN_PARAM_FRAGMENTS: None}
-            _check_model(engine, checkpoint, strict=strict)
+            check_model(engine, checkpoint, strict=strict)
     return original(checkpoint, strict, custom_load_fn, **options)
-
-
-def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Find what loading the module and the scheduler would only find when half of it is done.
-
-    Raises:
-        LayerWiseError: names or shapes differ, or there are two values for one parameter, or there is no state that the
-            scheduler could go on from.
-    """
-    held = engine.module.state_dict(keep_vars=True)
-    _check_names_and_shapes(checkpoint["module"], held, strict=strict, way_out="rename it with layerwise.rename, or ")
-    load: Load | None = engine.optimizer.checkpointing.load
-    if load is not None and load.found is not None:
-        _check_tied(checkpoint["module"], held)
-    _check_scheduler(engine, checkpoint)
-
-
-def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, of: str = "",
-                            way_out: str = "") -> None:
-    for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
-        if strict and names:
-            raise LayerWiseError(f"the checkpoint {what} {', '.join(sorted(names)[:5])}{' and more' * (len(names) > 5)}"
-                                 f"{of}, which the model {'has' if what == 'lacks' else 'lacks'}; {way_out}load what "
-                                 "fits with load_module_strict=False")
-    for name in wanted.keys() & found.keys():
-        if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
-            raise LayerWiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "
-                                 f"{tuple(wanted[name].shape)} in the model")
-
-
-def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse two values for one parameter, of which the last would be the weights, and another's master would train."""
-    names: dict[int, str] = {}
-    for name, value in wanted.items():
-        if isinstance(value, Tensor) and name in found:
-            first = names.setdefault(id(value), name)
-            if first != name and not torch.equal(found[first], found[name]):
-                raise LayerWiseError(f"{first} and {name} are one parameter here, and differ in the checkpoint; load "
-                                     "it into a model that does not tie them")
-
-
-def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:
-    """Find what loading the layers of this stage would only find when some of them are loaded.
-
-    Raises:
-        LayerWiseError: a layer has no file, or the checkpoint more layers than the model, or names or shapes differ.
-    """
-    module = engine.module
-    for index, layer in enumerate(module.forward_funcs):
-        if not hasattr(layer, "load_state_dict"):
-            continue
-        number, paths = module._local_start + index, module.ckpt_layer_path_list(escape(str(folder)), index)
-        if len(paths) != 1:
-            raise LayerWiseError(f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved by a "
-                                 "model of other layers, or not by a pipeline")
-        _check_names_and_shapes(load_safely(Path(paths[0])), layer.state_dict(), strict=strict,
-                                of=f" of layer {number}")
-    saved = {int(path.name.split("-")[0].removeprefix("layer_")) for path in folder.glob("layer_*-model_states.pt")}
-    if strict and max(saved, default=0) >= module._num_layers:
-        raise LayerWiseError(f"{folder} has a layer {max(saved)}, and the model {module._num_layers} layers; load what "
-                             "fits with load_module_strict=False")
-
-
-#: What the engine takes from the model's file when it has loaded the model.
-_COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
-
-
-def _check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
-    # Who calls load_module_state_dict loads no scheduler.
-    load: Load | None = engine.optimizer.checkpointing.load
-    wants = load is not None and load.wants_scheduler
-    for key in _COUNTS if load is not None else ():
-        if not isinstance(checkpoint.get(key), int):
-            raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, and no number")
-    if engine.lr_scheduler is not None and wants:
-        more = check_scheduler(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
-        if more and comm.rank_of(None) == 0:
-            announce(f"ds_layerwise: the checkpoint's learning rate scheduler has {', '.join(more)}, which this run's "
-                     f"{type(engine.lr_scheduler).__name__} has not so far, and takes over")
-
-
-def _check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
-    """Find what is wrong with the model's file of a universal checkpoint, of which the engine loads no weights.
-
-    Raises:
-        LayerWiseError: there is none, or it has no state that the scheduler could go on from.
-    """
-    names = engine._get_all_ckpt_names(load_dir, tag)
-    if not names:
-        raise LayerWiseError(f"{Path(load_dir, tag)} holds no mp_rank_00_model_states.pt, which says how many steps "
-                             "were taken; copy it there from the checkpoint that was converted")
-    try:
-        checkpoint = load_safely(Path(names[0]), with_objects=True)
-    except LayerWiseError:
-        # A client may have put anything into it; the engine loads it next, and that is the user's decision.
-        return
-    with naming(Path(names[0])):
-        _check_scheduler(engine, checkpoint)
 
 
 def _get_all_ckpt_names(original: Callable[..., Any], engine: DeepSpeedEngine, checkpoints_path: str,

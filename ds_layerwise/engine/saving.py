@@ -33,8 +33,9 @@ from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.tags import check_tag
 from ds_layerwise.engine.snapshot import snapshot
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.output import say
 from ds_layerwise.ranks import comm, disks
-from ds_layerwise.ranks.leaving import leave
+from ds_layerwise.ranks.leaving import Attempt, leave
 from ds_layerwise.zero.optimizer import uses_us
 from ds_layerwise.zero.save import Save
 
@@ -326,7 +327,7 @@ def _wait_for(writer: Any) -> None:
     """
     try:
         writer.commit(writer.get_commit_info())
-    except Exception as e:
+    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as e:
         raise LayerWiseError(f"the process that writes checkpoints beside the training has failed ({e}), for which it "
                              "gives the reason above; what was saved before is still there; start the run again to "
                              "save, or train without checkpoint.writer.decoupled") from e
@@ -344,23 +345,21 @@ def _commit_decoupled(engine: DeepSpeedEngine) -> None:
 def _end_at_exit() -> None:
     """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
     while _saving:
-        engine, error = _saving.pop(), None
+        engine = _saving.pop()
         # The others may be waiting for this rank somewhere else.
         has_failed = hasattr(sys, "last_value")
-        try:
+        with (attempt := Attempt()):
             if has_failed:
                 raise LayerWiseError("an error has ended the script")
             if not dist.is_initialized():
                 raise LayerWiseError("the process groups are gone; call engine.destroy() before "
                                      "destroy_process_group()")
             _commit_decoupled(engine)
-        except Exception as e:
-            error = e
         engine.checkpoint_engine.cleanup()
-        if error is not None and engine.global_rank == 0:
-            print(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {error}; what was "
-                  "saved before is still there", file=sys.stderr, flush=True)
-        if error is not None and not has_failed:
+        if attempt.error is not None and engine.global_rank == 0:
+            say(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {attempt.error}; what "
+                "was saved before is still there", sys.stderr)
+        if attempt.error is not None and not has_failed:
             leave(1)
 
 

@@ -90,8 +90,8 @@ def _hosts(world: Any) -> Any:
         except RuntimeError as error:
             raise LayerWiseError(
                 "the hosts do not reach each other over gloo, over which ranks agree on what is not on a device; "
-                "name the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL; `ulimit -n` must be "
-                f"more than there are ranks: {error}") from error
+                "name the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL; `ulimit -n` must "
+                f"be more than there are ranks: {error}") from error
         _made[world] = weakref.ref(hosts)
     return hosts
 

@@ -56,12 +56,12 @@ def _write_out() -> None:
     found = [thing for thing in everything if io.IOBase.__base__ in type(thing).__mro__ and id(thing) not in kept]
     lost: dict[str, str] = {}
     for whole in _wholes(everything):
-        with (attempt := _Attempt()):
+        with (attempt := Attempt()):
             whole.close()
         if attempt.error is not None:
             lost[f"{type(whole).__name__} {getattr(whole, 'filename', '')}".strip()] = str(attempt.error)
     for file in sorted(found, key=_depth):
-        with (attempt := _Attempt()):
+        with (attempt := Attempt()):
             if type(file) not in _IN_MEMORY and not file.closed and file.writable():
                 # A compressed file has its last bytes from close() alone, and one of an object store all of them.
                 file.flush() if _is_plain(file) else file.close()
@@ -97,12 +97,12 @@ def _depth(file: Any) -> int:
     return 2 if _is_plain(file) else 1
 
 
-class _Attempt:
+class Attempt:
     """Files of other packages fail with anything; none of it goes any further."""
 
     error: Exception | None = None
 
-    def __enter__(self) -> _Attempt:
+    def __enter__(self) -> Attempt:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> bool:
@@ -112,7 +112,7 @@ class _Attempt:
 
 def _name_of(file: Any) -> str:
     name = f"a file of {type(file)}"
-    with _Attempt():
+    with Attempt():
         name = repr(file.name)
     return name
 

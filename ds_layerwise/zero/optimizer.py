@@ -305,11 +305,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
     # --- parameters and states -------------------------------------------------------------------------------------
 
     def wait_for_params(self) -> None:
-        """Wait until every parameter has its new value.
-
-        Only needed with ``layerwise.overlap_param_gather``, before weights are handed to something that does not ask
-        torch for them, outside of a forward pass; see :class:`~ds_layerwise.ranks.param_sync.ParamSync`.
-        """
+        """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``, before the script itself
+        reads weights outside of a forward pass; see :class:`~ds_layerwise.ranks.param_sync.ParamSync`."""
         self._param_sync.finish()
 
     def offload_states(self, include: Container[Any] | None = None, device: Any = None, pin_memory: bool = True,

@@ -63,7 +63,8 @@ INSIDE = {
              "engine_protocol planned products unfinished", "decision",
              "before_update first_step load reports skipped start_up update", "checkpointing", "states_outside",
              "optimizer", "param_map"),
-    "engine": ("as_bytes last_words lookup scheduler_state shared_memory", "contract own_overrides snapshot",
+    "engine": ("as_bytes last_words lookup scheduler_state shared_memory", "contract model_checks own_overrides "
+               "snapshot",
                "loading patches reading reference saving schedules", "wraps", "register"),
 }
 
