@@ -128,7 +128,6 @@ class Recipes(NamedTuple):
     scalar: Recipe = AdamW()
     """For the rest."""
 
-
 class OptimizerConfig(Hyper):
     """``optimizer.params``: names, meanings and defaults of stock DeepSpeed's Muon, and more.
 
@@ -397,5 +396,5 @@ def _renames(where: str, value: object) -> dict[str, str]:
 
 #: How what is a section of its own within it is parsed.
 _SECTIONS: dict[str, Any] = {"mup": Mup.from_section, "qk_clip": QkClip.from_section, "norm_groups": norm_groups_of,
-                             "rename": _renames, "monitor": partial(build, Monitor),
-                             "client_optimizer": partial(build, ClientOptimizerConfig)}
+                             "rename": _renames, "client_optimizer": partial(build, ClientOptimizerConfig),
+                             "monitor": partial(build, Monitor)}

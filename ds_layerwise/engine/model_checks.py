@@ -85,6 +85,12 @@ _COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
 
 
 def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse counts that are no numbers, and a state that the engine's scheduler cannot go on from, if a load wants one.
+
+    Raises:
+        ValueError: a count is no number.
+        LayerWiseError: as :func:`.scheduler_state.check_scheduler`.
+    """
     # Who calls load_module_state_dict loads no scheduler.
     load: Load | None = engine.optimizer.checkpointing.load
     wants = load is not None and load.wants_scheduler

@@ -305,7 +305,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
     # --- parameters and states -------------------------------------------------------------------------------------
 
     def wait_for_params(self) -> None:
-        """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``, before the script itself
+        """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``, before a script itself
         reads weights outside of a forward pass; see :class:`~ds_layerwise.ranks.param_sync.ParamSync`."""
         self._param_sync.finish()
 
