@@ -884,16 +884,18 @@ class Run:
         """Let all events happen; returns how many of them went wrong."""
         began = time.monotonic()
         first, number = self.options.first - 1, 0
-        for number in range(first, self.options.until or self.options.events):
-            if time.monotonic() - began > self.options.seconds:
-                break
-            if number % CAMPAIGN == 0:
-                self.end_campaign()
-            self.event(number)
-        else:
-            number += 1
-        self.end_campaign()
-        shutil.rmtree(self.root, ignore_errors=True)
+        try:
+            for number in range(first, self.options.until or self.options.events):
+                if time.monotonic() - began > self.options.seconds:
+                    break
+                if number % CAMPAIGN == 0:
+                    self.end_campaign()
+                self.event(number)
+            else:
+                number += 1
+        finally:
+            self.end_campaign()
+            shutil.rmtree(self.root, ignore_errors=True)
         took = time.monotonic() - began
         print(f"{number - first} events, {self.counts['difference']} differences, {self.counts['hang']} hangs, "
               f"in {took:.0f} s", flush=True)
@@ -966,6 +968,8 @@ def main() -> NoReturn:
     multiprocessing.set_start_method("fork")  # also for DeepSpeed's decoupled writers, in milliseconds
     torch.set_num_threads(1)
     _import_what_engines_import()
+    # So that what is open is ended, and folders are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     sys.exit(1 if Run(options).run() else 0)
 
 

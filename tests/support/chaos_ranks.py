@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import os
@@ -216,8 +217,14 @@ def close_sockets() -> None:
             continue
 
 
+def end_with_parent() -> None:
+    """Let the system kill this process when the one that has started it ends, however that is."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def serve(rank: int, num_ranks: int, local_size: int, port: int, folder: Path, connection: Connection) -> None:
     """Be a rank: do what comes through ``connection``."""
+    end_with_parent()
     os.setpgid(0, 0)  # so that a kill reaches its writer, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A write beyond the end of a full disk is an error and not the end.
@@ -240,6 +247,7 @@ def serve(rank: int, num_ranks: int, local_size: int, port: int, folder: Path, c
     watch_files()
     # DeepSpeed's writers are started afresh elsewhere, and inherit nothing.
     os.register_at_fork(after_in_child=close_sockets)
+    os.register_at_fork(after_in_child=end_with_parent)
     engine = Rank(rank)
     while True:
         command, arguments, fault = pickle.loads(connection.recv_bytes())
