@@ -85,7 +85,7 @@ _COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
 
 
 def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse counts that are no numbers, and a state that the engine's scheduler cannot go on from, if a load wants one.
+    """Refuse counts that are no numbers and, if a load wants one, a state that the engine's scheduler cannot take.
 
     Raises:
         ValueError: a count is no number.

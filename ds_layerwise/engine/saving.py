@@ -23,6 +23,7 @@ from pathlib import Path
 from pickle import PicklingError
 from shutil import disk_usage
 from typing import Any
+from weakref import WeakSet
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -41,6 +42,17 @@ from ds_layerwise.zero.save import Save
 
 #: Engines with a save that goes on beside the training, in the order of their saves. They are not let go before.
 _saving: list[DeepSpeedEngine] = []
+
+#: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
+_engines: WeakSet[DeepSpeedEngine] = WeakSet()
+
+
+def end_at_exit(engine: DeepSpeedEngine) -> None:
+    """Let what ``engine`` saves beside the training be committed, and its process end, at the end of the script."""
+    _engines.add(engine)
+    # What is registered last is called first: before Python waits for processes.
+    atexit.unregister(_end_at_exit)
+    atexit.register(_end_at_exit)
 
 
 def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
@@ -65,6 +77,7 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
         if not writer.is_decoupled():
             # What a process may still write to goes with the next save, which waits for it.
             undo.callback(_abandon, save)
+        undo.callback(_release, writer)
         with _recorded(writer) as written:
             _choose_writer(engine, save)
             done = original(str(place), tag + aside.INCOMPLETE, client_state, False, **options)
@@ -73,9 +86,6 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
             # It goes on beside the training, and is committed before the next step, or at the end of the script.
             engine.optimizer.checkpointing.save = save
             _saving.append(engine)
-            # What is registered last is called first: before what ends the process that writes.
-            atexit.unregister(_end_at_exit)
-            atexit.register(_end_at_exit)
         else:
             _commit(engine, save)
         undo.pop_all()
@@ -169,6 +179,16 @@ def _abandon(save: Save) -> None:
             # Else it is whole here, and may be in place elsewhere.
             aside.abandon(save.folder)
         aside.abandon(save.save_dir / save.universal_tag)
+
+
+def _release(writer: Any) -> None:
+    """Take the file from one of DeepSpeed's fast writers that has failed, and would refuse every other one."""
+    factory: Any = getattr(writer, "_writer", None)
+    if getattr(factory, "_writer", None) is not None:
+        # It may fail once more, as on a full disk.
+        with Attempt():
+            factory._writer.close()
+        factory._writer = None
 
 
 def _commit(engine: DeepSpeedEngine, save: Save) -> None:
@@ -344,18 +364,19 @@ def _commit_decoupled(engine: DeepSpeedEngine) -> None:
 
 def _end_at_exit() -> None:
     """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
-    while _saving:
-        engine = _saving.pop()
-        # The others may be waiting for this rank somewhere else.
-        has_failed = hasattr(sys, "last_value")
+    # The others may be waiting for this rank somewhere else.
+    has_failed = hasattr(sys, "last_value")
+    for engine in dict.fromkeys([*_saving, *_engines]):
         with (attempt := Attempt()):
-            if has_failed:
+            if engine in _saving and has_failed:
                 raise LayerWiseError("an error has ended the script")
-            if not dist.is_initialized():
+            if engine in _saving and not dist.is_initialized():
                 raise LayerWiseError("the process groups are gone; call engine.destroy() before "
                                      "destroy_process_group()")
             _commit_decoupled(engine)
-        engine.checkpoint_engine.cleanup()
+        writer = getattr(engine, "checkpoint_engine", None)
+        if writer is not None and writer.is_decoupled():
+            writer.cleanup()
         if attempt.error is not None and engine.global_rank == 0:
             say(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {attempt.error}; what "
                 "was saved before is still there", sys.stderr)

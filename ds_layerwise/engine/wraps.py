@@ -248,6 +248,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, told_the_converter(built.checkpointing.planned.saved_shapes))
     param_map.write(built)
     patches.engines.add(engine)
+    saving.end_at_exit(engine)
     if pipeline.is_pipeline(engine.module):
         if built.rank == 0:
             announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")

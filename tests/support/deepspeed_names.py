@@ -194,6 +194,8 @@ READ = (
         "self", "state_dict", "path")),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.load", "read", (
         "self", "path", "map_location")),
+    Used("deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine.FastCheckpointEngine._writer", "read"),
+    Used("deepspeed.runtime.model_checkpointing.writer_factory.CheckpointWriterFactory._writer", "read"),
     *_used(f"{_PIPE}.module.PipelineModule", "read", """
         _layer_specs _local_start _num_layers forward_funcs tied_modules tied_weight_attrs"""),
     Used(f"{_PIPE}.module.PipelineModule._recursive_getattr", "read", ("module", "attr_name")),
