@@ -149,6 +149,8 @@ class Rank:
     def report(self) -> dict[str, Any]:
         """Where the engine is, and all its values."""
         engine = self.engine
+        # A script that reads weights between a step and the next forward pass does so.
+        engine.optimizer.wait_for_params()
         return {
             "step": engine.global_steps, "micro": engine.micro_steps % engine.gradient_accumulation_steps(),
             "skipped": engine.skipped_steps, "updates": engine.optimizer.step_count,
