@@ -574,6 +574,10 @@ class Campaign:
             # It was over before anything was looked for.
             self.settle()
             candidates = self.candidates(tag)
+        if raised and fired and self.pending is not None:
+            # It has ended first, and may be what has failed.
+            self._may_be_there(*self.pending)
+            self.pending = None
         if raised:
             # A tag that may not be there need not be; that the latest is somewhere is what saves are for.
             nothing = 0 in candidates and (tag is not None or candidates == {0})
