@@ -13,7 +13,7 @@ import copy
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -114,12 +114,14 @@ def check_object(client: Optimizer) -> Optimizer:
         raise ConfigError(f"this {path} has states already, such as after a step or a load, and each rank has those of "
                           "what it owns alone; give initialize() one without states, and set them afterwards with "
                           "engine.load_checkpoint() or DeepSpeed's safe_set_full_optimizer_state()")
-    _check_copied(path, "", {key: value for key, value in vars(client).items() if key not in _OF_TORCH})
-    _check_copied(path, "defaults", client.defaults, tensors=True)
+    for key, value in vars(client).items():
+        if key not in _OF_TORCH and (reason := _refused(value)) is not None:
+            raise ConfigError(f"{path} keeps {key} ({reason}), of which each parameter would need one of its own on "
+                              "the rank that owns it; use a class that keeps numbers, text and containers of those, "
+                              "beside its states")
     for index, group in enumerate(client.param_groups):
         where = f"param_groups[{index}]"
         values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
-        _check_copied(path, where, values, tensors=True)
         for key, value in values.items():
             # Found at the first save otherwise.
             saved(value, f"{where}.{key}")
@@ -163,36 +165,24 @@ def _told(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value.tolist() if isinstance(value, Tensor) else value)
 
 
-def _check_copied(path: str, where: str, values: Mapping[Any, Any], *, tensors: bool = False) -> None:
-    """Refuse what of ``values`` cannot be copied for another tensor.
-
-    Args:
-        tensors: whether tensors without axes may be there, such as learning rates.
-    """
-    for key, value in values.items():
-        if (why := _refused(value, tensors)) is not None:
-            raise ConfigError(f"{path} keeps {f'{where}.' * bool(where)}{key} ({why}), of which each parameter would "
-                              "need one of its own on the rank that owns it; use a class that keeps numbers, text and "
-                              "containers of those, beside its states")
-
-
-def _refused(value: Any, tensors: bool) -> str | None:
-    """Why ``value`` cannot be copied; None if it can."""
+def _refused(value: Any) -> str | None:
+    """Why ``value`` cannot be copied for an optimizer of another tensor; None if it can."""
+    parts: Iterable[Any]
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device,
-                                           torch.Size, numpy.generic, type, types.BuiltinFunctionType)):
+                                           numpy.generic, type, types.BuiltinFunctionType)):
         return None
-    if isinstance(value, Tensor):
-        return None if tensors and not value.dim() else f"a tensor of {tuple(value.shape)}"
     if isinstance(value, types.FunctionType):
-        if value.__closure__ or "<" in value.__qualname__:
-            return f"the function {value.__qualname__}, which is code inside other code"
-        return None
+        is_inner = value.__closure__ or "<" in value.__qualname__
+        return f"the function {value.__qualname__}, which is code inside other code" if is_inner else None
     if isinstance(value, partial):
-        return _refused(value.func, tensors) or _refused(value.args, tensors) or _refused(value.keywords, tensors)
-    if isinstance(value, Mapping):
-        return next((why for each in value.items() for part in each if (why := _refused(part, tensors))), None)
-    if isinstance(value, (Sequence, Set)):
-        return next((why for each in value if (why := _refused(each, tensors))), None)
-    if is_dataclass(value):
-        return next((why for each in fields(value) if (why := _refused(getattr(value, each.name), tensors))), None)
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, Mapping):
+        parts = *value, *value.values()
+    elif isinstance(value, (Sequence, Set)):
+        parts = value
+    elif is_dataclass(value):
+        parts = [getattr(value, each.name) for each in fields(value)]
+    else:
+        shape = f" of {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        return f"a {type(value).__module__}.{type(value).__qualname__}{shape}"
+    return next(filter(None, map(_refused, parts)), None)

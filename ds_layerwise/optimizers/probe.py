@@ -2,9 +2,9 @@
 
 Note: how a state is found, without the memory of one
     A class makes its state when it first steps. So it steps on tensors of the device "meta", which have shapes and no
-    memory. Where that fails, because a class looks into what it has computed, it steps on two small shapes whose sides
-    are all different, and every side of a state must be one of theirs, all of them together, or always the same. What a
-    state of the real shape is, then follows; that it is true shows at the real steps, which raise otherwise.
+    memory. Where that fails, because a class looks into what it has computed, it steps on a small shape whose sides are
+    all different. A side of a state that is one of them, or all of them together, is the same of the real shape; any
+    other stays as it is. Whether that is true shows at the real steps, which raise otherwise.
 
 Note: numbers
     Beside tensors, classes keep numbers of Python, in a state or in the parameter group. One that counts steps is
@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -43,8 +43,8 @@ STEPS = 3
 #: Up to so many elements, a probe takes the real shape, with memory.
 SMALL = 4096
 
-#: Sides of which no one is another's, nor a product of others.
-_SHAPES = (17, 19, 2, 7, 11), (29, 23, 3, 13, 5)
+#: Sides of which no one is another's, nor a product of others, nor what a class has for a constant.
+_SAMPLE = (13, 17, 19)
 
 #: What code that nobody here wrote raises when it does not like what it gets.
 ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
@@ -169,12 +169,12 @@ def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
     """
     if math.prod(shape) <= SMALL:
         return _observed(recipe, shape, "cpu")
-    samples = [sample[-len(shape):] for sample in _SHAPES]
+    sample = _SAMPLE[-len(shape):]
+    small = kept_of(recipe, sample)
     try:
-        return _counted_as(kept_of(recipe, samples[0]), _observed(recipe, shape, "meta"))
+        return _counted_as(small, _observed(recipe, shape, "meta"))
     except ConfigError:
-        one, other = (kept_of(recipe, sample) for sample in samples)
-        return _of_shape(recipe, one, other, samples, shape)
+        return _of_shape(small, sample, shape)
 
 
 def _counted_as(small: Kept, large: Kept) -> Kept:
@@ -289,34 +289,16 @@ def _ahead(found: list[Any]) -> int | None:
     return int(ahead) if ahead == int(ahead) and found == [step + ahead for step in range(1, STEPS + 1)] else None
 
 
-def _of_shape(recipe: AnyTorch, one: Kept, other: Kept, samples: list[tuple[int, ...]], shape: tuple[int, ...]) -> Kept:
-    """What is kept of ``shape``, from what is kept of two ``samples``."""
-    others = [dict(walk(state)) for state in other.states]
+def _of_shape(small: Kept, sample: tuple[int, ...], shape: tuple[int, ...]) -> Kept:
+    """What is kept of ``shape``, from what is kept of ``sample``."""
+    sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
 
-    def side(key: str, first: int, second: int) -> int:
-        for axis in range(len(shape)):
-            if (samples[0][axis], samples[1][axis]) == (first, second):
-                return shape[axis]
-        if (math.prod(samples[0]), math.prod(samples[1])) == (first, second):
-            return math.prod(shape)
-        if first != second:
-            raise ConfigError(f"{recipe.rule} keeps {key} of which a side is {first} for {samples[0]} and {second} for "
-                              f"{samples[1]}: what it is for {shape} cannot be told")
-        return first
+    def grown(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Leaf):
+            return leaf
+        return replace(leaf, spec=replace(leaf.spec, shape=tuple(sides.get(side, side) for side in leaf.spec.shape)))
 
-    def grown(index: int) -> Callable[[Path, Any], Any]:
-        def change(path: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Leaf) or not leaf.spec.shape:
-                return leaf
-            twin = others[index].get(path)
-            if not isinstance(twin, Leaf) or len(twin.spec.shape) != len(leaf.spec.shape):
-                raise ConfigError(f"{recipe.rule} keeps {leaf.key} of {samples[0]} and not of {samples[1]}: what it "
-                                  f"keeps of {shape} cannot be told")
-            sides = tuple(side(leaf.key, *each) for each in zip(leaf.spec.shape, twin.spec.shape, strict=True))
-            return Leaf(leaf.key, leaf.kind, StateSpec(sides, leaf.spec.dtype, leaf.spec.on_host), leaf.ahead)
-        return change
-
-    return Kept(tuple(rebuilt(state, grown(index)) for index, state in enumerate(one.states)), one.groups, 0)
+    return Kept(tuple(rebuilt(state, grown) for state in small.states), small.groups, 0)
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -107,12 +107,19 @@ def test_a_probe_without_memory_is_the_one_with_memory():
 
 
 @pytest.mark.parametrize("kind, arguments, message", [
-    (Looks, {"extra": "half a side"}, r"keeps odd of which a side is 3 for \(7, 11\) and 6 for \(13, 5\)"),
     (Looks, {"lr": 0.1}, "is given lr"),
     (Looks, {"other": 0.1}, "cannot be made with .*other")])
 def test_what_cannot_be_told_is_refused(kind, arguments, message):
     with pytest.raises(ConfigError, match=message):
         kept_of(recipe(kind, **arguments), (80, 96))
+
+
+def test_a_side_that_does_not_follow_from_the_shape_is_an_error_at_the_first_step():
+    rule = AnyTorch.of(recipe(Looks, extra="half a side"))
+    param = torch.zeros(80, 96)
+    with pytest.raises(StepError, match=r"keeps odd of a parameter of \(80, 96\) as \(40,\) in torch.float32 after 1 "
+                       r"steps, and its probe said \(8,\)"):
+        rule.update_([param], [torch.ones(80, 96)], [rule.init_state(param)], HYPER)
 
 
 def test_a_state_that_comes_after_the_probe_is_an_error():
