@@ -195,7 +195,7 @@ def test_a_config_that_tells_its_heads_layer_by_layer_tells_nothing():
     model.config = PerLayer()
     assert number_of([model.config], ("num_attention_heads", "head_dim")) == 4
     assert heads_of(model) == {"lm_head.weight"}
-    with pytest.raises(RoutingError, match="per_head_muon needs model.config.num_attention_heads"):
+    with pytest.raises(RoutingError, match="per_head_muon found no query, key or value"):
         route_parameters(model, [{"params": list(model.parameters())}], per_head=True)
 
 
