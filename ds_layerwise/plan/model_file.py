@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from itertools import product
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import yaml
 
 from ds_layerwise.config import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError, unknown_key
 from ds_layerwise.plan.by_kind import ByKind, is_vector
-from ds_layerwise.plan.forecast import specs_of
-from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.matching import overrides_by_name
 from ds_layerwise.plan.routes import (
     Route,
@@ -41,8 +39,6 @@ from ds_layerwise.plan.routes import (
     with_parts,
 )
 from ds_layerwise.recipes.conditions import Facts
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.newton_schulz import NsMethod
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.recipes.parts import Split, as_one_change, checked_split
 from ds_layerwise.recipes.settings import Count, check
@@ -122,15 +118,6 @@ def is_hf_config(path: Path) -> bool:
     return isinstance(content, Mapping) and any(key in content for key in _HF_KEYS)
 
 
-def load_model(path: str | PathLike[str]) -> list[ModelParam]:
-    """The parameters of a model file, in model order.
-
-    Raises:
-        ConfigError: as :func:`read_model` does.
-    """
-    return read_model(path).params
-
-
 def read_model(path: str | PathLike[str]) -> Model:
     """What a model file holds.
 
@@ -160,23 +147,6 @@ def read_model(path: str | PathLike[str]) -> Model:
     if total != content["numel"]:
         raise ConfigError(f"{where}: the parameters have {total} elements, numel says {content['numel']}")
     return Model(params, hidden_size)
-
-
-def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: str = "gram",
-                     steps: int = 5) -> list[ParamSpec]:
-    """The parameters of a model file as the planner takes them, in model order; fused ones whole.
-
-    Args:
-        dtype: of all parameters.
-        method, steps: of the Newton-Schulz iteration that a matrix costs; see
-            :func:`.recipes.newton_schulz.newton_schulz_flops`.
-
-    Raises:
-        ConfigError: as :func:`load_model` does.
-    """
-    params = load_model(path)
-    recipes = Recipes(matrix=Muon(ns_method=cast(NsMethod, method), ns_steps=steps))
-    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params, auto_split=False, recipes=recipes))
 
 
 def route_model(params: Sequence[ModelParam], overrides: Sequence[Override] = (), *,

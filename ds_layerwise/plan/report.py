@@ -274,10 +274,6 @@ def _span(values: Iterable[float]) -> str:
 
 def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen: OptimizerConfig,
                 groups: Sequence[Mapping[str, Any]]) -> Table:
-    def hyper(spec: ParamSpec) -> Mapping[str, Any]:
-        route = routes[spec.name]
-        return route.hyper(groups[route.group])
-
     place = {recipe: i for i, recipe in enumerate(_recipes(routes, specs))}
     rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}
     for spec in specs:
@@ -290,7 +286,8 @@ def _parameters(routes: Mapping[str, Route], specs: Sequence[ParamSpec], chosen:
     for (_, reason, bare), members in sorted(rows.items()):
         # Layers number the same few.
         names = dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members) if bare else [members[0].name]
-        recipe, hypers = routes[members[0].name].recipe, [hyper(spec) for spec in members]
+        mine = [routes[spec.name] for spec in members]
+        recipe, hypers = mine[0].recipe, [route.hyper(groups[route.group]) for route in mine]
         table.add_row(f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
                       f"{reason}{', bare' * bare}", str(len(members)), f"{sum(spec.numel for spec in members):,}",
                       *(_span(each[key] for each in hypers) for key in ("lr", "weight_decay")), ", ".join(names))

@@ -9,14 +9,16 @@ Note: three axes
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.routing.held import is_gain, kind_of
+from ds_layerwise.routing.held import kind_of
 
 #: Modules of transformers of which a parameter (inputs, heads, width) is one matrix.
 _OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
+
+#: DBRX's, in which the experts of a layer are one matrix, one below the other.
+_EXPERTS_IN_ROWS = ("DbrxExpertGLU",)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -27,13 +29,14 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
     if len(shape) < 2:
         return None, "fewer than two axes"
     if isinstance(module, _CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
-        if is_gain(param) and shape != _kernel_of(module):
-            return None, "a vector"
         return _kernel_shape(shape, module)
     kind = kind_of(module).__name__
     if kind == "OFTRotationModule":
         return None, "skew-symmetric blocks, each a row of its elements (by peft)"
     if len(shape) == 2:
+        experts = getattr(module, "moe_num_experts", 0) if kind in _EXPERTS_IN_ROWS else 0
+        if experts and shape[0] % experts == 0:
+            return (experts, shape[0] // experts, shape[1]), "stack of matrices, by expert"
         return (None, "a vector") if 1 in shape else (shape, "matrix")
     if len(shape) == 3:
         if kind in _OUTPUTS_BY_HEAD:
@@ -45,19 +48,16 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
     return None, f"{len(shape)} axes, and not a convolution"
 
 
-def _kernel_of(module: Any) -> tuple[int, ...]:
-    """The shape of the whole kernel of a convolution."""
-    ins, outs = module.in_channels, module.out_channels
-    return (*((ins, outs // module.groups) if module.transposed else (outs, ins // module.groups)), *module.kernel_size)
-
-
 def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
-    groups, first, rest = int(getattr(module, "groups")), shape[0], math.prod(shape[1:])
+    groups = int(getattr(module, "groups"))
+    rows, cols = shape[0] // groups, math.prod(shape[1:])
     if len(shape) == 3:
         return None, "convolution over one axis"
     if shape[1] == 1 and groups > 1:
         return None, "depthwise convolution"
+    if rows < 2 or cols < 2:
+        return None, "a vector"
     if groups == 1:
-        return (first, rest), "convolution"
+        return (rows, cols), "convolution"
     # Filters of different groups see different channels: each group is a matrix of its own.
-    return (groups, first // groups, rest), "grouped convolution"
+    return (groups, rows, cols), "grouped convolution"

@@ -14,10 +14,10 @@ from ds_layerwise.routing.kernels import shape_in
 from ds_layerwise.routing.tensor_marks import is_cut
 
 #: What the common model families call an output head, or the module that ends in one.
-HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?classifier(_\w+)?|clf|score|summary|"
-                       r"qa_outputs|embed_out|output_layer|lm_loss|mlm_layer|output_projection|logits_proj|"
-                       r"vocab_projector|(class|bbox|box|mask)_predictor|predict_\w+|seq_relationship|"
-                       r"(\w+_)?(class|bbox)_embed|(text|visual|audio|image)_projection|"
+HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?classifier(_\w+)?|clf|score|"
+                       r"conv_score_b|summary|qa_outputs|embed_out|(output|residual)_layer|lm_loss|mlm_layer|output_projection|"
+                       r"logits_proj|vocab_projector|(class|bbox|box|mask)_predictor|predict_\w+|seq_relationship|"
+                       r"(\w+_)?(class|bbox)_embed|(text|visual|audio|image|semantic|instance)_projection|"
                        r"embedding_proj(ection|_layer)|proj_to_\w+|proj_out(_2)?|(base_)?conv_out|(feat|prob)_out|"
                        r"(\w+_)?(final|out)_layer|final_convolution")
 

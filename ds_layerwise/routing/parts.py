@@ -112,7 +112,7 @@ def split_known(model: nn.Module, routes: dict[str, Route], params: Mapping[str,
             parts = parts_of(route, split or Split(()), outputs=axis, tp_size=tensor.size)
         except RoutingError:
             parts = None
-        if parts:
+        if parts and len(parts.each) > 1:
             try:
                 found[name] = _with_parts_here(route, parts, params[name], tensor)
             except RoutingError:

@@ -8,6 +8,7 @@ A calculation: it needs no network, no accelerator and no torch, and nothing in 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,13 @@ from conditions import commit
 from ds_layerwise.plan.drafts import cut_stream
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import LINKS, Links, group_of
-from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.reduction import Reduction
 from ds_layerwise.plan.ways import Load, WireTime, itemsize, wire_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.model_specs import load_model_specs
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")

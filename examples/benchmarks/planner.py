@@ -22,8 +22,11 @@ from conditions import conditions
 
 from ds_layerwise.plan.cost import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.model_file import deal_out_experts, load_model_specs
+from ds_layerwise.plan.model_file import deal_out_experts
 from ds_layerwise.plan.planner import plan_layout
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.model_specs import load_model_specs
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")

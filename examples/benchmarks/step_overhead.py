@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from torch import nn
 from ds_layerwise.plan.forecast import wires_of
 from ds_layerwise.plan.layout import Layout, ParamSpec
 from ds_layerwise.plan.links import NVLINK_IB
-from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.reduction import Reduction
 from ds_layerwise.plan.ways import in_levels
@@ -35,6 +35,9 @@ from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import GradSync
 from ds_layerwise.ranks.wires import Wire
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.model_specs import load_model_specs
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 META = torch.device("meta")

@@ -19,7 +19,7 @@ from ds_layerwise.routing.held import kind_of
 from ds_layerwise.routing.rules import route_parameters
 
 #: Layers of a kind that a model keeps: enough for those that differ from the first.
-LAYERS = 5
+LAYERS = 3
 _LAYERS = re.compile(r"(\w+_)?layers?|depth|num_\w*blocks")
 
 #: What is built of a type of model: what has a head, if anything does.

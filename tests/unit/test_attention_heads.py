@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.plan.model_file import find_model, read_model, route_model
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.rules import route_parameters
 from tests.support.rooms import rooms
@@ -65,7 +65,7 @@ def test_num_heads_cuts_the_outputs_of_a_conv1d():
 
 
 def test_a_model_file_says_what_is_transposed():
-    params = load_model(find_model("gpt2-124m"))
+    params = read_model(find_model("gpt2-124m")).params
     name = "transformer.h.3.attn.c_attn.weight"
     routes = route_model(params, [Override(name="*.c_attn.weight", num_heads=36)])
     assert (routes[name].matrix_shape, routes[name].by_columns) == ((36, 768, 64), True)
@@ -102,7 +102,7 @@ def test_what_the_error_of_per_head_muon_advises_works(config):
 
 
 def test_the_same_advice_for_a_model_file():
-    params = load_model(find_model("llama-3-8b"))
+    params = read_model(find_model("llama-3-8b")).params
     with pytest.raises(RoutingError, match=r"name the projections in layerwise\.overrides with num_heads$"):
         route_model(params, per_head=True)
     routes = route_model(params, [Override(name="*.q_proj.weight", num_heads=32)], per_head=True)

@@ -132,6 +132,10 @@ class AngularLoss(nn.Module):
         nn.SiLU(), nn.Linear(8, 16))})}, {"final_layer.linear.weight"}),
     ({"input_ff_layer": nn.ModuleDict({"output_layer": nn.Linear(8, 8)}), "output_layer": nn.Linear(8, 3)},
      {"output_layer.weight"}),
+    ({"horizon_ff_layer": nn.ModuleDict({"output_layer": nn.Linear(8, 3), "residual_layer": nn.Linear(8, 3)})},
+     {"horizon_ff_layer.output_layer.weight", "horizon_ff_layer.residual_layer.weight"}),
+    ({"conv_score_b": nn.Conv2d(8, 3, 1), "semantic_projection": nn.Conv2d(8, 2, 1)},
+     {"conv_score_b.weight", "semantic_projection.weight"}),
     ({"embeddings": nn.ModuleDict({"visual_projection": nn.Linear(8, 8)})}, set()),
     ({"head": MultiheadAttentionPoolingHead(), "norm": nn.LayerNorm(8)}, set()),
     ({"base_layer": nn.Linear(8, 8), "fc": nn.Conv2d(8, 5, 1)}, {"fc.weight"}),
@@ -189,9 +193,9 @@ def test_a_config_that_tells_its_heads_layer_by_layer_tells_nothing():
 
     model = Blocks(lm_head=nn.Linear(8, 40))
     model.config = PerLayer()
-    assert number_of(model.config, ("num_attention_heads", "head_dim")) == 4
+    assert number_of([model.config], ("num_attention_heads", "head_dim")) == 4
     assert heads_of(model) == {"lm_head.weight"}
-    with pytest.raises(RoutingError, match="per_head_muon needs model.config.num_attention_heads"):
+    with pytest.raises(RoutingError, match="per_head_muon found no query, key or value"):
         route_parameters(model, [{"params": list(model.parameters())}], per_head=True)
 
 
@@ -212,3 +216,27 @@ def test_bare_parameters_by_name():
     assert {name for name, route in routes.items() if route.reason == "embedding (by name)"} == names(TABLES)
     assert {name for name, route in routes.items() if route.bare} == {
         *names((*VECTORS, *TABLES, *MATRICES)), "many.biases.0"}
+
+
+class DbrxExpertGLU(nn.Module):
+    def __init__(self, **told):
+        super().__init__()
+        vars(self).update(told)
+        self.w1 = nn.Parameter(torch.zeros(12, 5))
+
+
+def test_experts_that_lie_below_each_other_are_a_stack_where_the_module_says_how_many():
+    model = nn.ModuleDict({"told": DbrxExpertGLU(moe_num_experts=3), "mute": DbrxExpertGLU(),
+                           "uneven": DbrxExpertGLU(moe_num_experts=5)})
+    routes = route_parameters(model, [{"params": list(model.parameters())}])
+    assert [route.matrix_shape for route in routes.values()] == [(3, 4, 5), (12, 5), (12, 5)]
+
+
+@pytest.mark.parametrize("conv, expected", [
+    (nn.Conv2d(8, 1, 3), None), (nn.Conv2d(1, 8, 1), None), (nn.Conv2d(1, 8, 3), (8, 9)),
+    (nn.ConvTranspose2d(1, 8, 3), None), (nn.Conv2d(8, 4, 3, groups=4), None), (nn.Conv3d(8, 4, 1), (4, 8)),
+    (nn.Conv2d(8, 4, 3, groups=2), (2, 2, 36))], ids=str)
+def test_a_kernel_with_one_row_or_column_is_a_vector(conv, expected):
+    model = nn.Sequential(conv, nn.Linear(4, 4), nn.Linear(4, 4))
+    route = route_parameters(model, [{"params": list(model.parameters())}])["0.weight"]
+    assert (route.matrix_shape, route.whole) == (expected, expected is not None)

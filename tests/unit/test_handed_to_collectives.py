@@ -11,7 +11,6 @@ from torch import distributed, nn
 from ds_layerwise.plan import model_file
 from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import NVLINK_IB, TCP
-from ds_layerwise.plan.model_file import load_model_specs
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks import side_stream
 from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer
@@ -19,6 +18,7 @@ from ds_layerwise.ranks.param_sync import ParamSync
 from ds_layerwise.ranks.sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.wires import make_wires
 from tests.support import streams
+from tests.support.model_specs import load_model_specs
 from tests.support.played_ranks import META, Player, check_calls, check_groups
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts

@@ -28,7 +28,7 @@ from ds_layerwise.plan.links import (
     links_of_run,
     unlike_the_run,
 )
-from ds_layerwise.plan.model_file import find_model, load_model_specs
+from ds_layerwise.plan.model_file import find_model
 from ds_layerwise.plan.owners import Item
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.prediction import predict
@@ -54,6 +54,7 @@ from ds_layerwise.plan.ways import (
 )
 from ds_layerwise.recipes.elementwise import AdamW
 from ds_layerwise.recipes.muon import Muon
+from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 
 pytestmark = rooms("links", "ways", "rows", "drafts", "prediction", "planner")

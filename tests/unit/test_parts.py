@@ -13,7 +13,7 @@ from ds_layerwise.optimizers.muon import Muon as Rule
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.parts import first_state, seen_parts
 from ds_layerwise.plan.forecast import specs_of, workspace_bytes
-from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.plan.model_file import find_model, read_model, route_model
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.muon import Muon
@@ -326,10 +326,10 @@ def test_sizes_are_those_of_all_ranks_together():
 
 
 def test_the_models_of_the_package_have_the_parts_that_transformers_finds():
-    gpt2 = route_model(load_model(find_model("gpt2-124m")))
+    gpt2 = route_model(read_model(find_model("gpt2-124m")).params)
     assert gpt2["transformer.h.3.attn.c_attn.weight"].seen(0) == dict.fromkeys("qkv", (768, 768))
     name = "model.layers.7.self_attn.{}.weight"
-    deepseek = load_model(find_model("deepseek-v3"))
+    deepseek = read_model(find_model("deepseek-v3")).params
     routes = route_model(deepseek)
     assert {leaf: routes[name.format(leaf)].seen(0) for leaf in ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa")} == {
         "q_b_proj": {"nope": (16384, 1536), "rope": (8192, 1536)}, "kv_b_proj": {"k": (16384, 512), "v": (16384, 512)},
@@ -349,4 +349,4 @@ params:
   - {name: w, shape: [16, 6], optimizer: matrix, split: {q: 4, k: 4}, split_groups: 3}
 """)
     with pytest.raises(ConfigError, match=r"w \(16, 6\) is split into q 4, k 4 x 3, 24 in all, and has 16 outputs"):
-        load_model(tmp_path / "model.yaml")
+        read_model(tmp_path / "model.yaml")

@@ -13,9 +13,10 @@ import pytest
 from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.plan.cost import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.model_file import deal_out_experts, load_model_specs
+from ds_layerwise.plan.model_file import deal_out_experts
 from ds_layerwise.plan.owners import Item, spread
 from ds_layerwise.plan.planner import plan_layout
+from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 
 pytestmark = rooms("planner", "owners", "model_file")

@@ -380,7 +380,8 @@ def test_a_computed_weight_is_routed_as_the_plain_one(kind):
     assert rest == ({f"{name}.{gains}" for name, _ in model.named_children()} if gains else set())
     for name in rest:
         table = name.startswith(("embed.", "tokens."))
-        assert not routes[name].whole and (table or routes[name].reason in ("a vector", "depthwise convolution")), name
+        assert not routes[name].whole and (table or routes[name].reason in (
+                "a vector", "depthwise convolution", "convolution over one axis")), name
     for name, value in model.named_buffers():
         assert torch.equal(value, before[name]), name
 

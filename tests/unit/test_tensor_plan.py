@@ -9,7 +9,7 @@ import pytest
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.links import PCIE_ETHERNET, TCP, Links, links_of_run
-from ds_layerwise.plan.model_file import find_model, load_model, route_model
+from ds_layerwise.plan.model_file import find_model, read_model, route_model
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.plan.tensor_cuts import cut
 from ds_layerwise.recipes.muon import Muon
@@ -25,7 +25,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_
 
 
 def whole(name, *, auto_split=True):
-    params = load_model(find_model(name))
+    params = read_model(find_model(name)).params
     return [(p.name, p.shape) for p in params], route_model(params, auto_split=auto_split)
 
 

@@ -16,7 +16,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.orthogonalize.batching import batches
 from ds_layerwise.plan import model_file
 from ds_layerwise.plan.forecast import opened_bytes, specs_of, workspace_bytes
-from ds_layerwise.plan.model_file import ModelParam, load_model, route_model
+from ds_layerwise.plan.model_file import ModelParam, read_model, route_model
 from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.ranks.update_sets import update_sets
 from ds_layerwise.recipes import muon as recipes
@@ -49,7 +49,7 @@ class Launches(TorchDispatchMode):
 
 def params_of(model):
     if model not in STACKED:
-        return load_model(MODELS / f"{model}.yaml")
+        return read_model(MODELS / f"{model}.yaml").params
     return [ModelParam(f"{layer}.{i}", shape, "matrix") for layer in range(4) for i, shape in enumerate(STACKED[model])]
 
 

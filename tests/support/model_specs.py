@@ -1,0 +1,25 @@
+"""The models that come with the package, as planners take them."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from ds_layerwise.config import Recipes
+from ds_layerwise.plan.forecast import specs_of
+from ds_layerwise.plan.layout import ParamSpec
+from ds_layerwise.plan.model_file import read_model, route_model
+from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.newton_schulz import NsMethod
+
+
+def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: NsMethod = "gram",
+                     steps: int = 5) -> list[ParamSpec]:
+    """The parameters of a model file, in model order; fused ones whole.
+
+    Args:
+        dtype: of all parameters.
+        method, steps: of the Newton-Schulz iteration that a matrix costs.
+    """
+    params = read_model(path).params
+    recipes = Recipes(matrix=Muon(ns_method=method, ns_steps=steps))
+    return specs_of(((p.name, p.shape, dtype) for p in params), route_model(params, auto_split=False, recipes=recipes))
