@@ -124,6 +124,7 @@ _WRAPPED = (
     Name(f"{_ENGINE}._scheduler_from_config", "wrapped", ("self", "optimizer")),
     Name(f"{_ENGINE}.zero_grad", "wrapped", ("self",)),
     Name(f"{_ENGINE}.zero_use_cpu_optimizer", "wrapped", ("self",)),
+    Name(f"{_ENGINE}._configure_checkpointing", "wrapped", ("self",)),
     Name(f"{_ENGINE}._take_model_step", "wrapped", ("self", "lr_kwargs")),
     Name(f"{_ENGINE}.save_checkpoint", "wrapped", ("self", "save_dir", "tag", "client_state", "save_latest")),
     Name(f"{_ENGINE}._save_checkpoint", "wrapped", ("self", "save_dir", "tag")),

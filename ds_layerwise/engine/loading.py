@@ -114,13 +114,8 @@ class _Alone:
         self._load.alone = True
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
-        if not self._load.alone:
-            return
-        if isinstance(error, Exception):
+        if self._load.alone and (error is None or isinstance(error, Exception)):
             comm.raise_alike(error, group=None)
-        elif error is None:
-            with _agreeing(self._load):
-                pass
 
 
 @contextmanager

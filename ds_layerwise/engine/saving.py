@@ -7,7 +7,7 @@ Note: what is wrapped, and why there
     ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on
     all ranks, which would wait for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs
     beside the training, which has a copy of all that it writes, and ``destroy`` or the end of the script ends the last
-    one. ``_take_model_step`` is when nothing may be saved.
+    one. ``_configure_checkpointing`` starts the process that does so. ``_take_model_step`` is when nothing may be saved.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
+from multiprocessing.util import Finalize
 from pathlib import Path
 from pickle import PicklingError
 from shutil import disk_usage
 from typing import Any
+from weakref import ref
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -363,12 +365,28 @@ def _end_at_exit() -> None:
             leave(1)
 
 
+def _configure_checkpointing(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    """End the process that writes beside the training with the script, which waits for it, even after an error."""
+    result = original()
+    if uses_us(engine) and engine.checkpoint_engine.is_decoupled():
+        # Before multiprocessing waits for its processes, and after what atexit has of a save that goes on.
+        Finalize(None, _end_writer, (ref(engine.checkpoint_engine),), exitpriority=0)
+    return result
+
+
+def _end_writer(found: Callable[[], Any]) -> None:
+    if (writer := found()) is not None:
+        writer.commit_info = None
+        writer.cleanup()
+
+
 def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     _commit_decoupled(engine)
     return original()
 
 
 WRAPS: dict[str, Callable[..., Any]] = {
+    "_configure_checkpointing": _configure_checkpointing,
     "_take_model_step": _take_model_step,
     "save_checkpoint": _save_whole,
     "_save_checkpoint": _save_model_file,
