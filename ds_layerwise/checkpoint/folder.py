@@ -112,8 +112,8 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
         return name, ""
 
     parts: list[tuple[tuple[str, int, int], int]] = []
-    for name, ranges in manifest.files.items():
-        size = ranges[-1].start + ranges[-1].size
+    for name in manifest.files:
+        size = manifest.size_of(name)
         # A list may say anything, and a file is no longer than it is.
         count = min(size, _size_of(folder / name)) // _PART + 1
         parts += [((name, index, count), size * (index + 1) // count - size * index // count) for index in range(count)]

@@ -7,7 +7,8 @@ Note: what is wrapped, and why there
     ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files of one rank: an error in there is raised on
     all ranks, which would wait for that one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs
     beside the training, which has a copy of all that it writes, and ``destroy`` or the end of the script ends the last
-    one. ``_configure_checkpointing`` starts the process that does so. ``_take_model_step`` is when nothing may be saved.
+    one. ``_configure_checkpointing`` starts the process that does so. ``_take_model_step`` is when nothing may be
+    saved.
 """
 
 from __future__ import annotations
@@ -365,9 +366,9 @@ def _end_at_exit() -> None:
             leave(1)
 
 
-def _configure_checkpointing(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+def _configure_checkpointing(original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any) -> Any:
     """End the process that writes beside the training with the script, which waits for it, even after an error."""
-    result = original()
+    result = original(*args)
     if uses_us(engine) and engine.checkpoint_engine.is_decoupled():
         # Before multiprocessing waits for its processes, and after what atexit has of a save that goes on.
         Finalize(None, _end_writer, (ref(engine.checkpoint_engine),), exitpriority=0)
