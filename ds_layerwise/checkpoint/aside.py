@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepspeed.utils import logger
@@ -265,23 +265,32 @@ def _renames_folders(path: Path) -> bool:
 
 def point(pointer: Path, tag: str) -> None:
     """Write ``tag`` into the file ``pointer``, such as ``latest``; it holds the old text or the new one, never none."""
-    new = pointer.with_name(pointer.name + INCOMPLETE)
     try:
-        new.write_text(tag, encoding="utf-8")
-        flush(new)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
-    try:
-        new.replace(pointer)
+        write_whole(pointer, lambda new: new.write_text(tag, encoding="utf-8"))
     except OSError as e:
         if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EXDEV, errno.EINVAL):
             raise
         # A mount that renames nothing takes a file as a whole when it is closed.
         pointer.write_text(tag, encoding="utf-8")
         flush(pointer)
-        new.unlink()
-    flush(pointer.parent)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file, which then takes the place of ``path`` in one go.
+
+    Raises:
+        LayerWiseError: a folder or a link has the name that is needed for it.
+    """
+    new = path.with_name(path.name + INCOMPLETE)
+    if new.is_dir() or new.is_symlink():
+        raise LayerWiseError(f"{new} is a folder or a link, and {path.name} is written under that name; move it away")
+    try:
+        write(new)
+        flush(new)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    flush(path.parent)
 
 
 def pointed(pointer: Path) -> str:

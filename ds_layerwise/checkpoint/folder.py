@@ -19,7 +19,7 @@ from ds_layerwise.checkpoint.aside import pointed
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.names import first_expert
 from ds_layerwise.checkpoint.regular import RegularCheckpoint
-from ds_layerwise.checkpoint.safe_load import load_safely
+from ds_layerwise.checkpoint.safe_load import UNREADABLE, load_safely
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError
 
@@ -112,8 +112,8 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
         return name, ""
 
     parts: list[tuple[tuple[str, int, int], int]] = []
-    for name, ranges in manifest.files.items():
-        size = ranges[-1].start + ranges[-1].size
+    for name in manifest.files:
+        size = manifest.size_of(name)
         # A list may say anything, and a file is no longer than it is.
         count = min(size, _size_of(folder / name)) // _PART + 1
         parts += [((name, index, count), size * (index + 1) // count - size * index // count) for index in range(count)]
@@ -241,6 +241,5 @@ def _load_client_state(path: Path) -> Any:
 def _load_trusted(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError, UnpicklingError, AttributeError, ImportError,
-            TypeError) as e:
+    except (*UNREADABLE, ImportError) as e:
         raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {e}") from e

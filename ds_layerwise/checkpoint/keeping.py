@@ -9,11 +9,8 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ds_layerwise.checkpoint.manifest import FILE_NAME, MOVING, SIGNATURE, Manifest
+from ds_layerwise.checkpoint.manifest import FILE_NAME, MARKS, SIGNATURE, Manifest
 from ds_layerwise.errors import LayerWiseError
-
-#: Files of this package that no list names.
-_MARKS = (FILE_NAME, SIGNATURE, MOVING)
 
 
 def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
@@ -31,14 +28,14 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
 def written_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
     """Paths within ``folder`` of the files that :func:`others_in` leaves out, without those that no list names."""
     is_ours = _known(folder, replaces)
-    return [name for name in _entries(folder) if is_ours(name) and name not in _MARKS and not (folder / name).is_dir()]
+    return [name for name in _entries(folder) if is_ours(name) and name not in MARKS and not (folder / name).is_dir()]
 
 
 def is_a_saves(folder: Path) -> bool:
     """Whether ``folder`` is what is left of a save, or one that was to be replaced: nothing else may be removed."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return any((folder / mark).exists() for mark in _MARKS) or not others_in(folder)
+    return any((folder / mark).exists() for mark in MARKS) or not others_in(folder)
 
 
 def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
@@ -86,7 +83,7 @@ def _known(folder: Path, replaces: Sequence[str]) -> Callable[[str], bool]:
 
     def is_ours(name: str) -> bool:
         top, _, rest = name.partition("/")
-        if name in listed or name in _MARKS or any(fnmatchcase(name, glob) for glob in replaces):
+        if name in listed or name in MARKS or any(fnmatchcase(name, glob) for glob in replaces):
             return True
         if rest:
             return top == "zero" and (rest.endswith(".pt") or (folder / name).is_dir())

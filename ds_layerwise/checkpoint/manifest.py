@@ -27,6 +27,9 @@ FILE_NAME = "layerwise_manifest.json"
 #: In the folder of a save: whose it is, until it is whole; and that its files are on their way, one by one.
 SIGNATURE, MOVING = "layerwise_save", "layerwise_moving"
 
+#: Files of this package that no list names.
+MARKS = (FILE_NAME, SIGNATURE, MOVING)
+
 FORMAT = 1
 
 #: Records from this many bytes on have a range of their own.
@@ -112,7 +115,7 @@ class Manifest:
                     mine.append(byte_range)
                 seen += byte_range.size
             if mine:
-                _check_file(folder / name, ranges[-1].start + ranges[-1].size, mine)
+                _check_file(folder / name, self.size_of(name), mine)
 
     def differing(self, folder: Path) -> list[str]:
         """One line for each file that ``folder`` lacks, or has otherwise. Large ranges are compared by what else is in
@@ -120,11 +123,15 @@ class Manifest:
         lines = []
         for name, ranges in self.files.items():
             try:
-                _check_file(folder / name, ranges[-1].start + ranges[-1].size,
+                _check_file(folder / name, self.size_of(name),
                             [byte_range for byte_range in ranges if byte_range.size <= _READ])
             except (LayerWiseError, OSError) as e:
                 lines.append(str(e))
         return lines
+
+    def size_of(self, name: str) -> int:
+        """The bytes of one of its files."""
+        return self.files[name][-1].start + self.files[name][-1].size
 
     def only(self, names: Iterable[str]) -> Manifest:
         """The manifest of some of its files. Names that it does not list are left out."""
@@ -134,7 +141,7 @@ class Manifest:
 def names_in(folder: Path) -> list[str]:
     """Paths within ``folder`` of everything that a manifest lists."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")
-                  if path.is_file() and path.name not in (FILE_NAME, SIGNATURE, MOVING))
+                  if path.is_file() and path.name not in MARKS)
 
 
 def leads_out(name: str) -> bool:

@@ -39,13 +39,9 @@ def write(path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tup
     """
     sums = {name: sums_of(value) for name, value in tensors.items()}
     beside = write_beside(header, scaler, sums)
-    incomplete = path.with_name(f"{path.name}.incomplete")
     try:
-        save_file({**tensors, _HEADER: beside}, incomplete)
-        aside.flush(incomplete)
-        incomplete.replace(path)
+        aside.write_whole(path, lambda new: save_file({**tensors, _HEADER: beside}, new))
     except (SafetensorError, OSError) as e:
-        incomplete.unlink(missing_ok=True)
         raise LayerWiseError(f"{path} cannot be written: {e}") from e
 
 

@@ -76,8 +76,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
 def load_bytes_safely(content: bytes, path: Path) -> Any:
     """What ``torch.save`` wrote into ``content``, a part of the file ``path``; as :func:`load_safely`."""
     try:
-        with torch.serialization.safe_globals(_KNOWN):
-            return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+        return _load(BytesIO(content), _KNOWN)
     except UNREADABLE as e:
         raise _refused(path, e) from e
 
@@ -91,6 +90,7 @@ def _refused(path: Path, error: BaseException) -> LayerWiseError:
     return LayerWiseError(f"{path} cannot be read: {type(error).__name__}: {text.partition(chr(10))[0]}")
 
 
-def _load(path: Path, known: list[Any]) -> Any:
+def _load(source: Path | BytesIO, known: list[Any]) -> Any:
     with torch.serialization.safe_globals(known):
-        return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
+        return torch.load(source, map_location="cpu", mmap=isinstance(source, Path) and is_zipfile(source),
+                          weights_only=True)

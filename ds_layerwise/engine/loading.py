@@ -24,9 +24,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
 from ds_layerwise.checkpoint import aside, universal
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.folder import manifest_of
+from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.checkpoint.names import new_names
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
+from ds_layerwise.checkpoint.regular import mp_size
 from ds_layerwise.checkpoint.safe_load import naming
 from ds_layerwise.engine.model_checks import check_layers, check_model, check_model_file, check_scheduler
 from ds_layerwise.errors import LayerWiseError
@@ -114,13 +115,8 @@ class _Alone:
         self._load.alone = True
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
-        if not self._load.alone:
-            return
-        if isinstance(error, Exception):
+        if self._load.alone and (error is None or isinstance(error, Exception)):
             comm.raise_alike(error, group=None)
-        elif error is None:
-            with _agreeing(self._load):
-                pass
 
 
 @contextmanager
@@ -241,13 +237,10 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
         raise LayerWiseError(f"{folder} does not exist; {folder.parent} holds {', '.join(there) or 'no checkpoint'}")
     is_universal = universal.is_universal(folder)
     _check_parts(engine, folder, is_universal=is_universal)
-    if not (folder / FILE_NAME).exists():
-        if is_universal or not states:
-            # DeepSpeed's converter and its other optimizers keep no list.
-            return is_universal
-        # Says so if somebody else wrote it.
-        RegularCheckpoint(folder)
-    manifest = Manifest.read(folder)
+    # DeepSpeed's converter and its other optimizers keep no list.
+    manifest = manifest_of(folder) if states or (folder / FILE_NAME).exists() else None
+    if manifest is None:
+        return is_universal
     if not states and not is_universal:
         manifest = manifest.only(name for name in manifest.files if name.endswith("model_states.pt"))
     own_disk = engine.use_node_local_storage()
@@ -284,10 +277,9 @@ def _load_zero_checkpoint(original: Callable[..., Any], engine: DeepSpeedEngine,
         return original(load_dir, tag, **options)
     checkpointing = engine.optimizer.checkpointing
     if checkpointing.load is not None:
-        with _agreeing(checkpointing.load):
-            pass
         # From here on ranks send to each other.
         checkpointing.load.alone = False
+        comm.raise_alike(None, group=None)
     checkpointing.finish_load()
     return True
 
@@ -296,17 +288,16 @@ def _load_module_state_dict(original: Callable[..., Any], engine: DeepSpeedEngin
                             strict: bool = True, custom_load_fn: Any = None, **options: Any) -> Any:
     load: Load | None = engine.optimizer.checkpointing.load if uses_us(engine) else None
     place = load.found.folder if load is not None and load.found is not None else Path("the model's file")
-    if uses_us(engine) and custom_load_fn is not None:
+    if uses_us(engine):
         with _agreeing(load), naming(place):
+            if custom_load_fn is None:
+                held = checkpoint["module"]
+                renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
+                # Frozen parameters are the same once more, by their names in the checkpoint.
+                checkpoint = {**checkpoint, "module": {renamed[name]: value for name, value in held.items()},
+                              FROZEN_PARAM_FRAGMENTS: None}
+                check_model(engine, checkpoint, strict=strict)
             check_scheduler(engine, checkpoint)
-    elif uses_us(engine):
-        with _agreeing(load), naming(place):
-            held = checkpoint["module"]
-            renamed = new_names(held, engine.optimizer.config.rename, use_all=True)
-            # Frozen parameters are the same once more, by their names in the checkpoint.
-            checkpoint = {**checkpoint, "module": {renamed[name]: value for name, value in held.items()},
-                          FROZEN_PARAM_FRAGMENTS: None}
-            check_model(engine, checkpoint, strict=strict)
     return original(checkpoint, strict, custom_load_fn, **options)
 
 

@@ -20,18 +20,16 @@ from ds_layerwise.zero.load import Load
 
 
 def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Find what loading the module and the scheduler would only find when half of it is done.
+    """Find what loading the module would only find when half of it is done.
 
     Raises:
-        LayerWiseError: names or shapes differ, or there are two values for one parameter, or there is no state that the
-            scheduler could go on from.
+        LayerWiseError: names or shapes differ, or there are two values for one parameter.
     """
     held = engine.module.state_dict(keep_vars=True)
     _check_names_and_shapes(checkpoint["module"], held, strict=strict, way_out="rename it with layerwise.rename, or ")
     load: Load | None = engine.optimizer.checkpointing.load
     if load is not None and load.found is not None:
         _check_tied(checkpoint["module"], held)
-    check_scheduler(engine, checkpoint)
 
 
 def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, of: str = "",

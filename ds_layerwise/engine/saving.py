@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
+from multiprocessing.util import Finalize
 from pathlib import Path
 from pickle import PicklingError
 from shutil import disk_usage
@@ -53,6 +54,8 @@ def end_at_exit(engine: DeepSpeedEngine) -> None:
     # What is registered last is called first: before Python waits for processes.
     atexit.unregister(_end_at_exit)
     atexit.register(_end_at_exit)
+    # Processes that multiprocessing has started call nothing of atexit.
+    Finalize(None, _end_at_exit, exitpriority=0)
 
 
 def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
@@ -382,6 +385,7 @@ def _end_at_exit() -> None:
                 "was saved before is still there", sys.stderr)
         if attempt.error is not None and not has_failed:
             leave(1)
+    _saving.clear()
 
 
 def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:

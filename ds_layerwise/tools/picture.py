@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.checkpoint.aside import INCOMPLETE, flush
+from ds_layerwise.checkpoint.aside import write_whole
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.plan.forecast import Forecast
 from ds_layerwise.plan.prediction import Prediction
@@ -89,10 +89,5 @@ def draw(path: Path, forecasts: Sequence[Forecast], predictions: Sequence[Predic
     Raises:
         OSError: it cannot be written.
     """
-    new = path.with_name(path.name + INCOMPLETE)
-    try:
-        figure_of(forecasts, predictions).savefig(new, format="png", dpi=150)
-        flush(new)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    figure = figure_of(forecasts, predictions)
+    write_whole(path, lambda new: figure.savefig(new, format="png", dpi=150))

@@ -176,7 +176,7 @@ class TestSaving(DistributedTest):
     def test_a_folder_that_may_not_be_written(self, tmp_path):
         engine = start(Net(), ds_config())
         on_rank_0(lambda: (tmp_path / "file").write_text(""))
-        with pytest.raises((OSError, LayerWiseError), match="Not a directory|rank 0 failed: NotADirectory"):
+        with pytest.raises(LayerWiseError, match="file is no folder, and a save of tag needs"):
             engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
         train_engine(engine, 1)
 
@@ -537,6 +537,29 @@ class TestDeepSpeedsWriters(DistributedTest):
             assert path is not None
             assert_equal_states(states(engine), saved)
         engine.destroy()
+
+    def test_a_file_that_one_rank_cannot_read_is_an_error_on_all_and_the_processes_end(self, tmp_path, monkeypatch):
+        """Nobody destroys the engine that loads, and nothing waits for the process that would write for it."""
+        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        engine, other = start(Net(), ds_config()), start(Net(), ds_config(checkpoint={"writer": WRITER}))
+        train_engine(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        load = torch.load
+
+        def fails(path, *args, **options):
+            # As DeepSpeed's engine of this kind reads.
+            if "weights_only" not in options and "model_states" in str(path):
+                raise OSError(errno.EIO, "Input/output error")
+            return load(path, *args, **options)
+
+        with monkeypatch.context() as now, pytest.raises((LayerWiseError, OSError)) as error:
+            if dist.get_rank() == 1:
+                now.setattr(torch, "load", fails)
+            other.load_checkpoint(tmp_path)
+        assert ("rank 1 failed: OSError" if dist.get_rank() == 0 else "Input/output error") in str(error.value)
+        other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), states(engine))
 
     def test_what_is_handed_over_is_a_copy(self, tmp_path, monkeypatch):
         """The process that writes has not even begun to read when everything it was given is overwritten."""
