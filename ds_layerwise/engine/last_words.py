@@ -41,6 +41,15 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
 
+#: The kind of the error that has ended the script, if one has.
+_ended_by: list[type[BaseException]] = []
+
+
+def has_failed() -> bool:
+    """Whether an error that nobody has caught has ended the script."""
+    return bool(_ended_by)
+
+
 def begin() -> None:
     """Let an error of this package that nobody catches be told once; all others go to the hook that is there."""
     if not _is_ours(sys.excepthook):
@@ -58,6 +67,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _tell(earlier: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _ended_by.append(kind)
     if sys.flags.dev_mode or not (isinstance(error, LayerWiseError) or is_agreed(error)):
         earlier(kind, error, trace)
         return

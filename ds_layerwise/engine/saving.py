@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,11 +29,12 @@ from weakref import WeakSet
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ds_layerwise.checkpoint import aside, regular, universal
 from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.tags import check_tag
+from ds_layerwise.engine.last_words import has_failed
 from ds_layerwise.engine.snapshot import snapshot
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
@@ -43,6 +45,9 @@ from ds_layerwise.zero.save import Save
 
 #: Engines with a save that goes on beside the training, in the order of their saves. They are not let go before.
 _saving: list[DeepSpeedEngine] = []
+
+#: Where ranks count that are at the end of their scripts, and for how many seconds they wait for the others.
+_AT_EXIT, _PATIENCE = "ds_layerwise/at_exit", 300
 
 #: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
@@ -367,15 +372,11 @@ def _commit_decoupled(engine: DeepSpeedEngine) -> None:
 
 def _end_at_exit() -> None:
     """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
-    # The others may be waiting for this rank somewhere else.
-    has_failed = hasattr(sys, "last_value")
+    alone = _alone_at_exit() if _saving else ""
     for engine in dict.fromkeys([*_saving, *_engines]):
         with (attempt := Attempt()):
-            if engine in _saving and has_failed:
-                raise LayerWiseError("an error has ended the script")
-            if engine in _saving and not dist.is_initialized():
-                raise LayerWiseError("the process groups are gone; call engine.destroy() before "
-                                     "destroy_process_group()")
+            if engine in _saving and alone:
+                raise LayerWiseError(alone)
             _commit_decoupled(engine)
         writer = getattr(engine, "checkpoint_engine", None)
         if writer is not None and writer.is_decoupled():
@@ -383,9 +384,31 @@ def _end_at_exit() -> None:
         if attempt.error is not None and engine.global_rank == 0:
             say(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {attempt.error}; what "
                 "was saved before is still there", sys.stderr)
-        if attempt.error is not None and not has_failed:
+        if attempt.error is not None and not has_failed():
             leave(1)
     _saving.clear()
+
+
+def _alone_at_exit() -> str:
+    """Why this rank cannot commit a save with the others at the end of the script; empty if it can.
+
+    The others may be waiting for this rank somewhere else, where an error or ``sys.exit`` has ended it alone.
+    """
+    if has_failed():
+        return "an error has ended the script"
+    if not dist.is_initialized():
+        return "the process groups are gone; call engine.destroy() before destroy_process_group()"
+    until = time.monotonic() + _PATIENCE
+    try:
+        store: Any = distributed.distributed_c10d._get_default_store()
+        store.add(_AT_EXIT, 1)
+        while store.add(_AT_EXIT, 0) % dist.get_world_size():
+            if time.monotonic() > until:
+                return f"the other ranks have not come to the end of theirs within {_PATIENCE} s"
+            time.sleep(0.05)
+    except RuntimeError as e:
+        return f"another rank has ended before ({e})"
+    return ""
 
 
 def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:

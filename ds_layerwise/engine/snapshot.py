@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Hashable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Value = TypeVar("Value")
 
@@ -15,16 +16,17 @@ Value = TypeVar("Value")
 def snapshot(value: Value) -> Value:
     """Copy ``value`` with all tensors in it, in objects too, to the host; what can be saved can be copied."""
     stream, copies = io.BytesIO(), list[Tensor]()
-    # Each is held, so that no other gets its id.
-    known: dict[int, tuple[int, Tensor]] = {}
+    # Each is held, so that no other gets its place in memory.
+    known: dict[Hashable, tuple[int, Tensor]] = {}
 
     def number_of(thing: object) -> int | None:
         if not isinstance(thing, Tensor):
             return None
-        if id(thing) not in known:
-            known[id(thing)] = len(copies), thing
-            copies.append(_copy(thing.detach()))
-        return known[id(thing)][0]
+        key = _identity(thing)
+        if key not in known:
+            known[key] = len(copies), thing
+            copies.append(_copy(thing))
+        return known[key][0]
 
     pickler = pickle.Pickler(stream)
     pickler.persistent_id = number_of  # type: ignore[method-assign]
@@ -36,7 +38,21 @@ def snapshot(value: Value) -> Value:
     return copied
 
 
+def _identity(tensor: Tensor) -> Hashable:
+    """What tied weights share, which several tensors may stand for."""
+    if tensor.layout != torch.strided or not tensor.numel() or tensor.is_meta:
+        return id(tensor)
+    return type(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()
+
+
 def _copy(tensor: Tensor) -> Tensor:
+    copied = _values(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _values(tensor: Tensor) -> Tensor:
     if tensor.layout == torch.strided and 0 in tensor.stride():
         # What stands for many elements in the memory of one does so in the copy.
         ones = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]

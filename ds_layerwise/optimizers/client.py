@@ -97,6 +97,7 @@ class ClientOptimizer(LayerWiseOptimizer):
 
     def hold(self, held: Iterable[Held]) -> None:
         """Let the object show the states of what this rank owns."""
+        self.client.state.clear()
         super().hold(held)
         self._bind()
 

@@ -42,7 +42,9 @@ def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Se
         if key not in given[where]:
             continue
         for recipe in config.recipes:
-            if isinstance(recipe, AnyTorch) and recipe.wants(key):
+            # What the matrix optimizer takes may be meant for it alone.
+            is_matrixs = not recipe.whole and key in config.matrix.hyper
+            if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
                 raise ConfigError(f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an argument; give "
                                   f"it in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, too")
         if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):

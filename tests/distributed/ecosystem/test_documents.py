@@ -119,7 +119,7 @@ class TestNames(DistributedTest):
         for path in PAGES:
             text = prose_of(path) + "".join(block.text for block in blocks("python"))
             found |= set(re.findall(r"\bengine\.optimizer\.([\w.]+)", text))
-        assert {"routes", "describe", "fresh_states", "wait_for_params", "progress.passes"} <= found
+        assert {"routes", "describe", "fresh_states", "wait_for_params"} <= found
         for name in found:
             value = engine.optimizer
             for part in name.strip(".").split("."):
