@@ -1,23 +1,17 @@
-"""Every name of DeepSpeed that this package wraps, extends or imports, and in which releases it is what.
+"""Every name of DeepSpeed that this package wraps, extends or imports.
 
 :func:`check` looks all of them up before anything is patched, so that a release that has changed one of them is refused
 as a whole, by a list of all that it has changed. What is only read from DeepSpeed's objects, and what its code asks an
 optimizer for, is listed in tests/support/deepspeed_names.py, and looked up by tests.
 
 Note: how to support the next release
-    Run ``python -m tests.contract_releases FOLDER``, with a release that is installed in FOLDER, and change the entry
-    of what it names. What has a new name gets it as its ``path``, and the old one goes into ``was`` with the first
-    release that has it no more: the rest of the package goes on with the oldest name. What is new or gone gets
-    ``since`` or ``until``, and a place in the package that does without. More than an entry is needed for an import
-    from a module that is gone, for what the engine asks for by a new name, and for a new meaning.
-
-Releases in ``since``, ``until`` and ``was`` are those of the change: since this one, no more from this one on.
+    Run ``python -m tests.contract_releases FOLDER``, with a release that is installed in FOLDER, and mend the entry of
+    what it names. What is wrapped or extended under a new name gets that as its ``path``, and the old one as ``was``.
+    Else both names are asked for where they are used; what not all supported releases have cannot be here.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +23,7 @@ from ds_layerwise.errors import ConfigError
 #: What setup.cfg asks for: the first release that is supported, the newest that was tested, the first that is not.
 OLDEST, NEWEST, BELOW = "0.18.9", "0.19.8", "0.20"
 
-Kind = Literal["wrapped", "extended", "imported", "read"]
+Kind = Literal["wrapped", "extended", "imported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,43 +31,36 @@ class Name:
     """One name of DeepSpeed."""
 
     path: str
-    """Module, class and name, as in the newest release. A class's attribute may be one that only its instances have."""
+    """Module, class and name. A class's attribute may be one that only its instances have."""
 
     kind: Kind
     """``wrapped``: what is registered goes around it. ``extended``: a list that is added to. ``imported``: by an import
-    statement. ``read``: got from, called on or set on what was imported, or an object of DeepSpeed."""
+    statement."""
 
     parameters: tuple[str, ...] | None = None
     """What the name is called with here, or by DeepSpeed where it is wrapped; ``self``, too. It may take more, by
     default. None: it is not called, or does not say what it takes."""
 
-    since: str | None = None
-    until: str | None = None
-    was: tuple[tuple[str, str], ...] = ()
-    """Earlier paths, oldest first, each with the first release that has another."""
-
-    @property
-    def known_as(self) -> str:
-        """The path by which this package knows it, whatever DeepSpeed calls it: the oldest."""
-        return self.was[0][0] if self.was else self.path
+    was: str | None = None
+    """An earlier path of what is wrapped or extended, which is looked for where ``path`` is not there."""
 
     @property
     def key(self) -> str:
-        """The last part of that."""
-        return self.known_as.rpartition(".")[2]
+        """The last part of the first path that it had, by which the package knows it."""
+        return (self.was or self.path).rpartition(".")[2]
 
-    def is_in(self, release: str) -> bool:
-        """Whether ``release`` is to have it."""
-        return not (self.since and _number(release) < _number(self.since)
-                    or self.until and _number(release) >= _number(self.until))
+    @property
+    def here(self) -> str:
+        """The path in the installed DeepSpeed."""
+        try:
+            lookup.find(self.path)
+        except lookup.Absent:
+            return self.was or self.path
+        return self.path
 
-    def path_in(self, release: str) -> str:
-        """The path of the name in ``release``."""
-        return next((path for path, before in self.was if _number(release) < _number(before)), self.path)
-
-    def problem(self, release: str) -> str | None:
-        """What is wrong with it in the installed DeepSpeed, taken for ``release``; None if it is as expected."""
-        path = self.path_in(release)
+    def problem(self) -> str | None:
+        """What is wrong with it in the installed DeepSpeed; None if it is as expected."""
+        path = self.here
         try:
             if self.kind == "imported":
                 found: Any = lookup.find(path)
@@ -88,12 +75,6 @@ class Name:
             return f"{path} is no list"
         changed = None if self.parameters is None else lookup.difference(found, self.parameters)
         return changed and f"{path} {changed}"
-
-
-def _number(release: str) -> tuple[int, ...]:
-    """``release`` as numbers; what a build or a pre-release adds to it does not count."""
-    found = re.match(r"\d+(\.\d+)*", release)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def _imports(owner: str, names: str, parameters: tuple[str, ...] | None = None) -> tuple[Name, ...]:
@@ -178,21 +159,12 @@ _IMPORTED = (
     Name("deepspeed.utils.torch.register_grad_hook", "imported", ("param", "hook")),
 )
 
-#: What is only read, and has another name now: the rest of the package goes on with the oldest. Everything else that is
-#: read, or asked for, is looked up by tests alone.
-_RENAMED: tuple[Name, ...] = ()
-
-CONTRACT: tuple[Name, ...] = (*_WRAPPED, *_IMPORTED, *_RENAMED)
+CONTRACT: tuple[Name, ...] = (*_WRAPPED, *_IMPORTED)
 
 
-def missing(release: str | None = None) -> list[str]:
-    """What the installed DeepSpeed lacks or has changed of the list, each in words.
-
-    Args:
-        release: which one it is, if it does not say so itself.
-    """
-    release = release or str(deepspeed.__version__)
-    return [problem for name in CONTRACT if name.is_in(release) and (problem := name.problem(release))]
+def missing() -> list[str]:
+    """What the installed DeepSpeed lacks or has changed of the list, each in words."""
+    return [problem for name in CONTRACT if (problem := name.problem())]
 
 
 def check() -> None:
@@ -208,23 +180,10 @@ def check() -> None:
 
 
 def resolve(key: str) -> tuple[Any, str]:
-    """The class or module of what is wrapped or extended, and what it is called there now.
+    """The class or module of what is wrapped or extended, and what it is called there.
 
     Args:
-        key: by which name this package knows it.
+        key: the last part of its path.
     """
     entry, = (name for name in _WRAPPED if name.key == key)
-    return lookup.owner_of(entry.path_in(str(deepspeed.__version__)))
-
-
-def renamed() -> Iterator[tuple[Any, str, str]]:
-    """Names that the installed DeepSpeed has changed: the owner that is looked at, the old name, the new path."""
-    release = str(deepspeed.__version__)
-    for entry in CONTRACT:
-        path = entry.path_in(release)
-        if entry.is_in(release) and path != entry.known_as:
-            try:
-                owner, name = lookup.owner_of(entry.known_as)
-            except lookup.Absent:
-                owner, name = lookup.owner_of(path)[0], entry.key
-            yield owner, name, path
+    return lookup.owner_of(entry.here)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_layerwise.config import OPTIMIZER_TYPES
-from ds_layerwise.engine import contract, lookup
+from ds_layerwise.engine import contract
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.takeover import is_trained
@@ -127,17 +127,6 @@ def is_registered() -> bool:
     return any(not patch.for_life for patch in _patches.values())
 
 
-def alias_renamed() -> None:
-    """Let what the installed DeepSpeed has renamed answer to the name that this package uses, too.
-
-    Inside :func:`changing`.
-    """
-    for owner, name, path in contract.renamed():
-        if not hasattr(owner, name):
-            ours: Any = _under_new_name(path.rpartition(".")[2]) if inspect.isclass(owner) else lookup.find(path)
-            _replace(f"{owner.__name__}.{name}", owner, name, ours, for_life=True)
-
-
 def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -> None:
     """Let DeepSpeed's methods and functions go through ``wraps``, by their keys in the contract.
 
@@ -210,11 +199,6 @@ def _put_back() -> None:
 def _replace(key: str, owner: Any, name: str, ours: Any, *, for_life: bool) -> None:
     _patches[key] = _Patch(owner, name, vars(owner).get(name, _NOTHING), ours, for_life)
     _patches[key].put()
-
-
-def _under_new_name(name: str) -> property:
-    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value),
-                    lambda self: delattr(self, name))
 
 
 def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:

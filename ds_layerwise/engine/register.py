@@ -33,7 +33,6 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
     with patches.changing():
         if not patches.is_registered():
             contract.check()
-            patches.alias_renamed()
         # It imports names that are only known to be there now.
         from ds_layerwise.engine import wraps
         patches.wrap(wraps.WRAPS, for_life=wraps.FOR_LIFE)

@@ -12,56 +12,32 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-import atexit
 import math
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
-from multiprocessing.util import Finalize
 from pathlib import Path
 from pickle import PicklingError
 from shutil import disk_usage
 from typing import Any
-from weakref import WeakSet
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint import aside, regular, universal
 from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.tags import check_tag
-from ds_layerwise.engine.last_words import has_failed
 from ds_layerwise.engine.snapshot import snapshot
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.output import say
 from ds_layerwise.ranks import comm, disks
-from ds_layerwise.ranks.leaving import Attempt, leave
+from ds_layerwise.ranks.leaving import Attempt
 from ds_layerwise.zero.optimizer import uses_us
 from ds_layerwise.zero.save import Save
 
 #: Engines with a save that goes on beside the training, in the order of their saves. They are not let go before.
-_saving: list[DeepSpeedEngine] = []
-
-#: Where ranks count that are at the end of their scripts, and for how many seconds they wait for the others.
-_AT_EXIT, _PATIENCE = "ds_layerwise/at_exit", 300
-
-#: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
-_engines: WeakSet[DeepSpeedEngine] = WeakSet()
-
-
-def end_at_exit(engine: DeepSpeedEngine) -> None:
-    """Let what ``engine`` saves beside the training be committed, and its process end, at the end of the script."""
-    _engines.add(engine)
-    # What is registered last is called first: before Python waits for processes.
-    atexit.unregister(_end_at_exit)
-    atexit.register(_end_at_exit)
-    # Processes that multiprocessing has started call nothing of atexit.
-    Finalize(None, _end_at_exit, exitpriority=0)
-
+unfinished: list[DeepSpeedEngine] = []
 
 def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
                 client_state: Mapping[str, Any] | None = None, save_latest: bool = True, **options: Any) -> Any:
@@ -78,7 +54,7 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
         if engine.optimizer.config.save_universal:
             _check_kind(place / f"{tag}_universal", is_universal=True)
     comm.check_alike("the checkpoint's tag", tag, [tag], group=None)
-    _commit_decoupled(engine)
+    commit_decoupled(engine)
     with engine.optimizer.checkpointing.saving(), ExitStack() as undo:
         save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=engine.use_node_local_storage()))
         writer = engine.checkpoint_engine
@@ -93,7 +69,7 @@ def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir:
         if writer.is_decoupled():
             # It goes on beside the training, and is committed before the next step, or at the end of the script.
             engine.optimizer.checkpointing.save = save
-            _saving.append(engine)
+            unfinished.append(engine)
         else:
             _commit(engine, save)
         undo.pop_all()
@@ -104,7 +80,7 @@ def _take_model_step(original: Callable[..., Any], engine: DeepSpeedEngine, *arg
     if not uses_us(engine):
         return original(*args, **options)
     # The engine of a pipeline has not done so.
-    _commit_decoupled(engine)
+    commit_decoupled(engine)
     optimizer, done = engine.optimizer, False
     updates = optimizer.step_count
     optimizer.progress.updating = True
@@ -332,8 +308,8 @@ def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedE
         return original()
     writer, checkpointing = engine.checkpoint_engine, engine.optimizer.checkpointing
     save, checkpointing.save = checkpointing.save, None
-    if engine in _saving:
-        _saving.remove(engine)
+    if engine in unfinished:
+        unfinished.remove(engine)
     if save is None and writer.get_commit_info() is None:
         return None
     with ExitStack() as undo:
@@ -363,56 +339,15 @@ def _wait_for(writer: Any) -> None:
         writer.commit_info = None
 
 
-def _commit_decoupled(engine: DeepSpeedEngine) -> None:
+def commit_decoupled(engine: DeepSpeedEngine) -> None:
     """End a save that still goes on beside the training, or one that failed while it was handed over."""
     # One whose construction has failed has no optimizer yet, and is destroyed all the same.
     if hasattr(engine, "optimizer") and uses_us(engine) and engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()
 
 
-def _end_at_exit() -> None:
-    """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
-    alone = _alone_at_exit() if _saving else ""
-    for engine in dict.fromkeys([*_saving, *_engines]):
-        with (attempt := Attempt()):
-            if engine in _saving and alone:
-                raise LayerWiseError(alone)
-            _commit_decoupled(engine)
-        writer = getattr(engine, "checkpoint_engine", None)
-        if writer is not None and writer.is_decoupled():
-            writer.cleanup()
-        if attempt.error is not None and engine.global_rank == 0:
-            say(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {attempt.error}; what "
-                "was saved before is still there", sys.stderr)
-        if attempt.error is not None and not has_failed():
-            leave(1)
-    _saving.clear()
-
-
-def _alone_at_exit() -> str:
-    """Why this rank cannot commit a save with the others at the end of the script; empty if it can.
-
-    The others may be waiting for this rank somewhere else, where an error or ``sys.exit`` has ended it alone.
-    """
-    if has_failed():
-        return "an error has ended the script"
-    if not dist.is_initialized():
-        return "the process groups are gone; call engine.destroy() before destroy_process_group()"
-    until = time.monotonic() + _PATIENCE
-    try:
-        store: Any = distributed.distributed_c10d._get_default_store()
-        store.add(_AT_EXIT, 1)
-        while store.add(_AT_EXIT, 0) % dist.get_world_size():
-            if time.monotonic() > until:
-                return f"the other ranks have not come to the end of theirs within {_PATIENCE} s"
-            time.sleep(0.05)
-    except RuntimeError as e:
-        return f"another rank has ended before ({e})"
-    return ""
-
-
 def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    _commit_decoupled(engine)
+    commit_decoupled(engine)
     return original()
 
 

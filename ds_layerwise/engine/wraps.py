@@ -32,7 +32,17 @@ from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise.checkpoint.universal import told_the_converter
 from ds_layerwise.config import is_for_us
-from ds_layerwise.engine import loading, own_overrides, patches, reading, reference, saving, schedules, shared_memory
+from ds_layerwise.engine import (
+    at_exit,
+    loading,
+    own_overrides,
+    patches,
+    reading,
+    reference,
+    saving,
+    schedules,
+    shared_memory,
+)
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.client import ClientOptimizer, given_by, must_be_optimizer, pointing_to_ours
@@ -248,7 +258,7 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
         setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, told_the_converter(built.checkpointing.planned.saved_shapes))
     param_map.write(built)
     patches.engines.add(engine)
-    saving.end_at_exit(engine)
+    at_exit.end_at_exit(engine)
     if pipeline.is_pipeline(engine.module):
         if built.rank == 0:
             announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import re
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -28,8 +29,18 @@ class Used(Name):
     """``read``: got from, called on or set on what was imported, or an object of DeepSpeed. ``asked``: code of the
     owner asks an optimizer, or a parameter, for it, and finds it in this package."""
 
-    def problem(self, release: str) -> str | None:
-        path = self.path_in(release)
+    since: str | None = None
+    """The first release that is to have it."""
+    until: str | None = None
+    """The first that is to have it no more."""
+
+    def is_in(self, release: str) -> bool:
+        """Whether ``release`` is to have it."""
+        return not (self.since and _number(release) < _number(self.since)
+                    or self.until and _number(release) >= _number(self.until))
+
+    def problem(self) -> str | None:
+        path = self.path
         try:
             owner, name = lookup.owner_of(path)
         except lookup.Absent as absent:
@@ -44,11 +55,17 @@ class Used(Name):
         return changed and f"{path} {changed}"
 
 
+def _number(release: str) -> tuple[int, ...]:
+    """``release`` as numbers; what a build or a pre-release adds to it does not count."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
 def missing(release: str) -> list[str]:
     """What the installed DeepSpeed, taken for ``release``, lacks or has changed of :data:`USED`, each in words."""
     # Somebody may have changed the code since.
     codes_of.cache_clear()
-    return [problem for name in USED if name.is_in(release) and (problem := name.problem(release))]
+    return [problem for name in USED if name.is_in(release) and (problem := name.problem())]
 
 
 def is_attribute(owner: Any, name: str) -> bool:
@@ -120,7 +137,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 def _used(owner: str, kind: Literal["read", "asked"], names: str, parameters: tuple[str, ...] | None = None, *,
           since: str | None = None) -> tuple[Used, ...]:
     """Names of ``owner`` that differ in nothing else."""
-    return tuple(Used(f"{owner}.{name}", kind, parameters, since) for name in names.split())
+    return tuple(Used(f"{owner}.{name}", kind, parameters, since=since) for name in names.split())
 
 
 READ = (

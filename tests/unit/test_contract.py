@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 
 from ds_layerwise.engine import contract, lookup, patches
-from ds_layerwise.engine.contract import CONTRACT, Name
+from ds_layerwise.engine.contract import CONTRACT
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.engine.wraps import WRAPS
 from ds_layerwise.errors import ConfigError
@@ -34,14 +34,14 @@ from ds_layerwise.zero import takeover
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from tests.contract_releases import ROOT, walk
 from tests.support import deepspeed_names
-from tests.support.deepspeed_names import USED, is_asked_for, is_attribute
+from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
 from tests.support.rooms import rooms
 
 pytestmark = rooms("contract", "lookup", "register", "patches")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}
-KNOWN = {name.known_as for name in (*CONTRACT, *USED)}
+KNOWN = {name.path for name in (*CONTRACT, *USED)}
 ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 BASE = "deepspeed.runtime.base_optimizer.ZeROOptimizer"
 
@@ -107,7 +107,7 @@ def identifiers(tree):
 
 def test_every_import_is_on_the_list_and_no_other():
     found = {path for tree in TREES.values() for path in imported(tree).values()}
-    assert found - {"deepspeed"} == {name.known_as for name in CONTRACT if name.kind == "imported"}
+    assert found - {"deepspeed"} == {name.path for name in CONTRACT if name.kind == "imported"}
 
 
 @pytest.mark.parametrize("path", TREES, ids=[str(path.relative_to(ROOT)) for path in TREES])
@@ -452,71 +452,28 @@ class TestSeveralAtOnce:
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-class TestWhatWasRenamed:
-
-    @pytest.fixture
-    def renaming(self, unregistered, monkeypatch):
-        def rename(path, new, since):
-            owner, old = lookup.owner_of(path)
-            monkeypatch.setattr(owner, new, vars(owner)[old], raising=False)
-            monkeypatch.delattr(owner, old)
-            def renamed(name):
-                return replace(name, path=path.replace(old, new), was=((path, since), )) if name.path == path else name
-
-            entries = {part: tuple(map(renamed, getattr(contract, part))) for part in ("CONTRACT", "_WRAPPED")}
-            # What is only read is not looked up at start unless it has another name.
-            entries["CONTRACT"] += tuple(renamed(name) for name in USED if name.path == path and name.kind == "read")
-            for part, names in entries.items():
-                monkeypatch.setattr(contract, part, names)
-            return owner, old
-        yield rename
-        unregister()
-
-    @pytest.mark.parametrize("path", [f"{ENGINE}.zero_overlap_comm", f"{ENGINE}._commit_decoupled_checkpoint",
-                                      "deepspeed.moe.utils.is_moe_param",
-                                      "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS"])
-    def test_it_is_there_under_its_old_name_while_registered(self, renaming, path):
-        before = snapshot()
-        owner, old = renaming(path, "renamed", deepspeed.__version__)
-        after = snapshot()
-        register()
-        if isinstance(owner, type):
-            it = owner.__new__(owner)
-            torch.nn.Module.__init__(it)
-            assert getattr(it, old) == it.renamed
-            it.__dict__["renamed"] = 7
-            assert getattr(it, old) == 7
-            setattr(it, old, 8)
-            assert it.__dict__["renamed"] == 8
-            delattr(it, old)
-            assert "renamed" not in it.__dict__
-        else:
-            assert getattr(owner, old) is owner.renamed
-        unregister()
-        assert not changed(after, snapshot()) and changed(before, after)
-
-    def test_what_is_wrapped_is_wrapped_under_its_new_name(self, renaming):
-        renaming(f"{ENGINE}._configure_zero_optimizer", "renamed", deepspeed.__version__)
-        original = DeepSpeedEngine.renamed
-        register()
-        assert DeepSpeedEngine.renamed.__wrapped__ is original
-        unregister()
-        assert DeepSpeedEngine.renamed is original and not hasattr(DeepSpeedEngine, "_configure_zero_optimizer")
-
-    def test_a_release_that_is_older_has_the_old_one(self, renaming):
-        renaming(f"{ENGINE}.zero_grad", "renamed", "1.0")
-        with pytest.raises(ConfigError, match=f":\n  {ENGINE}.zero_grad is not there\nnothing"):
-            register()
-
-
 def test_releases_are_those_of_the_change():
-    name = Name("deepspeed.c", "read", since="0.19.2", until="0.19.10",
-                was=(("deepspeed.a", "0.19.3"), ("deepspeed.b", "0.19.9")))
+    name = Used("deepspeed.c", "read", since="0.19.2", until="0.19.10")
     assert [release for release in ("0.18.9", "0.19.1", "0.19.2", "0.19.9", "0.19.9+abc", "0.19.10", "0.20")
             if name.is_in(release)] == ["0.19.2", "0.19.9", "0.19.9+abc"]
-    assert [name.path_in(release)[-1] for release in ("0.19.2", "0.19.3", "0.19.8+cpu", "0.19.9", "0.19.10")] == [
-        "a", "b", "b", "c", "c"]
-    assert (name.known_as, name.key) == ("deepspeed.a", "a")
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_what_is_wrapped_under_a_new_name_is_found_in_releases_of_before_and_after(unregistered, monkeypatch, renamed):
+    old, new = f"{ENGINE}._configure_zero_optimizer", f"{ENGINE}._renamed"
+    entries = {part: tuple(replace(name, path=new, was=old) if name.path == old else name
+                           for name in getattr(contract, part)) for part in ("CONTRACT", "_WRAPPED")}
+    for part, names in entries.items():
+        monkeypatch.setattr(contract, part, names)
+    original = DeepSpeedEngine._configure_zero_optimizer
+    if renamed:
+        monkeypatch.setattr(DeepSpeedEngine, "_renamed", original, raising=False)
+        monkeypatch.delattr(DeepSpeedEngine, "_configure_zero_optimizer")
+    name = "_renamed" if renamed else "_configure_zero_optimizer"
+    register()
+    assert getattr(DeepSpeedEngine, name).__wrapped__ is original
+    unregister()
+    assert getattr(DeepSpeedEngine, name) is original
 
 
 @pytest.mark.parametrize("function, differs", [

@@ -65,7 +65,7 @@ INSIDE = {
              "optimizer", "param_map"),
     "engine": ("as_bytes last_words lookup scheduler_state shared_memory", "contract model_checks own_overrides "
                "snapshot",
-               "loading patches reading reference saving schedules", "wraps", "register"),
+               "loading patches reading reference saving schedules", "at_exit", "wraps", "register"),
 }
 
 #: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.

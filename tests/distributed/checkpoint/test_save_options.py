@@ -30,7 +30,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("saving", "save", "loading", "model_checks", "snapshot")
+pytestmark = rooms("saving", "save", "loading", "model_checks", "snapshot", "at_exit")
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 8}}
 

@@ -26,8 +26,10 @@ class TestALiveEngine(DistributedTest):
             "DeepSpeedAccelerator": get_accelerator(),
         }
         import deepspeed
-        read = [(objects[name.known_as.split(".")[-2]], name.key) for name in (*CONTRACT, *USED) if name.kind in (
-            "wrapped", "read") and name.is_in(deepspeed.__version__) and name.known_as.split(".")[-2] in objects]
+        release = deepspeed.__version__
+        named = [*(name for name in CONTRACT if name.kind == "wrapped"),
+                 *(name for name in USED if name.kind == "read" and name.is_in(release))]
+        read = [(objects[name.path.split(".")[-2]], name.key) for name in named if name.path.split(".")[-2] in objects]
         assert len(read) > 100
         assert not [name for owner, name in read if not hasattr(owner, name)]
         answered = [name.key for name in USED if name.kind == "asked" and "DeepSpeedEngine" in name.path]
