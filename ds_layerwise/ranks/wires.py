@@ -41,7 +41,7 @@ from ds_layerwise.ranks.in_flight import Turn
 _BROADCASTS_UP_TO = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Wire:
     """The ranks that share buckets, and how they send.
 
@@ -68,9 +68,8 @@ class Wire:
     """Ranks of ``inside``; 1 where there is none."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", comm.rank_of(self.group))
-        object.__setattr__(self, "size", comm.size_of(self.group))
-        object.__setattr__(self, "per_node", 1 if self.inside is None else comm.size_of(self.inside))
+        self.rank, self.size = comm.rank_of(self.group), comm.size_of(self.group)
+        self.per_node = 1 if self.inside is None else comm.size_of(self.inside)
 
     def connect(self, device: torch.device) -> None:
         """Let each rank send something to every other. Every rank of the group must call this at the same point.
