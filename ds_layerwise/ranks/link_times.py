@@ -68,11 +68,11 @@ def shape_of(where: list[int]) -> Shape:
     Raises:
         LayerWiseError: nodes have different numbers of ranks, and plans know equal ones alone.
     """
-    counts = [where.count(node) for node in sorted(set(where))]
+    counts = nodes.counts_on_nodes(range(len(where)), where)
     if len(set(counts)) > 1:
         raise LayerWiseError(f"the nodes have {', '.join(map(str, counts))} ranks, and links are of nodes with equally "
                              "many; start as many on each")
-    return Shape(len(counts), nodes.ranks_per_node(range(len(where)), where))
+    return Shape(len(counts), counts[0])
 
 
 def measure(where: list[int], device: torch.device) -> Times:
