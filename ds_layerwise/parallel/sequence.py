@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed.comm as dist
 from deepspeed.utils import groups
 
 from ds_layerwise.errors import ConfigError
@@ -46,11 +45,11 @@ class MeshGroups:
 
     def get_sequence_data_parallel_world_size(self) -> int:
         """How many those are."""
-        return int(dist.get_world_size())
+        return comm.size_of(None)
 
     def get_sequence_data_parallel_rank(self) -> int:
         """The number of this rank among those that share sequences and data."""
-        return int(dist.get_rank())
+        return comm.rank_of(None)
 
     def get_data_parallel_group(self) -> comm.Group:
         """The ranks that see the same part of different sequences."""

@@ -117,7 +117,8 @@ class BucketOrder:
             with torch.no_grad():
                 self.accumulate(name, launch=launch)
             return
-        if self._params[name].grad is None:
+        grad = self._params[name].grad
+        if grad is None:
             return
         bucket = self._bucket_of[name]
         if bucket < self._ready:
@@ -125,7 +126,7 @@ class BucketOrder:
             self._late = self._late or late_gradient(name, bucket)
             return
         self.got.add(name)
-        self._take(name)
+        self._take(name, grad)
         if launch and name not in self._arrived:
             self._arrived.add(name)
             self._missing[bucket] -= 1
@@ -263,7 +264,7 @@ class BucketOrder:
             self._pending.append(pending)
         self._launched += 1
 
-    def _take(self, name: str) -> None:
+    def _take(self, name: str, grad: Tensor) -> None:
         """Do what must be done with a gradient before its bucket starts."""
 
     def _launch(self) -> None:

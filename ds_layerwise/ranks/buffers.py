@@ -114,7 +114,3 @@ class ShardBuffer:
             KeyError: this rank holds nothing of it.
         """
         return self._views[name]
-
-    def views(self, index: int) -> list[Tensor]:
-        """The pieces of bucket ``index`` that this rank holds, without padding, in memory order."""
-        return [self._views[piece.name] for piece in self.pieces[index]]

@@ -64,6 +64,9 @@ class Pending:
                 return True
         return False
 
+    #: By this name it may be one of the transfers of another.
+    is_completed = advance
+
     def wait(self) -> None:
         """Wait for the transfer, then do what is left to do."""
         while self._go_on():
@@ -101,16 +104,6 @@ class Pending:
 
         self._finish = finish_and_more
         return self
-
-
-def has_started() -> bool:
-    """Whether this process is in a group of ranks."""
-    return bool(dist.is_initialized())
-
-
-def start() -> None:
-    """Join the group of all ranks that a launcher has started, over the accelerator's own backend."""
-    dist.init_distributed()
 
 
 def rank_of(group: Group) -> int:
@@ -156,20 +149,6 @@ def _world_for_none(group: Group) -> Group:
     return torch.distributed.group.WORLD if group is None else group
 
 
-class _Both:
-    """Two transfers as one."""
-
-    def __init__(self, *works: Any) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[int] | None = None,
                sent_to: Sequence[int] | None = None) -> Any:
     """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to fill 1-D ``out`` with what they send.
@@ -179,20 +158,20 @@ def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[in
     """
     opposite = opposite_of(group)
     if opposite is None:
-        return _all_to_all(out, sent, None if received is None else list(received),
-                           None if sent_to is None else list(sent_to), group)
+        return _all_to_all(out, sent, received and list(received), sent_to and list(sent_to), group)
     size, rank = size_of(group), rank_of(group)
     received = [out.numel() // size] * size if received is None else list(received)
     sent_to = [sent.numel() // size] * size if sent_to is None else list(sent_to)
     from_lower, to_lower = sum(received[:rank + 1]), sum(sent_to[:rank])
-    return _Both(
+    return Pending([
         _all_to_all(out[:from_lower], sent[to_lower:], received[:rank + 1] + [0] * (size - rank - 1),
                     [0] * rank + sent_to[rank:], group),
         _all_to_all(out[from_lower:], sent[:to_lower], [0] * (rank + 1) + received[rank + 1:],
-                    sent_to[:rank] + [0] * (size - rank), opposite))
+                    sent_to[:rank] + [0] * (size - rank), opposite)])
 
 
-def _all_to_all(out: Tensor, sent: Tensor, received: list[int] | None, sent_to: list[int] | None, group: Group) -> Any:
+def _all_to_all(out: Tensor, sent: Tensor, received: Sequence[int] | None, sent_to: Sequence[int] | None,
+                group: Group) -> Any:
     return dist.all_to_all_single(out, sent, output_split_sizes=received, input_split_sizes=sent_to, group=group,
                                   async_op=True)
 

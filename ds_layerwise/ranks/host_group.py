@@ -49,11 +49,10 @@ def _gathered(value: Any, group: Any) -> list[Any]:
     ranks = distributed.get_process_group_ranks(group)
     if len(ranks) == 1:
         return [value]
-    everyone = len(ranks) == distributed.get_world_size(world)
     if _talks_on_the_host(group):
         return _of_all(value, group)
     hosts = _hosts(world)
-    if everyone:
+    if len(ranks) == distributed.get_world_size(world):
         values = _of_all(value, hosts)
         return [values[rank] for rank in ranks]
     return _of_some(value, ranks, hosts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -231,8 +231,8 @@ class _Slot:
     """Device memory for one bucket: when what comes is there, and when what goes has gone."""
 
     memory: Tensor
-    arrived: Any = field(default=None)
-    free: Any = field(default=None)
+    arrived: Any = None
+    free: Any = None
 
 
 def transfer(into: Tensor, out_of: Tensor) -> None:

@@ -70,7 +70,10 @@ def _write_out() -> None:
             # A file that a text goes through fails once more by itself.
             lost.setdefault(_name_of(file), str(attempt.error))
     for name, why in lost.items():
-        _tell(f"{name} could not be written at the end: {why}")
+        # There may be nobody left to tell.
+        with Attempt():
+            sys.stderr.write(f"ds_layerwise: {name} could not be written at the end: {why}\n")
+            sys.stderr.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
 
@@ -115,11 +118,3 @@ def _name_of(file: Any) -> str:
     with Attempt():
         name = repr(file.name)
     return name
-
-
-def _tell(text: str) -> None:
-    try:
-        sys.stderr.write(f"ds_layerwise: {text}\n")
-        sys.stderr.flush()
-    except (AttributeError, OSError, ValueError):
-        pass  # There is nobody left to tell.

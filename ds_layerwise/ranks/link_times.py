@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.devices import fast_dtypes
@@ -69,11 +68,11 @@ def shape_of(where: list[int]) -> Shape:
     Raises:
         LayerWiseError: nodes have different numbers of ranks, and plans know equal ones alone.
     """
-    counts = [where.count(node) for node in sorted(set(where))]
+    counts = nodes.counts_on_nodes(range(len(where)), where)
     if len(set(counts)) > 1:
         raise LayerWiseError(f"the nodes have {', '.join(map(str, counts))} ranks, and links are of nodes with equally "
                              "many; start as many on each")
-    return Shape(len(counts), nodes.ranks_per_node(range(len(where)), where))
+    return Shape(len(counts), counts[0])
 
 
 def measure(where: list[int], device: torch.device) -> Times:
@@ -89,9 +88,9 @@ def measure(where: list[int], device: torch.device) -> Times:
     shape, clock = shape_of(where), _Clock(device)
     wire = make_wires({1: None}, where, native=False, device=device)[1]
     wire.connect(device)
-    timings = [*_all_timings(clock, wire, shape)]
+    timings = tuple(_all_timings(clock, wire, shape))
     tflops, products_in = _tflops(clock)
-    return Times(tuple(timings), _memory_gb_s(clock), tflops, products_in)
+    return Times(timings, _memory_gb_s(clock), tflops, products_in)
 
 
 class _Clock:
@@ -164,21 +163,16 @@ def _series(clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_
 def _timing(clock: _Clock, kind: Any, where: Where, size: int, group: comm.Group, nbytes: int, *,
             takes_part: bool) -> Timing:
     part = max(1, nbytes // 4 // size)
-    operation = None
     if takes_part:
         out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
         sent = torch.zeros_like(out) if kind == "all_to_all" else out[:part].clone()
-        operation = _operation(clock, kind, where, out, sent, group)
-    return Timing(kind, where, size, 4 * part * size, clock.steady(operation))
+        ring = gather_between_nodes if clock.on_host and where != "inside" else comm.all_gather
+        begin: Callable[..., Any] = comm.all_to_all if kind == "all_to_all" else ring
 
+        def operation() -> None:
+            begin(out, sent, group=group).wait()
 
-def _operation(clock: _Clock, kind: str, where: Where, out: Tensor, sent: Tensor,
-               group: comm.Group) -> Callable[[], object]:
-    if kind == "all_to_all":
-        return lambda: comm.all_to_all(out, sent, group=group).wait()
-    if clock.on_host and where != "inside":
-        return lambda: gather_between_nodes(out, sent, group)[0].wait()
-    return lambda: comm.all_gather(out, sent, group=group).wait()
+    return Timing(kind, where, size, 4 * part * size, clock.steady(operation if takes_part else None))
 
 
 def _memory_gb_s(clock: _Clock) -> float:

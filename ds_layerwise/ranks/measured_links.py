@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -28,7 +29,7 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     Raises:
         LayerWiseError: no launcher has started this process, or it has started one alone.
     """
-    joins = not comm.has_started()
+    joins = not dist.is_initialized()
     if joins:
         if not any(name in environment for name in _LAUNCHED):
             raise LayerWiseError(f"links are measured between processes, and no launcher has started this one; start "
@@ -36,7 +37,7 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
         local = environment.get("LOCAL_RANK", "")
         if local.isdecimal() and get_accelerator().device_name() != "cpu":
             get_accelerator().set_device(int(local))
-        comm.start()
+        dist.init_distributed()
     if comm.size_of(None) == 1:
         raise LayerWiseError(f"links are measured between processes, and the launcher has started one alone; start "
                              f"several, such as one a device, with: {START}")

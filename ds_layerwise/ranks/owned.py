@@ -90,7 +90,7 @@ class Owned:
             self._init_states(index, hosted, masters, apart)
             shards.append(None if index in self._remaindered else masters)
         self._masters = ShardBuffer(layout, rank, shards, apart)
-        self.written = torch.zeros((), dtype=torch.bool, device=self._values.bucket(0).device)
+        self.written = torch.zeros((), dtype=torch.bool, device=self.device)
         """Whether masters had to follow values since somebody has set this to False."""
         # Made before anybody counts who looks into the memory of the parameters, see ParamSync.
         self._seen_once = {piece.name: self._make_views(piece.name, {}) for pieces in self.pieces for piece in pieces
@@ -145,10 +145,6 @@ class Owned:
         """``value``, shaped like the piece of ``name``, as its rule sees it: blocks of columns are a batch, too."""
         return value.transpose(0, 1) if self._routes[name].by_columns and value.dim() == 3 else value
 
-    def _seen_state(self, name: str, value: Tensor) -> Tensor:
-        """One of the states of ``name`` as its rule sees it."""
-        return self._seen(name, value) if value.shape == self._routes[name].stored_shape else value
-
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Open while all buckets are updated, once each."""
@@ -181,7 +177,8 @@ class Owned:
                 self._begin(ahead, {}, factor, factors or {})
             hyper = update.route.hyper(param_groups[update.route.group])
             seen = [(name, each) for name in update.names if name not in leave_out
-                    for each in self._views_of(name, opened)]
+                    # What is always the same is made once.
+                    for each in self._seen_once.get(name) or self._make_views(name, opened)]
             if not seen:
                 continue
             copies = [each.copy() for _, each in seen]
@@ -234,12 +231,8 @@ class Owned:
                 opened[piece.name, key] = self._kept.read(piece.name, key, kept)
         return masters, opened
 
-    def _views_of(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
-        """Master, gradient and state of ``name``, or of each of its parts, as its rule sees them; what is always the
-        same is made once."""
-        return self._seen_once.get(name) or self._make_views(name, brought)
-
     def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
+        """Master, gradient and state of ``name``, or of each of its parts, as its rule sees them."""
         route, grad = self._routes[name], self._shaped(self.reduced, name)
         found = brought.get((name, MASTER))
         master = (self._masters.piece(name) if found is None else found).view_as(grad)
@@ -247,7 +240,8 @@ class Owned:
         if route.parts is not None:
             return seen_parts(master, grad, state, route.parts.places(tuple(grad.shape)), whole_states(route.recipe))
         return [Seen(self._seen(name, master), self._seen(name, grad),
-                     {key: self._seen_state(name, value) for key, value in state.items()})]
+                     {key: self._seen(name, value) if value.shape == route.stored_shape else value
+                      for key, value in state.items()})]
 
     def masters_to_values(self, index: int) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""
@@ -256,8 +250,7 @@ class Owned:
 
     def _write_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
         for name, values, masters in self._homes(index):
-            if values.data_ptr() != masters.data_ptr():
-                values.copy_(brought.get((name, MASTER), masters))
+            values.copy_(brought.get((name, MASTER), masters))
 
     def values(self, index: int) -> Tensor:
         """This rank's shard of the parameter buffer."""
@@ -268,9 +261,7 @@ class Owned:
         buffer; see :mod:`.ranks.writes`. States stay as they are."""
         # Those with remainders follow whenever they are read.
         for name, values, masters in self._homes(index) if index not in self._remaindered else ():
-            if values.data_ptr() != masters.data_ptr():
-                self.written |= follow_((brought or {}).get((name, MASTER), masters), values).to(
-                    self.written.device)
+            self.written |= follow_((brought or {}).get((name, MASTER), masters), values).to(self.device)
 
     def followed(self, name: str) -> Tensor:
         """What the next update of a parameter starts from: its master, live, or a copy of it on the host that has
@@ -284,16 +275,15 @@ class Owned:
             self._remaindered.follow(index)
             return
         for _, values, masters in self._homes(index):
-            if values.data_ptr() != masters.data_ptr():
-                masters.copy_(values)
+            masters.copy_(values)
 
     def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
-        """Values and masters of bucket ``index``: piece by piece by name, or all at once where neither is apart."""
+        """Values of bucket ``index`` and masters with memory of their own: by name, or all at once if none is apart."""
         values, masters = self._values.bucket(index), self._masters.bucket(index)
-        if values.numel() == masters.numel():
-            return [("", values, masters)]
-        return [(piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
-                for piece in self.pieces[index]]
+        homes = [("", values, masters)] if values.numel() == masters.numel() else [
+            (piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
+            for piece in self.pieces[index]]
+        return [home for home in homes if home[1].data_ptr() != home[2].data_ptr()]
 
     def rule_records(self, elsewhere: Mapping[str, Route] | None = None) -> dict[str, RuleRecord]:
         """By name in a checkpoint, over all ranks, what that needs to know of a parameter's optimizer; also of those

@@ -26,20 +26,21 @@ class Remaindered:
 
     def __init__(self, layout: Layout, rank: int, values: ShardBuffer, buckets: Collection[int]) -> None:
         self._values = values
-        self._origin = {index: layout.buckets[index].shard(rank)[0] for index in buckets}
         self._remainders: dict[int, Tensor] = {}
         self._marks: dict[int, Tensor] = {}
+        self._place: dict[str, tuple[int, int, int]] = {}
         for index in buckets:
             shard = values.bucket(index)
             self._remainders[index] = torch.zeros_like(shard, dtype=torch.int16)
             self._marks[index] = torch.zeros(shard.numel() // BLOCK, dtype=torch.int64, device=shard.device)
             self.follow(index)
-        self._place = {piece.name: (index, piece.start - self._origin[index], piece.numel)
-                       for index in buckets for piece in values.pieces[index]}
+            origin = layout.buckets[index].shard(rank)[0]
+            for piece in values.pieces[index]:
+                self._place[piece.name] = index, piece.start - origin, piece.numel
 
     def __contains__(self, index: int) -> bool:
         """Whether the masters of bucket ``index`` are meant."""
-        return index in self._origin
+        return index in self._marks
 
     def has(self, name: str) -> bool:
         """Whether what this rank holds of ``name`` is in here."""
@@ -60,9 +61,11 @@ class Remaindered:
         values = self._values.bucket(index)
         masters = torch.empty_like(values, dtype=torch.float32)
         written = merge_(masters, values, self._remainders[index], self._marks[index])
-        first = self._origin[index]
-        return masters, {piece.name: masters[piece.start - first:piece.start - first + piece.numel]
-                         for piece in self._values.pieces[index]}, written
+        pieces = {}
+        for piece in self._values.pieces[index]:
+            _, start, numel = self._place[piece.name]
+            pieces[piece.name] = masters[start:start + numel]
+        return masters, pieces, written
 
     def close(self, index: int, masters: Tensor) -> None:
         """Write ``masters`` of this rank's whole shard of bucket ``index``, and the weights that they round to."""

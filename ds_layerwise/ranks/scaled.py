@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 
@@ -37,14 +36,3 @@ class Factors:
         if rows:
             piece[begin:begin + rows * cols].view(rows, cols).mul_(
                 values[whole:whole + rows, None] if self.axis == 0 else values)
-
-
-def factors_of(units: Tensor, unit: Tensor, power: Tensor) -> Tensor:
-    """``units[unit] ** power``, 1-D: by output, what it is multiplied with.
-
-    Args:
-        units: 1-D, by unit of heads, what its logits are to be multiplied with.
-        unit: by output, which unit it is of.
-        power: by output; 0 for what stays.
-    """
-    return torch.pow(units[unit], power)

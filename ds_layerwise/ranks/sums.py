@@ -28,14 +28,6 @@ def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
 
 
-def number_of_zeros(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    """How many elements of ``views`` are zero, 0-d, in the widest float of the device; what is NaN is not."""
-    if not views:
-        return torch.zeros((), dtype=widest_float(), device=device)
-    others = torch.stack([torch.count_nonzero(view) for view in views]).sum()
-    return (sum(view.numel() for view in views) - others).to(widest_float())
-
-
 class ReducedGradients(ShardBuffer):
     """Averaged gradients of one rank."""
 
@@ -45,13 +37,23 @@ class ReducedGradients(ShardBuffer):
         Args:
             leave_out, only: parameters that do not count, and those that do alone; None for all.
         """
-        return sum_of_squares([self.piece(piece.name) for pieces in self.pieces for piece in pieces
-                               if piece.name not in leave_out and (only is None or piece.name in only)], self._device)
+        return sum_of_squares(self._parts(leave_out, only), self.bucket(0).device)
 
     def number_of_zeros(self, *, leave_out: Collection[str]) -> Tensor:
-        """See :func:`number_of_zeros`; parameters ``leave_out`` do not count."""
-        return number_of_zeros([self.piece(piece.name) for pieces in self.pieces for piece in pieces
-                                if piece.name not in leave_out], self._device)
+        """How many elements are zero, 0-d, in the widest float of the device; what is NaN is not.
+
+        Args:
+            leave_out: parameters that do not count.
+        """
+        parts = self._parts(leave_out)
+        if not parts:
+            return torch.zeros((), dtype=widest_float(), device=self.bucket(0).device)
+        others = torch.stack([torch.count_nonzero(part) for part in parts]).sum()
+        return (sum(part.numel() for part in parts) - others).to(widest_float())
+
+    def _parts(self, leave_out: Collection[str], only: Collection[str] | None = None) -> list[Tensor]:
+        return [self.piece(piece.name) for pieces in self.pieces for piece in pieces
+                if piece.name not in leave_out and (only is None or piece.name in only)]
 
     def multiply_(self, index: int, factor: float, factors: Mapping[str, float]) -> None:
         """Multiply those of bucket ``index`` by ``factor``, or by parameter with what ``factors`` has in its place."""
@@ -61,7 +63,3 @@ class ReducedGradients(ShardBuffer):
         for each, gradients in alike.items():
             if each != 1:
                 torch._foreach_mul_(gradients, each)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.bucket(0).device

@@ -121,19 +121,15 @@ class GradSync(BucketOrder):
             self._has_grad.add(name)
         comm.sum_over_ranks(whole, group=group)
 
-    def _take(self, name: str) -> None:
+    def _take(self, name: str, grad: Tensor) -> None:
         """Add the gradient into the bucket; None stays behind."""
-        param = self._params[name]
-        grad = param.grad
-        if grad is None:
-            return
         view = self._shaped[name]
         if name in self._has_grad:
             view.add_(grad)
         else:
             view.copy_(grad)
             self._has_grad.add(name)
-        param.grad = None
+        self._params[name].grad = None
 
     def _end_pass(self) -> None:
         if not self._finished:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ from ds_layerwise.ranks.in_flight import Turn
 _BROADCASTS_UP_TO = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Wire:
     """The ranks that share buckets, and how they send.
 
@@ -68,9 +67,8 @@ class Wire:
     """Ranks of ``inside``; 1 where there is none."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", comm.rank_of(self.group))
-        object.__setattr__(self, "size", comm.size_of(self.group))
-        object.__setattr__(self, "per_node", 1 if self.inside is None else comm.size_of(self.inside))
+        self.rank, self.size = comm.rank_of(self.group), comm.size_of(self.group)
+        self.per_node = 1 if self.inside is None else comm.size_of(self.inside)
 
     def connect(self, device: torch.device) -> None:
         """Let each rank send something to every other. Every rank of the group must call this at the same point.
@@ -212,8 +210,7 @@ class Wire:
             return self._gather_in_two_levels(Turn(memory.device) if turn is None else turn, memory, own)
         if self.one_node or not self.on_host:
             return Pending([comm.all_gather(memory, own, group=self.group)])
-        work, kept = gather_between_nodes(memory, own, self.group)
-        return Pending([work], keep=kept)
+        return gather_between_nodes(memory, own, group=self.group)
 
     def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
         per_node, num_nodes, cut = self.per_node, self.size // self.per_node, own.numel()
@@ -229,11 +226,8 @@ class Wire:
             return Pending([comm.all_gather(everything, of_my_place, group=self.inside)], in_rank_order,
                            keep=of_my_place)
 
-        if not self.on_host:
-            work, kept = comm.all_gather(of_my_place, own, group=self.across), own
-        else:
-            work, kept = gather_between_nodes(of_my_place, own, self.across)
-        return Pending([work], inside_the_node, keep=kept, is_chained=True)
+        gather = gather_between_nodes if self.on_host else comm.all_gather
+        return Pending([gather(of_my_place, own, group=self.across)], inside_the_node, keep=own, is_chained=True)
 
 
 #: By a bucket's ep_size, how those that hold the same experts send; by 1, all.
@@ -257,13 +251,13 @@ def make_wires(groups: comm.Groups, where: Sequence[int], *, native: bool, devic
             for key, group in groups.items()}
 
 
-def gather_between_nodes(out: Tensor, own: Tensor, group: Group) -> tuple[Any, Tensor]:
-    """Begin to gather equal parts of ranks on a node each, and say what is read until that is over."""
+def gather_between_nodes(out: Tensor, own: Tensor, *, group: Group) -> Pending:
+    """Begin to gather equal parts of ranks on a node each."""
     size = comm.size_of(group)
     if size != 2:
-        return comm.all_gather(out, own, group=group), own
+        return Pending([comm.all_gather(out, own, group=group)], keep=own)
     copies = own.repeat(size)
-    return comm.all_to_all(out, copies, group=group), copies
+    return Pending([comm.all_to_all(out, copies, group=group)], keep=copies)
 
 
 def room_in(dtype: torch.dtype, ranks: int) -> float:

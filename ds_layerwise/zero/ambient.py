@@ -84,13 +84,11 @@ def _set(backend: str, precision: str) -> None:
 def _sums_in_float32() -> Iterator[None]:
     """Products of half-precision matrices add up in float32."""
     matmul = torch.backends.cuda.matmul
-    before = {name: getattr(matmul, name) for name in _HALF_SUMS if hasattr(matmul, name)}
-    for name, value in before.items():
-        if value:
-            setattr(matmul, name, False)
+    before = {name: value for name in _HALF_SUMS if (value := getattr(matmul, name, False))}
+    for name in before:
+        setattr(matmul, name, False)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value:
-                setattr(matmul, name, value)
+            setattr(matmul, name, value)

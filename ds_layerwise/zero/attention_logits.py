@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.scaled import Factors, factors_of
+from ds_layerwise.ranks.scaled import Factors
 from ds_layerwise.recipes.qk_clip import QkClip, power_of
 from ds_layerwise.routing.attention import Attention, Scaled, attentions_of, matched
 from ds_layerwise.zero import attention_hook
@@ -53,7 +53,6 @@ class AttentionLogits:
         self.largest: dict[str, float] = {}
         """By module, the largest logit of the last step that was not skipped, over all ranks and parts of the model."""
         self._attentions: list[Attention] = []
-        self._shapes = {name: tuple(param.shape) for name, param in params.items()}
         self._updates, self._warned = 0, False
         if not self.measures:
             return
@@ -77,7 +76,7 @@ class AttentionLogits:
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=device)
         self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
         if self.clip is not None:
-            self._factors = {each.name: _indices(each, self._shapes[each.name], attention, self.clip, device)
+            self._factors = {each.name: _indices(each, params[each.name].shape, attention, self.clip, device)
                              for attention in self._attentions for each in attention.scaled if each.name in wanted}
         with comm.Alike(None):
             if self.clip is None or self.clip.hook:
@@ -181,19 +180,21 @@ class AttentionLogits:
         if others > -math.inf:
             found[""] = others
         self.largest = {name: value for name, value in found.items() if value > -math.inf}
-        over = {} if self.clip is None else {
-            attention.name for attention, place in self._places.values() if max(values[place]) > self.clip.threshold}
-        return self._scaled(reduced, over, frozen) if over else {}
+        if self.clip is None:
+            return {}
+        threshold = self.clip.threshold
+        over = {attention.name for attention, place in self._places.values() if max(values[place]) > threshold}
+        return self._scaled(reduced, over, frozen, threshold) if over else {}
 
-    def _scaled(self, reduced: Tensor, over: Collection[str], frozen: Collection[str]) -> dict[str, Factors]:
-        threshold = self.clip.threshold if self.clip else math.inf
+    def _scaled(self, reduced: Tensor, over: Set[str], frozen: Collection[str],
+                threshold: float) -> dict[str, Factors]:
         units = threshold / reduced.clamp(min=threshold)
         left = {attention.name for attention in self._attentions for each in attention.scaled if each.name in frozen}
-        if left & set(over) and not self._warned and comm.rank_of(self._settings.group) == 0:
+        if left & over and not self._warned and comm.rank_of(self._settings.group) == 0:
             self._warned = True
-            announce(f"ds_layerwise: queries or keys of {min(left & set(over))} were frozen after the start, and are "
+            announce(f"ds_layerwise: queries or keys of {min(left & over)} were frozen after the start, and are "
                      "not clipped")
-        return {name: Factors(factors_of(units[self._places[attention.module][1]], unit, power), axis, cols)
+        return {name: Factors(units[self._places[attention.module][1]][unit] ** power, axis, cols)
                 for name, (attention, unit, power, cols, axis) in self._factors.items()
                 if attention.name in over and attention.name not in left}
 

@@ -6,19 +6,12 @@ are safe in the lower precision; their gradients travel in it, all others in the
 
 from __future__ import annotations
 
-import torch
-from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 from torch import nn
 
 #: For float16, in the words of DeepSpeed's scaler, what ``torch.amp.GradScaler`` does. No section has keys for it.
 LOSS_SCALE = {"init_scale": 2.0**16, "scale_window": 2000, "delayed_shift": 1, "consecutive_hysteresis": False,
               "min_scale": 1.0}
-
-
-def travels_in(param: nn.Parameter) -> torch.dtype:
-    """What the gradient of ``param`` travels in."""
-    dtype: torch.dtype = get_comm_dtype(param)
-    return dtype
 
 
 def forget(param: nn.Parameter) -> None:

@@ -75,16 +75,15 @@ class Judge:
         Args:
             idle: the parameters that are frozen here, and got no gradient.
         """
-        reduced, squares, zeros = self._owned.reduced, list[Tensor](), list[Tensor]()
+        reduced, sums = self._owned.reduced, self.nothing()
         if self._config.log_num_zeros_in_grad:
-            zeros = [reduced.number_of_zeros(leave_out={*self._elsewhere, *idle})]
+            sums[-1] = reduced.number_of_zeros(leave_out={*self._elsewhere, *idle})
         if self._looks:
             rest = reduced.sum_of_squares(leave_out={*self._elsewhere, *self._group_of})
             groups = [reduced.sum_of_squares(leave_out=self._elsewhere, only=each) for each in self._members.values()]
-            squares = [rest, reduced.sum_of_squares() if self._elsewhere else sum(groups, rest), *groups]
-        elif zeros:
-            squares = list(self.nothing()[:-1])
-        return torch.stack([*squares, *zeros]) if squares else self.nothing()
+            everything = reduced.sum_of_squares() if self._elsewhere else sum(groups, rest)
+            sums[:2 + len(groups)] = torch.stack([rest, everything, *groups])
+        return sums
 
     def decide(self, sums: Sequence[float], frozen: frozenset[str], *, clip_grad: float, loss_scale: float) -> Decision:
         """What follows from the sums over all ranks.

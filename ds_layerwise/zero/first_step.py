@@ -189,7 +189,7 @@ class FirstStep:
         group, local = self._groups[spec.ep_size], self._kept.pop(spec.name, None)
         both = torch.zeros(2, spec.numel, dtype=torch.float32, device=self._owned.device)
         if local is not None:
-            if local.total is None and local.passes == 1:
+            if local.passes == 1:
                 both[0].copy_(local.last.reshape(-1).to(self._sums_in(spec.name)))
                 both[1].copy_(both[0].abs())
             else:
@@ -302,8 +302,7 @@ class FirstStep:
         """
         whole, name = torch.zeros(spec.numel, dtype=torch.float32, device=self._owned.device), spec.name
         if (mine := self._pieces.get(name)) is not None:
-            whole[mine.param_start:mine.param_start + mine.numel].copy_(
-                held(name))
+            whole[mine.param_start:mine.param_start + mine.numel].copy_(held(name))
         return comm.sum_over_ranks(whole, group=self._groups[spec.ep_size])
 
     def _gathered(self, spec: ParamSpec) -> tuple[Tensor, State]:
@@ -344,8 +343,7 @@ def compared(first: FirstStep | None, decision: Decision, grad_sync: GradSync | 
     Raises:
         StepError: as :meth:`FirstStep.before` and :meth:`FirstStep.after` do.
     """
-    compares = first is not None and first.before(
-        decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip)
+    compares = first is not None and first.before(decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip)
     update = Interrupted()
     with update:
         yield

@@ -8,8 +8,6 @@ Note: how all ranks end up alike
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from ds_layerwise.errors import StepError
 
 
@@ -36,8 +34,7 @@ class Interrupted:
     def __enter__(self) -> None:
         """Nothing has gone wrong yet."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Remember ``error``."""
         if error is not None:
             self._what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,65 +60,41 @@ def counts_for(implementation: str, module: Any, query: Tensor, key: Tensor, mas
     if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
         return _flash(query, key, mask, kwargs, causal)
     if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
-        return _Masked(_as_bool(mask)[..., :key.shape[2]])
+        allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., :key.shape[2]]
+        return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
     if mask is None and implementation == "eager":
-        return _everything
+        return lambda first, last: None
     if mask is None and implementation == "sdpa":
         # A causal mask that is left out begins with the first key.
-        return _Band(query, key, causal and query.shape[2] > 1, None, 0)
+        return _band(key, causal and query.shape[2] > 1, None, 0)
     raise StepError(f"the attention logits of {type(module).__name__} cannot be measured in implementation "
                     f"{implementation!r} with a mask of {type(mask).__name__}; load the model with attn_implementation "
                     "'sdpa'; or leave layerwise.log_max_attention_logit out, or set layerwise.qk_clip.hook to "
                     "false and give them to engine.optimizer.note_attention_logits")
 
 
-def _everything(first: int, last: int) -> Tensor | None:
-    return None
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    """A mask of what counts from one that is added to logits."""
-    return mask if mask.dtype == torch.bool else mask > _HIDDEN
-
-
-@dataclass(frozen=True, slots=True)
-class _Masked:
-    allowed: Tensor
-    """(batch or 1, heads or 1, length or 1, keys), bool."""
-
-    def __call__(self, first: int, last: int) -> Tensor:
-        return self.allowed if self.allowed.shape[2] == 1 else self.allowed[:, :, first:last]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Band:
-    """What is not in the future, nor too far away; ``window`` None: however far."""
-
-    query: Tensor
-    key: Tensor
-    causal: bool
-    window: int | None
-    shift: int
-    """Row i stands at key i + ``shift``."""
-
-    def __call__(self, first: int, last: int) -> Tensor | None:
-        if not self.causal and self.window is None:
+def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
+    """What is not in the future, nor too far away; ``window`` None: however far. Row i stands at key i + ``shift``."""
+    def counts(first: int, last: int) -> Tensor | None:
+        if not causal and window is None:
             return None
-        places = torch.arange(self.key.shape[2], device=self.key.device)
-        away = torch.arange(first + self.shift, last + self.shift, device=self.key.device)[:, None] - places
+        places = torch.arange(key.shape[2], device=key.device)
+        away = torch.arange(first + shift, last + shift, device=key.device)[:, None] - places
         allowed = torch.ones_like(away, dtype=torch.bool)
-        if self.causal:
+        if causal:
             allowed &= away >= 0
-        if self.window is not None:
-            allowed &= away.abs() < self.window
+        if window is not None:
+            allowed &= away.abs() < window
         return allowed
+
+    return counts
 
 
 def _flash(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], causal: bool) -> Counts:
     """What flash attention does: rows end with the last key; tokens that are padded, as query or as key, are left out;
     and sequences that are packed one after the other, by their lengths or by positions that start again, apart."""
     length, keys = query.shape[2], key.shape[2]
-    band = _Band(query, key, causal, kwargs.get("sliding_window"), keys - length)
+    band = _band(key, causal, kwargs.get("sliding_window"), keys - length)
     real = None if mask is None else mask[:, -keys:].bool()
     of_query, of_key = _sequences(length, keys, query.device, kwargs)
 

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm as dist
-
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.report import as_json
 from ds_layerwise.ranks import comm
@@ -32,7 +30,7 @@ def write(optimizer: LayerWiseZeroOptimizer) -> None:
     if settings.model_group is not None and settings.tensor_group is None:
         plans = [plan for of_stage in comm.gather_objects(plans, group=settings.model_group) for plan in of_stage]
     with comm.Alike(None):
-        if dist.get_rank() == 0:
+        if comm.rank_of(None) == 0:
             _replace(Path(path), json.dumps(plans) + "\n")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import nn
 
 from ds_layerwise.checkpoint.names import expert_names
@@ -30,7 +31,6 @@ from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.buffers import dtype_name
 from ds_layerwise.routing.facts import facts_of
 from ds_layerwise.routing.rules import route_parameters
-from ds_layerwise.zero import autocast
 from ds_layerwise.zero.settings import Settings
 
 #: Of how many nodes a line tells.
@@ -84,18 +84,18 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
         raise ConfigError("an optimizer given to initialize() cannot train a PipelineModule: stages tell each other "
                           "what they train with, by names; name its class in the config, as optimizer.params."
                           "matrix_optimizer")
-    rules, elsewhere = optimizer.config, pipeline.elsewhere(
-        model, settings.model_group, config.overrides)
+    rules, elsewhere = optimizer.config, pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     per_node, counts = _ranks_per_node(settings, where)
-    tp_size = 1 if settings.tensor_group is None else comm.size_of(settings.tensor_group)
+    tp_size = settings.tp_size
+    tp_rank = 0 if settings.tensor_group is None else comm.rank_of(settings.tensor_group)
     with comm.Alike(None):
         ep_size = _ep_sizes(model, optimizer, settings)
         names = expert_names(ep_size)
         routes = route_parameters(model, optimizer.param_groups, overrides=config.overrides,
                                   per_head=rules.per_head_muon, auto_split=config.auto_split, recipes=rules.recipes,
-                                  tp_size=tp_size, tp_rank=comm.rank_of(settings.tensor_group) if tp_size > 1 else 0,
-                                  elsewhere=elsewhere, experts=names, by_kind=ByKind.of(rules, config),
+                                  tp_size=tp_size, tp_rank=tp_rank, elsewhere=elsewhere, experts=names,
+                                  by_kind=ByKind.of(rules, config),
                                   own_decay=optimizer.own_decay, by_group=optimizer.recipes_by_group)
         optimizer.require_chosen_rates(routes)
         trained = {name: param for name, param in model.named_parameters() if name in routes}
@@ -113,13 +113,14 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfi
     routes_elsewhere = {} if elsewhere is None else pipeline.routes_of_all_stages(
         routes, optimizer.param_groups, settings.model_group)
     _compare(routes, specs, layout, optimizer, settings, links)
-    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host)
+    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host, tp_rank=tp_rank)
     if settings.tensor_group is not None:
         with comm.Alike(None):
             check_copies({name: param for name, param in trained.items() if not routes[name].is_cut},
                          group=settings.tensor_group)
     norm_groups = _norm_groups(model, trained, names, config, settings, tp_size=tp_size)
-    counted_elsewhere = _replicated(trained, routes, settings)
+    counted_elsewhere = frozenset(name for name, param in trained.items() if getattr(param, "ds_pipe_replicated", False)
+                                  or tp_rank > 0 and not routes[name].is_cut)
     return Planned(routes=routes, specs=specs, layout=layout, reduction=reduction, links=links, where=tuple(where),
                    names=names, routes_elsewhere=routes_elsewhere, counted_elsewhere=counted_elsewhere,
                    saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset(),
@@ -164,14 +165,13 @@ def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tupl
 
 
 def _tell(config: LayerWiseConfig, settings: Settings, where: Sequence[int], counts: Sequence[int], *, per_node: int,
-          on_host: bool) -> None:
+          on_host: bool, tp_rank: int) -> None:
     """Say on one rank what the ways of buckets were chosen for, where that is not what somebody might think."""
     unlike = unlike_the_run(config.links, on_host=on_host)
     if unlike and comm.rank_of(None) == 0:
         announce(f"ds_layerwise: {unlike}")
-    first = settings.tensor_group is None or comm.rank_of(settings.tensor_group) == 0
     # Each stage of a pipeline has ranks of its own, and says it for them.
-    if per_node < max(counts) and first and comm.rank_of(settings.group) == 0:
+    if per_node < max(counts) and comm.rank_of(settings.group) == tp_rank == 0:
         if len(set(counts)) == 1:
             counts = nodes.counts_on_nodes(range(len(where)), where)
         shown = ", ".join(map(str, counts[:_FEW])) + (", ..." if len(counts) > _FEW else "")
@@ -189,7 +189,8 @@ def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Setting
 def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:
     """What the gradient of ``param`` travels in."""
     if settings.autocast:
-        return autocast.travels_in(param)
+        dtype: torch.dtype = get_comm_dtype(param)
+        return dtype
     accumulated = settings.accumulation_dtype if settings.stage == 1 else None
     return settings.wire_dtype or accumulated or param.dtype
 
@@ -215,10 +216,3 @@ def _compare(routes: Mapping[str, Route], specs: Sequence[ParamSpec], layout: La
         with comm.Alike(None):
             # Owners of parts of the same matrices update them in the same order, so that their collectives meet.
             comm.check_alike("the layout of tensor-parallel parts", digest, described, group=settings.tensor_group)
-
-
-def _replicated(trained: Mapping[str, nn.Parameter], routes: Mapping[str, Route],
-                settings: Settings) -> frozenset[str]:
-    first = settings.tensor_group is None or comm.rank_of(settings.tensor_group) == 0
-    return frozenset(name for name, param in trained.items() if getattr(param, "ds_pipe_replicated", False)
-                     or not (first or routes[name].is_cut))

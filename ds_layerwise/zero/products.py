@@ -61,7 +61,8 @@ class Products:
         if wanted == taken:
             return f"{taken} (measured)"
         ranks = [str(rank) for rank, names in enumerate(self.by_rank) if wanted in (names or ())]
-        return f"{taken} ({wanted} is faster on {len(ranks)} of {len(self.by_rank)} ranks alone: {_few(ranks)})"
+        named = ", ".join(ranks[:8]) + ", ..." * (len(ranks) > 8)
+        return f"{taken} ({wanted} is faster on {len(ranks)} of {len(self.by_rank)} ranks alone: {named})"
 
     def changes(self, recipes: Iterable[Recipe], saved: Sequence[str] | None) -> list[str]:
         """A line for each of ``recipes`` that multiplies in something else than where ``saved`` were the fast ones."""
@@ -88,7 +89,3 @@ def _is_open(recipe: Recipe) -> bool:
 
 def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
     return frozenset(DTYPES[name] for name in names)
-
-
-def _few(words: Sequence[str]) -> str:
-    return ", ".join([*words[:8], *(["..."] if len(words) > 8 else [])])

@@ -50,12 +50,10 @@ class Reports:
 
     def begin(self, decision: Decision) -> None:
         """Take note of what the ranks have decided on a step."""
-        told: dict[str, float] = {} if decision.norm is None else {"grad_norm": decision.norm}
-        told.update({f"grad_norm_{key}": norm for key, norm in decision.norms.items()})
-        if decision.zeros is not None:
-            told["num_zeros_in_grad"] = decision.zeros
-        self._fresh = told
-        self._last.update(told)
+        self._fresh = {}
+        told = {"grad_norm": decision.norm, **{f"grad_norm_{key}": norm for key, norm in decision.norms.items()},
+                "num_zeros_in_grad": decision.zeros}
+        self.add({key: value for key, value in told.items() if value is not None})
 
     def add(self, told: dict[str, float]) -> None:
         """Take note of what is known of the step at hand besides, the same on every rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,9 +68,7 @@ def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: Laye
     found = start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
                            without_effect=idle,
                            products={recipe: text for recipe, text in told.items() if text is not None})
-    return "\n".join(filter(None, [found, _left_out(planned.left_out), attention.told()]))
-
-
-def _left_out(names: Sequence[str]) -> str:
+    names = planned.left_out
     more = f" and {len(names) - 5} more" * (len(names) > 5)
-    return f"in no parameter group, so not trained here: {', '.join(names[:5])}{more}" if names else ""
+    left_out = f"in no parameter group, so not trained here: {', '.join(names[:5])}{more}" if names else ""
+    return "\n".join(filter(None, [found, left_out, attention.told()]))

@@ -8,8 +8,7 @@ And at stage 2, where sums are in cuts until the step, a gradient takes all rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,9 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout import Piece
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.owned import MASTER, Owned
+
+#: Methods that are found on the parameter itself.
+_METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
 
 class StateAccess:
@@ -41,19 +43,13 @@ class StateAccess:
 
     def attach(self) -> None:
         """Let DeepSpeed's functions find this on the parameter."""
-        attributes: Mapping[str, Any] = {
-            "_hp_mapping": self, "_dp_group": self._group, "get_full_hp_param": self.get_full_hp_param,
-            "set_full_hp_param": self.set_full_hp_param, "get_full_hp_grad": self.get_full_hp_grad,
-            "set_full_hp_grad": self.set_full_hp_grad}
-        for key, value in attributes.items():
-            setattr(self._param, key, value)
+        self._param.__dict__.update(_hp_mapping=self, _dp_group=self._group,
+                                    **{name: getattr(self, name) for name in _METHODS})
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
-        for key in ("_hp_mapping", "_dp_group", "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad",
-                    "set_full_hp_grad"):
-            if key in self._param.__dict__:
-                delattr(self._param, key)
+        for key in ("_hp_mapping", "_dp_group", *_METHODS):
+            self._param.__dict__.pop(key, None)
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of the model has no optimizer."""

@@ -162,7 +162,7 @@ class Syncs:
         """Raise unless every element arrived."""
         mean, size = (self.layout.world_size - 1) / 2, self.layout.world_size
         for bucket in self.layout.buckets:
-            pieces = self._reduced.views(bucket.index)
+            pieces = [self._reduced.piece(piece.name) for piece in self._reduced.pieces[bucket.index]]
             if any(not torch.all(piece == mean) for piece in pieces):
                 raise ValueError(f"bucket {bucket.index} was not averaged")
             for rank in range(size):
