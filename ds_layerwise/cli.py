@@ -224,7 +224,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _links(options: argparse.Namespace) -> int:
-    from ds_layerwise.errors import LayerWiseError
     from ds_layerwise.ranks import comm, measured_links
     from ds_layerwise.ranks.leaving import leave
     joined = measured_links.join()

@@ -26,6 +26,9 @@ Betas = tuple[Decay, Decay]
 #: A whole number from 1 on that fits 32 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
+#: Of a key that may be null, which means the same as leaving it out unless its own words say otherwise.
+OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
+
 _COUNTED = {1: "one", 2: "two", 3: "three"}
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 

@@ -17,15 +17,13 @@ from ds_layerwise.recipes.newton_schulz import (
     newton_schulz_workspace,
 )
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.settings import Positive
+from ds_layerwise.recipes.settings import OR_NULL, Positive
 
 #: What is kept of a change.
 Share = Annotated[float, Field(ge=0, le=1)]
 
 #: Newton-Schulz steps of ``polar_express`` behind one sign in :func:`.orthogonalize.spectral.capped`.
 CLIP_STEPS = 8
-
-_NULL = {"may_be_null": True}
 
 
 class UpdateHooks(Recipe):
@@ -41,14 +39,14 @@ class UpdateHooks(Recipe):
     only_sizes: ClassVar[bool] = False
 
     hyperball: Annotated[Positive | Literal["own"] | None, Field(
-        json_schema_extra={**_NULL, "expects": "a norm greater than 0, or 'own'"})] = None
+        json_schema_extra={"may_be_null": True, "expects": "a norm greater than 0, or 'own'"})] = None
     """The Frobenius norm that matrices have from the first update on; "own": the one that each has before it. The
     learning rate is then the length of an update relative to the matrix, and nothing decays."""
-    radial_brake: Annotated[tuple[Share, Share] | None, Field(json_schema_extra=_NULL)] = None
+    radial_brake: Annotated[tuple[Share, Share] | None, OR_NULL] = None
     """What is kept of a change of the Frobenius norm where it grows, and where it shrinks."""
     relative_update: bool = False
     """Give updates the Frobenius norm of their matrix, so that the learning rate is their relative length."""
-    spectral_clip: Annotated[Positive | None, Field(json_schema_extra=_NULL)] = None
+    spectral_clip: Annotated[Positive | None, OR_NULL] = None
     """The largest singular value that a matrix may have after an update."""
 
     @model_validator(mode="after")
