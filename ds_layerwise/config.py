@@ -35,6 +35,7 @@ from ds_layerwise.recipes.settings import (
     Section,
     build,
     check,
+    entries_of,
     merged_keys,
     nearest,
 )
@@ -367,12 +368,6 @@ class LayerWiseConfig(Section):
         for key, parse in _SECTIONS.items():
             if values.get(key) is not None:
                 values[key] = parse(f"layerwise.{key}", values[key])
-        if "overrides" in values:
-            entries = values["overrides"]
-            if isinstance(entries, str) or not isinstance(entries, Sequence):
-                raise ConfigError(f"layerwise.overrides must be a list, got {entries!r}")
-            values["overrides"] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", each)
-                                        for i, each in enumerate(entries))
         found = build(cls, "layerwise", values)
         lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
         if lr is not None and min_lr is not None and min_lr > lr:
@@ -395,5 +390,6 @@ def _renames(where: str, value: object) -> dict[str, str]:
 
 #: How what is a section of its own within it is parsed.
 _SECTIONS: dict[str, Any] = {"mup": Mup.from_section, "qk_clip": QkClip.from_section, "norm_groups": norm_groups_of,
-                             "rename": _renames, "client_optimizer": partial(build, ClientOptimizerConfig),
+                             "rename": _renames, "overrides": partial(entries_of, Override.from_entry),
+                             "client_optimizer": partial(build, ClientOptimizerConfig),
                              "monitor": partial(build, Monitor)}

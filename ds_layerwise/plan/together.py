@@ -71,8 +71,3 @@ def _take_along(own: Sequence[Matrices], queues: Sequence[deque[tuple[int, Matri
         taken.append(each)
         filled.update(dict(each.numels))
     return taken
-
-
-def most_together(count: int, numel: int, most: int) -> int:
-    """How many of ``count`` matrices of ``numel`` elements each, in buckets of their own, are updated together."""
-    return min(count, max(1, most // numel))

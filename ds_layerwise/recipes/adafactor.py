@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec
+from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec, most_together
 from ds_layerwise.recipes.settings import NonNegative, Positive
 
 #: Largest sum of elements of matrices of a stack that are updated together; one may be larger. Enough to fill an
@@ -45,7 +45,7 @@ class Adafactor(Recipe):
     def together(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a stack are updated together."""
         *batch, rows, cols = shape
-        return min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+        return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
         """Bytes: the update of as many matrices as go together, what decay takes beside it, and their norms."""

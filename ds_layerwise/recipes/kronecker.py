@@ -6,7 +6,7 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 from ds_layerwise.recipes.kept import KeptMoments
-from ds_layerwise.recipes.recipe import COUNT, StateSpec
+from ds_layerwise.recipes.recipe import COUNT, StateSpec, most_together
 from ds_layerwise.recipes.settings import OR_NULL, Count, Decay, NonNegative
 
 #: Largest sum of elements of squares (side, side) that are factorised together, out of one stack; one may be larger.
@@ -72,7 +72,7 @@ class Kronecker(KeptMoments):
     def together(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a stack go through the linear algebra together."""
         *batch, rows, cols = shape
-        return min(math.prod(batch), max(1, MAX_BATCH_NUMEL // max(rows, cols) ** 2))
+        return most_together(math.prod(batch), max(rows, cols) ** 2, MAX_BATCH_NUMEL)
 
     def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
         """Tensor shards, whose factors no rank could form alone, and matrices without a side that has a factor."""

@@ -6,6 +6,7 @@ import math
 from typing import Literal, get_args
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.recipes.recipe import most_together
 
 NsMethod = Literal["gram", "standard"]
 
@@ -65,6 +66,6 @@ def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
         beside: how many more matrices of that shape are held while those that go together do.
     """
     *batch, rows, cols = shape
-    together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+    together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
     m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
     return 4 * together * (max(4 * m * n + 2 * m * m, 3 * m * n + 4 * m * m) + beside * rows * cols)

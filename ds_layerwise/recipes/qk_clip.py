@@ -12,14 +12,14 @@ Note: the rule
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.settings import OR_NULL, Count, Positive, Section, build
+from ds_layerwise.recipes.settings import OR_NULL, Count, Positive, Section, build, entries_of
 
 #: What outputs of a layer are: queries, their part that is rotated where keys share theirs, keys, or something else.
 Role = Literal["query", "rotated", "key", "other"]
@@ -120,10 +120,7 @@ class QkClip(Section):
             raise ConfigError(f"{where} must be an object like {{\"threshold\": 100}}, got {section!r}")
         values = dict(section)
         if "attention" in values:
-            entries = values["attention"]
-            if isinstance(entries, str) or not isinstance(entries, Sequence):
-                raise ConfigError(f"{where}.attention must be a list, got {entries!r}")
-            values["attention"] = tuple(_entry(f"{where}.attention[{i}]", each) for i, each in enumerate(entries))
+            values["attention"] = entries_of(_entry, f"{where}.attention", values["attention"])
         return build(cls, where, values)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -67,6 +67,17 @@ def build(section: type[T], where: str, values: Any) -> T:
         return section.model_validate({key: normalised(value) for key, value in values.items()})
     except ValidationError as e:
         raise _translated(where, values, e, schema) from None
+
+
+def entries_of(parse: Callable[[str, object], Any], where: str, entries: object) -> tuple[Any, ...]:
+    """What ``parse`` makes of each of the ``entries`` that a config has under the name ``where``.
+
+    Raises:
+        ConfigError: they are no list.
+    """
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        raise ConfigError(f"{where} must be a list, got {entries!r}")
+    return tuple(parse(f"{where}[{i}]", each) for i, each in enumerate(entries))
 
 
 def check(kind: Any, where: str, value: object) -> Any:

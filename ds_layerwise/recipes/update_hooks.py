@@ -16,7 +16,7 @@ from ds_layerwise.recipes.newton_schulz import (
     newton_schulz_flops,
     newton_schulz_workspace,
 )
-from ds_layerwise.recipes.recipe import Recipe
+from ds_layerwise.recipes.recipe import Recipe, most_together
 from ds_layerwise.recipes.settings import OR_NULL, Positive
 
 #: What is kept of a change.
@@ -97,7 +97,7 @@ class UpdateHooks(Recipe):
         if self.spectral_clip is None:
             return 0
         *batch, rows, cols = shape
-        together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+        together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
         m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
         return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
 
