@@ -30,7 +30,8 @@ from ds_layerwise.plan.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.recipes.bits import DTYPE_BYTES, MasterDtype
-from ds_layerwise.recipes.recipe import Recipe, most_together
+from ds_layerwise.recipes.newton_schulz import most_together
+from ds_layerwise.recipes.recipe import Recipe
 
 
 def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping[str, Route], *,

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec, most_together
+from ds_layerwise.recipes.newton_schulz import most_together
+from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec
 from ds_layerwise.recipes.settings import NonNegative, Positive
 
 #: Largest sum of elements of matrices of a stack that are updated together; one may be larger. Enough to fill an

@@ -6,7 +6,8 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 from ds_layerwise.recipes.kept import KeptMoments
-from ds_layerwise.recipes.recipe import COUNT, StateSpec, most_together
+from ds_layerwise.recipes.newton_schulz import most_together
+from ds_layerwise.recipes.recipe import COUNT, StateSpec
 from ds_layerwise.recipes.settings import OR_NULL, Count, Decay, NonNegative
 
 #: Largest sum of elements of squares (side, side) that are factorised together, out of one stack; one may be larger.

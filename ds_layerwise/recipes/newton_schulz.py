@@ -6,7 +6,6 @@ import math
 from typing import Literal, get_args
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.recipes.recipe import most_together
 
 NsMethod = Literal["gram", "standard"]
 
@@ -51,6 +50,11 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
     every = 2 if bf16 or (fp16 and steps > 5) else 3
     starts = [0, *range(2, steps, every)]
     return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
+
+
+def most_together(count: int, numel: int, most: int) -> int:
+    """How many of ``count`` matrices of ``numel`` elements each go together: one, or up to ``most`` elements."""
+    return min(count, max(1, most // numel))
 
 
 def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:

@@ -153,11 +153,6 @@ class Recipe(Section):
         return {name: getattr(self, name) for name in type(self).model_fields}
 
 
-def most_together(count: int, numel: int, most: int) -> int:
-    """How many of ``count`` matrices of ``numel`` elements each go together: one, or up to ``most`` elements."""
-    return min(count, max(1, most // numel))
-
-
 #: How many steps there were.
 COUNT = {"step": StateSpec((), on_host=True)}
 

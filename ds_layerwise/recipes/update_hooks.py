@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 from ds_layerwise.recipes.newton_schulz import (
     ALIGNMENT,
     MAX_BATCH_NUMEL,
+    most_together,
     newton_schulz_flops,
     newton_schulz_workspace,
 )
-from ds_layerwise.recipes.recipe import Recipe, most_together
+from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.settings import OR_NULL, Positive
 
 #: What is kept of a change.

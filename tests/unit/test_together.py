@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ds_layerwise.plan.together import Matrices, together
-from ds_layerwise.recipes.recipe import most_together
+from ds_layerwise.recipes.newton_schulz import most_together
 from tests.support.rooms import rooms
 
 pytestmark = rooms("together")
