@@ -16,7 +16,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -161,16 +163,17 @@ def _num_bytes(text: str) -> int:
     return size
 
 
-class _Bars:
-    """Progress bars on stderr, where that is a terminal."""
+@contextmanager
+def _bar(quiet: bool, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar on stderr, where that is a terminal."""
+    disable = True if quiet or sys.stderr is None else None
+    with tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=disable, leave=False) as bar:
+        yield bar.update
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._disable = True if quiet or sys.stderr is None else None
 
-    @contextmanager
-    def __call__(self, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-        with tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=self._disable, leave=False) as bar:
-            yield bar.update
+def _reading(options: argparse.Namespace) -> dict[str, Any]:
+    """How a command reads a checkpoint."""
+    return {"workers": options.workers, "trust": options.trust_client_state, "bars": partial(_bar, options.quiet)}
 
 
 @contextmanager
@@ -224,7 +227,6 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _links(options: argparse.Namespace) -> int:
-    from ds_layerwise.errors import LayerWiseError
     from ds_layerwise.ranks import comm, measured_links
     from ds_layerwise.ranks.leaving import leave
     joined = measured_links.join()
@@ -253,18 +255,17 @@ def _schema(options: argparse.Namespace) -> int:
 
 def _to_universal(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.to_universal import to_universal
-    say_last(to_universal(options.path, options.out, workers=options.workers, trust=options.trust_client_state,
-                          overwrite=options.overwrite, bars=_Bars(quiet=options.quiet)))
+    say_last(to_universal(options.path, options.out, overwrite=options.overwrite, **_reading(options)))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.compare import differences
     from ds_layerwise.tools.verify import verify
-    bars, states = _Bars(quiet=options.quiet), not options.weights_only
+    reading, states = _reading(options), not options.weights_only
     reports = []
     for path in [options.path] + ([options.other] if options.other else []):
-        report = verify(path, states=states, workers=options.workers, trust=options.trust_client_state, bars=bars)
+        report = verify(path, states=states, **reading)
         say_last(report.summary)
         for line in report.warnings:
             say_last(f"warning: {line}")
@@ -276,7 +277,7 @@ def _verify(options: argparse.Namespace) -> int:
     if len(reports) < 2:
         return 0
     one, other = (report.contents for report in reports)
-    lines = [line for parts in zip(one, other) for line in differences(*parts, states=states, bars=bars)]
+    lines = [line for parts in zip(one, other) for line in differences(*parts, states=states, bars=reading["bars"])]
     if len(one) != len(other):
         lines = [f"the models are cut into {len(one)} and {len(other)} parts"]
     for line in lines or ["equal bit for bit"]:
@@ -288,8 +289,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.consolidate import consolidate
     say_last("\n".join(consolidate(
         options.path, options.out, dtype=options.dtype, max_shard_bytes=options.max_shard_size, config=options.config,
-        workers=options.workers, trust=options.trust_client_state, overwrite=options.overwrite,
-        bars=_Bars(quiet=options.quiet))))
+        overwrite=options.overwrite, **_reading(options))))
     return 0
 
 

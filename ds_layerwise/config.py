@@ -26,6 +26,7 @@ from ds_layerwise.recipes.qk_clip import QkClip
 from ds_layerwise.recipes.recipe import Recipe
 from ds_layerwise.recipes.registry import NOT_HERE, entry_of, names, recipes_of_settings, refuse_of_others
 from ds_layerwise.recipes.settings import (
+    OR_NULL,
     Betas,
     Count,
     Decay,
@@ -34,6 +35,7 @@ from ds_layerwise.recipes.settings import (
     Section,
     build,
     check,
+    entries_of,
     merged_keys,
     nearest,
 )
@@ -54,8 +56,6 @@ DEFAULT_ADAM_LR = 3e-4
 
 #: What every parameter group says once it is built.
 HYPER_KEYS = ("lr", "momentum", "weight_decay", "betas", "eps", "matrix_lr_ratio", "scalar_lr_ratio")
-
-_OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 
 
 def is_ours(optimizer_type: str | None) -> bool:
@@ -139,9 +139,9 @@ class OptimizerConfig(Hyper):
     """Orthogonalise every attention head of the query, key and value projections on its own."""
     decay_vectors: bool = False
     """Whether weight decay is for parameters with fewer than two axes, too: norms, biases, gains."""
-    scalar_weight_decay: Annotated[NonNegative | None, _OR_NULL] = None
+    scalar_weight_decay: Annotated[NonNegative | None, OR_NULL] = None
     """Weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
-    preset: Annotated[Literal[tuple(PRESETS)] | None, _OR_NULL] = None  # type: ignore[valid-type]
+    preset: Annotated[Literal[tuple(PRESETS)] | None, OR_NULL] = None  # type: ignore[valid-type]
     """Whose starting values those are that the config leaves out; see :mod:`.recipes.presets`."""
     from_preset: tuple[str, ...] = ()
     """The keys that it has given."""
@@ -302,12 +302,12 @@ class LayerWiseConfig(Section):
     """What ways of buckets are chosen for: a set of :mod:`.plan.links` or a file; "auto" goes by what talks."""
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
-    max_skipped_steps: Annotated[Count | None, _OR_NULL] = 100
+    max_skipped_steps: Annotated[Count | None, OR_NULL] = 100
     """An error after this many steps in a row that were skipped, as a gradient was not finite, or their norm above
     ``grad_norm_skip_threshold``; None for no end."""
-    grad_norm_skip_threshold: Annotated[Positive | None, _OR_NULL] = None
+    grad_norm_skip_threshold: Annotated[Positive | None, OR_NULL] = None
     """A step whose gradients have a greater norm than this is skipped; Megatron-LM's key. None for no bound."""
-    max_waiting_buckets: Annotated[Count | None, _OR_NULL] = None
+    max_waiting_buckets: Annotated[Count | None, OR_NULL] = None
     """At ZeRO stage 2, the backward pass waits while complete gradients of more buckets than this wait for their turn;
     None for no bound."""
     log_num_zeros_in_grad: bool = False
@@ -343,19 +343,19 @@ class LayerWiseConfig(Section):
     overrides: tuple[Override, ...] = ()
     client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
     """Of an optimizer that the script gives to ``initialize``; see :mod:`.recipes.client`."""
-    decoupled_lr: Annotated[NonNegative | None, _OR_NULL] = None
+    decoupled_lr: Annotated[NonNegative | None, OR_NULL] = None
     """Learning rate of embeddings and output heads, as an override's ``lr``; Megatron-LM's key. None for the run's."""
-    decoupled_min_lr: Annotated[NonNegative | None, _OR_NULL] = None
+    decoupled_min_lr: Annotated[NonNegative | None, OR_NULL] = None
     """No schedule takes the learning rate of embeddings and output heads below this; None for no bound."""
     apply_wd_to_qk_layernorm: bool = False
     """Whether vectors of norms over queries and keys are decayed though others are not; Megatron-LM's key."""
-    mup: Annotated[Mup | None, _OR_NULL] = None
+    mup: Annotated[Mup | None, OR_NULL] = None
     """Learning rates and eps are those of a narrower model; see :mod:`.recipes.width`. None: of this one."""
-    qk_clip: Annotated[QkClip | None, _OR_NULL] = None
+    qk_clip: Annotated[QkClip | None, OR_NULL] = None
     """Scale queries and keys down where attention logits are too large; see :mod:`.recipes.qk_clip`. None for never."""
     log_max_attention_logit: bool = False
     """Measure and report the largest attention logits, which ``qk_clip`` does anyway; Megatron-LM's key."""
-    dump_param_map: Annotated[Annotated[str, Field(min_length=1)] | None, _OR_NULL] = None
+    dump_param_map: Annotated[Annotated[str, Field(min_length=1)] | None, OR_NULL] = None
     """A file that rank 0 writes at start: what ``ds-layerwise plan --list --json`` tells; None for none."""
 
     @classmethod
@@ -368,12 +368,6 @@ class LayerWiseConfig(Section):
         for key, parse in _SECTIONS.items():
             if values.get(key) is not None:
                 values[key] = parse(f"layerwise.{key}", values[key])
-        if "overrides" in values:
-            entries = values["overrides"]
-            if isinstance(entries, str) or not isinstance(entries, Sequence):
-                raise ConfigError(f"layerwise.overrides must be a list, got {entries!r}")
-            values["overrides"] = tuple(Override.from_entry(f"layerwise.overrides[{i}]", each)
-                                        for i, each in enumerate(entries))
         found = build(cls, "layerwise", values)
         lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
         if lr is not None and min_lr is not None and min_lr > lr:
@@ -396,5 +390,6 @@ def _renames(where: str, value: object) -> dict[str, str]:
 
 #: How what is a section of its own within it is parsed.
 _SECTIONS: dict[str, Any] = {"mup": Mup.from_section, "qk_clip": QkClip.from_section, "norm_groups": norm_groups_of,
-                             "rename": _renames, "client_optimizer": partial(build, ClientOptimizerConfig),
+                             "rename": _renames, "overrides": partial(entries_of, Override.from_entry),
+                             "client_optimizer": partial(build, ClientOptimizerConfig),
                              "monitor": partial(build, Monitor)}

@@ -93,20 +93,18 @@ def _is_told(store: Any) -> bool:
         return False
     try:
         store.wait([_TOLD], _PATIENCE)
-        store.add(_HEARD, 1)
+        store.set(f"{_HEARD}/{distributed.get_rank()}", "")
     except RuntimeError:
         return False
     return True
 
 
 def _wait_for_others(store: Any) -> None:
-    until = time.monotonic() + _PATIENCE.total_seconds()
     try:
         store.set(_TOLD, "")
-        while store.add(_HEARD, 0) < distributed.get_world_size() - 1 and time.monotonic() < until:
-            time.sleep(0.05)
+        store.wait([f"{_HEARD}/{rank}" for rank in range(1, distributed.get_world_size())], _PATIENCE)
     except RuntimeError:
-        pass  # A launcher has ended who keeps the store.
+        pass  # One is not there in time, or a launcher has ended who keeps the store.
 
 
 def framed(error: BaseException) -> str:

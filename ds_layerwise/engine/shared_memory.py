@@ -40,7 +40,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     """
     for one, other in _meeting([*_held(model.named_parameters(), is_param=True),
                                 *_held(model.named_buffers(), is_param=False)]):
-        trained, same = (other, one) if other.tensor.requires_grad else (one, other)
+        trained, same = (other, one) if other.is_param and other.tensor.requires_grad else (one, other)
         if not trained.tensor.requires_grad or not _overlap(one.tensor, other.tensor):
             continue
         apart = f"or give one of them memory of its own: {same.name}.data = {same.name}.data.clone()"
@@ -72,15 +72,14 @@ def _held(named: Iterable[tuple[str, Tensor]], *, is_param: bool) -> Iterator[_H
 def _meeting(held: Iterable[_Held]) -> Iterator[tuple[_Held, _Held]]:
     """The pairs of which one begins before the other ends, in the order of the model."""
     order = list(held)
-    place = {id(each.tensor): i for i, each in enumerate(order)}
-    begun: list[_Held] = []
+    begun: list[int] = []
     found = []
-    for each in sorted(order, key=lambda each: (str(each.tensor.device), each.start)):
-        begun = [other for other in begun if other.tensor.device == each.tensor.device and other.stop > each.start]
-        found += [(other, each) if place[id(other.tensor)] < place[id(each.tensor)] else (each, other)
-                  for other in begun]
-        begun.append(each)
-    return iter(sorted(found, key=lambda pair: [place[id(each.tensor)] for each in pair]))
+    for i in sorted(range(len(order)), key=lambda i: (str(order[i].tensor.device), order[i].start)):
+        each = order[i]
+        begun = [j for j in begun if order[j].tensor.device == each.tensor.device and order[j].stop > each.start]
+        found += [(min(i, j), max(i, j)) for j in begun]
+        begun.append(i)
+    return ((order[i], order[j]) for i, j in sorted(found))
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

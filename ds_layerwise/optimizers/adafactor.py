@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.decay import WeightDecay
-from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes import adafactor as recipes
 
@@ -20,7 +19,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
-class Adafactor:
+class Adafactor(UpdateRule):
     """Adafactor, for whole matrices.
 
     With t steps, b = t^``beta2_decay`` and W the matrix before the step, its means over rows and columns of g^2 follow
@@ -40,30 +39,6 @@ class Adafactor:
     """
 
     recipe: recipes.Adafactor = recipes.Adafactor()
-
-    @classmethod
-    def of(cls, recipe: recipes.Adafactor) -> Adafactor:
-        """The rule that runs ``recipe``."""
-        return cls(recipe)
-
-    def check(self, device: torch.device) -> None:
-        """Every device can do it."""
-
-    def on_device(self, fast_dtypes: Any) -> Adafactor:
-        """Its products are in float32."""
-        return self
-
-    @property
-    def products_in(self) -> None:
-        """There are none worth a choice."""
-
-    def of_shards(self, axis: Any, peers: Any) -> Adafactor:
-        """Never called: the recipe refuses tensor shards."""
-        raise NotImplementedError
-
-    def init_state(self, param: Tensor) -> State:
-        """Zeros."""
-        return zeros(self.recipe.states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:

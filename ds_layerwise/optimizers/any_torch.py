@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers import probe, probe_checks
 from ds_layerwise.optimizers.client_object import set_rate
 from ds_layerwise.optimizers.probe import COUNT, Kept, Leaf
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, zeros
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.recipes import any_torch as recipes
 
 
-class AnyTorch:
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyTorch(UpdateRule):
     """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on 1-D pieces.
 
     State: what the class keeps, found by :mod:`.optimizers.probe`, and ``step``. Every parameter has an optimizer of
@@ -29,9 +31,8 @@ class AnyTorch:
     decoupled: ``W -= lr * weight_decay * W`` before the step.
     """
 
-    def __init__(self, recipe: recipes.AnyTorch) -> None:
-        self._recipe = recipe
-        self._optimizers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    recipe: recipes.AnyTorch
+    _optimizers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, init=False, repr=False)
 
     @classmethod
     def of(cls, recipe: recipes.AnyTorch) -> AnyTorch:
@@ -42,25 +43,6 @@ class AnyTorch:
         """
         probe_checks.check(recipe, lambda: cls(recipe))
         return cls(recipe)
-
-    def check(self, device: torch.device) -> None:
-        """What devices the class can work on, it says itself."""
-
-    def on_device(self, fast_dtypes: Any) -> AnyTorch:
-        """The class chooses its dtypes."""
-        return self
-
-    @property
-    def products_in(self) -> None:
-        """The class chooses."""
-
-    def of_shards(self, axis: Any, peers: Any) -> AnyTorch:
-        """Parts of matrices are refused before; a part of an element-wise parameter is a parameter."""
-        return self
-
-    def init_state(self, param: Tensor) -> State:
-        """Zeros, in place of which the class puts what it starts with in the first step."""
-        return zeros(self._recipe.states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
@@ -76,10 +58,10 @@ class AnyTorch:
                 raise UpdateError(index, str(error)) from error
 
     def _update(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
-        step, kept = int(state[COUNT]), probe.kept_of(self._recipe, tuple(param.shape))
+        step, kept = int(state[COUNT]), probe.kept_of(self.recipe, tuple(param.shape))
         optimizer: Optimizer | None = self._optimizers.get(state[COUNT])  # type: ignore[no-untyped-call]
         if optimizer is None or not step:
-            optimizer = self._optimizers[state[COUNT]] = probe.make(self._recipe, param)
+            optimizer = self._optimizers[state[COUNT]] = probe.make(self.recipe, param)
         group, = optimizer.param_groups
         group.update(hyper.of_client)
         group["params"] = [param]
@@ -108,7 +90,7 @@ class AnyTorch:
         found, expected = dict(probe.walk(dict(optimizer.state.get(param, {})))), dict(probe.walk(kept.after(step)))
         for path, value in found.items():
             if isinstance(value, Tensor) and not isinstance(expected.get(path), Leaf):
-                raise StepError(f"{self._recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of a "
+                raise StepError(f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of a "
                                 f"parameter of {tuple(param.shape)} after {step} steps, which it did not in its probe; "
                                 "nothing has a place for it: this class cannot be used here")
         for path, leaf in expected.items():
@@ -122,7 +104,7 @@ class AnyTorch:
         place = state[leaf.key]
         if not isinstance(value, Tensor) or value.shape != place.shape or value.dtype != place.dtype:
             told = f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else repr(value)
-            raise StepError(f"{self._recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} as {told} "
+            raise StepError(f"{self.recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} as {told} "
                             f"after {step} steps, and its probe said {tuple(place.shape)} in {place.dtype}: this class "
                             "cannot be used here")
         if value.data_ptr() != place.data_ptr():

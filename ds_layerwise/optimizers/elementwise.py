@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,27 +16,16 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from ds_layerwise.optimizers.decay import WeightDecay
-from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.recipes import elementwise as recipes
 from ds_layerwise.recipes.recipe import Recipe
 
-T = TypeVar("T", bound="Elementwise")
-
 
 @dataclass(frozen=True, slots=True)
-class Elementwise:
+class Elementwise(UpdateRule):
     """What all of these are alike in; each says how it moves parameters, apart from weight decay."""
 
     recipe: Recipe
-
-    @classmethod
-    def of(cls: type[T], recipe: Recipe) -> T:
-        """The rule that runs ``recipe``."""
-        return cls(recipe)
-
-    def init_state(self, param: Tensor) -> State:
-        """Zeros."""
-        return zeros(self.recipe.states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
@@ -53,21 +41,6 @@ class Elementwise:
         The direction depends on ``grads`` and ``states`` alone, not on what is in ``targets``.
         """
         raise NotImplementedError
-
-    def check(self, device: torch.device) -> None:
-        """Every device can do it."""
-
-    def on_device(self: T, fast_dtypes: Any) -> T:
-        """There are no matrix products."""
-        return self
-
-    @property
-    def products_in(self) -> None:
-        """There are none."""
-
-    def of_shards(self: T, axis: Any, peers: Any) -> T:
-        """A part of a parameter is a parameter."""
-        return self
 
 
 @dataclass(frozen=True, slots=True)

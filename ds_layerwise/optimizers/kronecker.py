@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, zeros
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes import kronecker as recipes
-
-T = TypeVar("T", bound="Kronecker")
 
 #: What torch raises where an iteration does not converge.
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -27,7 +25,7 @@ _RMS_EPS = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class Kronecker:
+class Kronecker(UpdateRule):
     """A rule that preconditions each matrix of (rows, cols) from factors ``L`` (rows, rows) and ``R`` (cols, cols).
 
     All of it is computed in the dtype of the master, float32. Of a stack, every matrix has factors of its own; a few
@@ -35,10 +33,6 @@ class Kronecker:
     """
 
     recipe: recipes.Kronecker
-
-    def init_state(self, param: Tensor) -> State:
-        """Zeros."""
-        return zeros(self.recipe.states(tuple(param.shape)), param)
 
     def check(self, device: torch.device) -> None:
         """Refuse a device on which torch cannot factorise.
@@ -52,13 +46,9 @@ class Kronecker:
             raise ConfigError(f"{self.recipe.rule} needs torch.linalg.eigh and qr, and {device} has them not "
                               f"({str(error).partition(chr(10))[0]}); use 'muon', which multiplies alone") from error
 
-    def on_device(self: T, fast_dtypes: Any) -> T:
-        """This rule; factors in half precision would have other eigenvectors."""
-        return self
-
     @property
     def products_in(self) -> torch.dtype:
-        """The dtype of masters."""
+        """The dtype of masters; factors in half precision would have other eigenvectors."""
         return torch.float32
 
     def of_shards(self, axis: Any, peers: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import require
-from ds_layerwise.optimizers.rule import Hyper, State, zeros
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.optimizers.update_hooks import step_
 from ds_layerwise.orthogonalize.batching import Some, batches, max_batch_numel, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
@@ -67,7 +67,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orthogonalized:
+class Orthogonalized(UpdateRule):
     """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
 
     A subclass says what becomes of an orthogonal matrix (:meth:`adapted_`) and how it is scaled (:meth:`scale`).
@@ -97,10 +97,6 @@ class Orthogonalized:
                                   f"ns_dtype {ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'")
             ns_dtype = "fp32"
         return cls(recipe=recipe, ns_coefficients=rows, ns_dtype=ns_dtype)
-
-    def init_state(self, param: Tensor) -> State:
-        """Zeros."""
-        return zeros(self.recipe.states(tuple(param.shape)), param)
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that has no products in ``ns_dtype``.

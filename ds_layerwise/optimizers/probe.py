@@ -198,11 +198,6 @@ def states_of(recipe: AnyTorch, shape: tuple[int, ...]) -> dict[str, StateSpec]:
     return kept_of(recipe, shape).specs()
 
 
-def flops_of(recipe: AnyTorch, shape: tuple[int, ...]) -> int:
-    """The FLOPs of the matrix products of a step. Raises as :func:`kept_of`."""
-    return kept_of(recipe, shape).flops
-
-
 def refusal_of(recipe: AnyTorch, shape: tuple[int, ...]) -> str | None:
     """Why the class cannot step on a matrix of ``shape``; None if it can."""
     try:

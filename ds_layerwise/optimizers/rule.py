@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.recipes.recipe import StateSpec
 
 State = dict[str, Tensor]
+
+T = TypeVar("T", bound="UpdateRule")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +42,24 @@ class UpdateError(StepError):
         self.index = index
 
 
-class UpdateRule(Protocol):
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateRule:
     """One optimizer's mathematics.
 
     Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)`` for a rule that needs
     whole ones, 1-D pieces cut anywhere for an element-wise one.
     """
 
+    recipe: Any
+
     @classmethod
-    def of(cls, recipe: Any) -> UpdateRule:
+    def of(cls: type[T], recipe: Any) -> T:
         """The rule that runs ``recipe``.
 
         Raises:
             ConfigError: a setting can only be judged with torch at hand, and cannot be.
         """
+        return cls(recipe)
 
     def check(self, device: torch.device) -> None:
         """Refuse a device that cannot do what the settings ask for.
@@ -62,18 +68,25 @@ class UpdateRule(Protocol):
             ConfigError: names the setting.
         """
 
-    def on_device(self, fast_dtypes: frozenset[torch.dtype]) -> UpdateRule:
+    def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
         """This rule on a device that multiplies matrices in ``fast_dtypes`` much faster than in float32."""
+        return self
 
     @property
     def products_in(self) -> torch.dtype | None:
-        """What matrices are multiplied in; None if none are."""
+        """What matrices are multiplied in; None if none are, or there is no choice."""
+        return None
 
-    def of_shards(self, axis: Any, peers: Any) -> UpdateRule:
-        """This rule for matrices of which this rank has a tensor shard, along ``axis``; ``peers`` have the others."""
+    def of_shards(self: T, axis: Any, peers: Any) -> T:
+        """This rule for matrices of which this rank has a tensor shard, along ``axis``; ``peers`` have the others.
+
+        Itself, of a rule that updates elements alone, and of one whose recipe refuses tensor shards.
+        """
+        return self
 
     def init_state(self, param: Tensor) -> State:
-        """The state before the first update: names, shapes and dtypes as :meth:`.recipes.recipe.Recipe.states`."""
+        """The state before the first update: names, shapes and dtypes as in :meth:`.recipes.recipe.Recipe.states`."""
+        return zeros(self.recipe.states(tuple(param.shape)), param)
 
     def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
                 hyper: Hyper) -> None:
@@ -82,6 +95,7 @@ class UpdateRule(Protocol):
         Raises:
             UpdateError: it cannot update one of them; some are updated.
         """
+        raise NotImplementedError
 
 
 def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:

@@ -38,11 +38,6 @@ class Shampoo(Kronecker):
 
     recipe: recipes.Shampoo
 
-    @classmethod
-    def of(cls, recipe: recipes.Shampoo) -> Shampoo:
-        """The rule that runs ``recipe``."""
-        return cls(recipe)
-
     def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor:
         sides = self.recipe.sides(tuple(grad.shape))
         kept, new = (1.0, 1.0) if self.recipe.statistics == "sum" else (self._kept(step), 1 - self._kept(step))

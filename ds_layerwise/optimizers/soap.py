@@ -53,11 +53,6 @@ class Soap(Kronecker):
 
     recipe: recipes.Soap
 
-    @classmethod
-    def of(cls, recipe: recipes.Soap) -> Soap:
-        """The rule that runs ``recipe``, KL-SOAP for its recipe."""
-        return cls(recipe)
-
     def init_state(self, param: Tensor) -> State:
         """Zeros, bases of the parameter's own axes, and eigenvalues of 1."""
         state = Kronecker.init_state(self, param)

@@ -118,15 +118,11 @@ def fill_in(given: Mapping[str, Any], *, hidden_size: int | None = None) -> tupl
         values["scheduler.params.warmup_max_lr"] = lr
     if hidden_size and at(given, "zero_optimization.reduce_bucket_size") == "auto":
         values["zero_optimization.reduce_bucket_size"] = hidden_size**2
-    for path, value in values.items():
-        *sections, key = path.split(".")
-        section = filled
-        for name in sections:
-            section = section[name]
-        section[key] = value
-    for path in _WITHOUT_EFFECT:
+    for path in (*values, *_WITHOUT_EFFECT):
         *sections, key = path.split(".")
         section = at(filled, ".".join(sections)) if sections else filled
-        if isinstance(section, dict) and section.get(key) == "auto":
+        if path in values:
+            section[key] = values[path]
+        elif isinstance(section, dict) and section.get(key) == "auto":
             del section[key]
     return filled, values

@@ -29,8 +29,8 @@ from ds_layerwise.plan.planner import plan_layout
 from ds_layerwise.plan.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.routes import Axis, Route, whole_shape
 from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.plan.together import most_together
 from ds_layerwise.recipes.bits import DTYPE_BYTES, MasterDtype
+from ds_layerwise.recipes.newton_schulz import most_together
 from ds_layerwise.recipes.recipe import Recipe
 
 
@@ -55,8 +55,7 @@ def specs_of(params: Iterable[tuple[str, tuple[int, ...], str]], routes: Mapping
         route = routes[name]
         seen = route.seen(math.prod(shape))
         for part, its in seen.items() if route.whole else ():
-            if why := route.recipe.refusal(whole_shape(its, route.tp_axis, tp_size), cut_axis=route.tp_axis,
-                                           transposed=route.transposed):
+            if why := route.recipe.refusal(whole_shape(its, route.tp_axis, tp_size), cut_axis=route.tp_axis):
                 raise RoutingError(f"{name} {shape}{f', part {part} {its},' * bool(part)} {why}")
         flops = sum(work(route.recipe, its, route.tp_axis) for its in seen.values() if route.whole)
         return ParamSpec(name=name, shape=shape, dtype=dtype, whole=route.whole, work=flops,

@@ -49,10 +49,18 @@ def check_accuracy(routes: Mapping[str, Route], specs: Sequence[ParamSpec], grou
     Raises:
         ConfigError: names the parameter, its state, and the way out.
     """
-    for name in (spec.name for spec in specs):
-        for key, spec in routes[name].states(1).items():
-            if spec.kept_as:
-                _check_accuracy(name, routes[name], key, spec.kept_as, groups, told)
+    for route in (routes[spec.name] for spec in specs):
+        recipe = route.recipe
+        for key, spec in route.states(1).items():
+            dtype = spec.kept_as
+            share = recipe.share_kept(key, route.hyper(groups[route.group])) if dtype else 0.0
+            if share <= MOST_KEPT or (dtype == "bfloat16" and recipe.rounds_by_chance):
+                continue
+            way_out = ("set stochastic_rounding to true, with which small changes add up" if dtype == "bfloat16" else
+                       "keep it in 'bfloat16' with stochastic_rounding")
+            raise ConfigError(f"{told}{route.name}: {key} of {recipe.rule} keeps {share:g} of itself in a step and "
+                              f"would be kept in {dtype!r}, whose steps are so coarse that above {MOST_KEPT:g} most of "
+                              f"what it should take up is rounded away; {way_out}, or in 'float32'")
 
 
 def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_ratio: float) -> None:
@@ -84,16 +92,3 @@ def _check_codes(name: str, route: Route, kept: Iterable[str | None], config: La
         raise ConfigError(f"{name} has states in '8bit', and layerwise.alignment is {config.alignment}: {SCALED} "
                           "elements in a row have one scale, which would be others for another number of ranks; set "
                           f"it to a multiple of {SCALED}")
-
-
-def _check_accuracy(name: str, route: Route, key: str, dtype: str, groups: Sequence[Mapping[str, Any]],
-                    told: str) -> None:
-    recipe = route.recipe
-    share = recipe.share_kept(key, route.hyper(groups[route.group]))
-    if share <= MOST_KEPT or (dtype == "bfloat16" and recipe.rounds_by_chance):
-        return
-    way_out = ("set stochastic_rounding to true, with which small changes add up" if dtype == "bfloat16" else
-               "keep it in 'bfloat16' with stochastic_rounding")
-    raise ConfigError(f"{told}{name}: {key} of {recipe.rule} keeps {share:g} of itself in a step and would be kept in "
-                      f"{dtype!r}, whose steps are so coarse that above {MOST_KEPT:g} most of what it should take up "
-                      f"is rounded away; {way_out}, or in 'float32'")

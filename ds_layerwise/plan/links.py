@@ -120,28 +120,27 @@ def links_of_run(links: str, *, on_host: bool | None, ranks_per_node: int | None
                                     "between_gb_s": found.between_gb_s * found.rails / places / rails})
 
 
-def unlike_the_run(links: str, *, on_host: bool, where: str = "layerwise.links") -> str:
+def unlike_the_run(links: str, *, on_host: bool) -> str:
     """What to tell of links that say of themselves that they are not between what talks in a run; empty if none do.
 
     A file that does not say ``on_host`` is of either.
 
     Args:
         on_host: whether what travels lies in host memory.
-        where: who names them.
 
     Raises:
         ConfigError: as :func:`find_links`.
     """
     if links == "auto":
         return ""
-    found = find_links(links, where=where)
+    found = find_links(links, where="layerwise.links")
     if found.on_host == on_host or links not in LINKS and "on_host" not in found.model_fields_set:
         return ""
     theirs, here = ("host memory", "devices") if found.on_host else ("devices", "host memory")
     talks = "gloo" if on_host else "the device's own backend"
-    return (f"{where} {links!r} is between {theirs}, and parameters lie in {here}: ways of buckets are chosen for the "
-            f"collectives of {talks}, at the rates of these links; measure those that are there with ds-layerwise "
-            "links, or set it to \"auto\"")
+    return (f"layerwise.links {links!r} is between {theirs}, and parameters lie in {here}: ways of buckets are chosen "
+            f"for the collectives of {talks}, at the rates of these links; measure those that are there with "
+            "ds-layerwise links, or set it to \"auto\"")
 
 
 def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) -> Links:

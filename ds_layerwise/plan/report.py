@@ -54,11 +54,10 @@ def plan_table(routes: Mapping[str, Route], specs: Sequence[ParamSpec], forecast
     if len(forecasts) == 1:
         one = start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect)
         return "\n".join([one, *([_rendered(*below, width=_PLAN_WIDTH)] if below else [])])
-    table = Table(title="memory of the fullest rank, and what the busiest rank sends", title_justify="left")
     saves = any(any(forecast.saved) for forecast in forecasts)
-    for header in ("ranks", "layout", "buckets", "NS max/mean", "total", "params", "grads", "masters", "states",
-                   *["saved"] * saves, "host", "under way", "in a step", "at start", "padding", "sent"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = _table("memory of the fullest rank, and what the busiest rank sends", "ranks", "layout", "buckets",
+                   "NS max/mean", "total", "params", "grads", "masters", "states", *["saved"] * saves, "host",
+                   "under way", "in a step", "at start", "padding", "sent")
     for forecast in forecasts:
         held, sent = forecast.memory[forecast.fullest], forecast.sent_by_busiest().values()
         table.add_row(str(forecast.layout.world_size), forecast.layout.digest(), str(forecast.report.num_buckets),
@@ -130,9 +129,8 @@ def _below(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> 
 
 def _fitting(forecasts: Sequence[Forecast], predictions: Sequence[Prediction], memory: int) -> list[Table | str]:
     """Whether the rank that needs most has it on a device with ``memory`` bytes, for each number of ranks."""
-    table = Table(title=f"the rank that needs most, on a device with {_size(memory)}", title_justify="left")
-    for header in ("ranks", "rank", "between steps", "under way", "in a step", "at start", "needed", "fits"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = _table(f"the rank that needs most, on a device with {_size(memory)}", "ranks", "rank", "between steps",
+                   "under way", "in a step", "at start", "needed", "fits")
     for forecast, prediction in zip(forecasts, predictions, strict=True):
         most = max(forecast.needed)
         rank = forecast.needed.index(most)
@@ -161,10 +159,8 @@ def _fit(size: BucketSize) -> str:
 def _predicted(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> list[Table | str]:
     """What a step takes, and with which bucket sizes it would take what."""
     links, reduction, asked = predictions[0].links, predictions[0].reduction, predictions[0].memory_bytes is not None
-    table = Table(title=f"predicted a step, {reduction} sums", title_justify="left")
-    for header in ("ranks", "elements a bucket", "buckets", "ways", "reduce", "of it at the end", "update", "gather",
-                   "all", *["fits"] * asked, ""):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = _table(f"predicted a step, {reduction} sums", "ranks", "elements a bucket", "buckets", "ways", "reduce",
+                   "of it at the end", "update", "gather", "all", *["fits"] * asked, "")
     for forecast, prediction in zip(forecasts, predictions, strict=True):
         own, best = prediction.own, prediction.best
         for size in prediction.sizes:
@@ -194,6 +190,14 @@ def _rates(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> 
 def _time(nanoseconds: float) -> str:
     return (f"{nanoseconds / 1e9:,.2f} s" if nanoseconds >= 1e9 else f"{nanoseconds / 1e6:.1f} ms"
             if nanoseconds >= 1e6 else f"{nanoseconds / 1e3:.1f} us")
+
+
+def _table(title: str, *headers: str) -> Table:
+    """A table without rows, of numbers, which are not cut off."""
+    table = Table(title=title, title_justify="left")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
 
 
 def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
@@ -303,35 +307,42 @@ def _waiting(forecast: Forecast) -> str:
 
 def _costs(forecast: Forecast) -> Table:
     report, layout, held = forecast.report, forecast.layout, forecast.memory[forecast.fullest]
-    table = Table(title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("ranks, buckets", f"{layout.world_size}, {report.num_buckets}")
-    table.add_row("matrix updates a step", f"{max(report.work) / 1e9:,.3g} GFLOP on the busiest rank, "
-                  f"{report.work_max_over_mean:.3f} x the mean")
-    table.add_row("owned matrices", f"{max(report.whole_numel):,} elements on the fullest rank, "
-                  f"{report.whole_max_over_mean:.3f} x the mean")
-    table.add_row("memory of the fullest rank", f"{_size(held.total)}, "
-                  f"{max_over_mean([rank.total for rank in forecast.memory]):.3f} x the mean: parameters "
-                  f"{_size(held.params)}, gradients {_size(held.grads)}, masters {_size(held.masters)}, states "
-                  f"{_size(held.states)}")
+    rows = {
+        "ranks, buckets": f"{layout.world_size}, {report.num_buckets}",
+        "matrix updates a step": f"{max(report.work) / 1e9:,.3g} GFLOP on the busiest rank, "
+                                 f"{report.work_max_over_mean:.3f} x the mean",
+        "owned matrices": f"{max(report.whole_numel):,} elements on the fullest rank, "
+                          f"{report.whole_max_over_mean:.3f} x the mean",
+        "memory of the fullest rank":
+            f"{_size(held.total)}, {max_over_mean([rank.total for rank in forecast.memory]):.3f} x the mean: "
+            f"parameters {_size(held.params)}, gradients {_size(held.grads)}, masters {_size(held.masters)}, states "
+            f"{_size(held.states)}"}
     if any(forecast.saved):
         wide = forecast.in_float32[forecast.fullest]
-        table.add_row("fewer bits save", f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
-                      f"{_size(wide.masters - held.masters)}, states {_size(wide.states - held.states)}; "
-                      f"{_size(min(forecast.saved))} at least of any rank's")
+        rows["fewer bits save"] = (
+            f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
+            f"{_size(wide.masters - held.masters)}, states {_size(wide.states - held.states)}; "
+            f"{_size(min(forecast.saved))} at least of any rank's")
     if any(rank.host for rank in forecast.memory):
         host, staging = (max(getattr(rank, key) for rank in forecast.memory) for key in ("host", "staging"))
-        table.add_row("on the host", f"{_size(host)} more of masters and states on the fullest rank; a step takes "
-                      f"{_size(staging)} of its device to work on them (less with a smaller reduce_bucket_size)")
-    table.add_row("beside it, at most", f"{_size(max(traffic.total for traffic in forecast.traffic))} for buckets "
-                  f"under way, and their exchange, {MAX_UNDER_WAY} at a time{_waiting(forecast)}")
-    table.add_row("in a step, at most", f"{_size(max(forecast.workspace))} that an update works in")
-    table.add_row("at start, at most", f"{_size(max(forecast.start_up))}, while parameters move into their buffer")
-    table.add_row("padding", f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %")
+        rows["on the host"] = (
+            f"{_size(host)} more of masters and states on the fullest rank; a step takes {_size(staging)} of its "
+            "device to work on them (less with a smaller reduce_bucket_size)")
+    rows |= {
+        "beside it, at most": f"{_size(max(traffic.total for traffic in forecast.traffic))} for buckets under way, and "
+                              f"their exchange, {MAX_UNDER_WAY} at a time{_waiting(forecast)}",
+        "in a step, at most": f"{_size(max(forecast.workspace))} that an update works in",
+        "at start, at most": f"{_size(max(forecast.start_up))}, while parameters move into their buffer",
+        "padding": f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %"}
     for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
         sent = f"{_size(reduced + gathered)} a step" if forecast.stage == 1 else \
             f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
-        table.add_row(f"{dtype} parameters", f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
-                      f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}")
+        rows[f"{dtype} parameters"] = (
+            f"gradients accumulate in {forecast.stored_as[dtype]}, travel in {forecast.wire_as(dtype)}; the busiest "
+            f"rank sends {sent}")
+    table = Table(title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
     return table

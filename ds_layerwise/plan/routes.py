@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -79,10 +80,6 @@ class Route:
     def because(self, more: str) -> Route:
         """This route with one more reason."""
         return replace(self, reason=f"{self.reason}, {more}")
-
-    def with_axis(self, axis: Axis | None) -> Route:
-        """This route with matrices of which tensor parallelism cuts ``axis``, or which are whole on each rank."""
-        return replace(self, tp_axis=axis)
 
     def seen(self, numel: int) -> dict[str, tuple[int, ...]]:
         """By part, the shapes that its rule sees of ``numel`` elements; of a parameter without parts, under ""."""
@@ -339,16 +336,11 @@ def require_a_matrix(routes: Collection[Route], *,
     """
     if not routes:
         raise RoutingError(f"there is nothing to train: {why_none}")
-    chosen = bool(routes) and all(route.by_user for route in routes)
+    chosen = all(route.by_user for route in routes)
     if not (chosen or any(route.whole or route.sent_away for route in routes)):
+        counts = Counter(route.reason for route in routes)
+        reasons = ", ".join(f"{n} x {reason}" for reason, n in counts.items())
         raise RoutingError(f"no parameter goes to the matrix optimizer, of {len(routes)} trainable ones: "
-                           f"{_reasons(routes)}; to train all of them with the scalar optimizer, set "
+                           f"{reasons}; to train all of them with the scalar optimizer, set "
                            "layerwise.overrides to [{\"name\": \"*\", \"optimizer\": \"scalar\"}], or route some "
                            "with \"optimizer\": \"matrix\" there, or param.use_muon = True")
-
-
-def _reasons(routes: Iterable[Route]) -> str:
-    counts: dict[str, int] = {}
-    for route in routes:
-        counts[route.reason] = counts.get(route.reason, 0) + 1
-    return ", ".join(f"{n} x {reason}" for reason, n in counts.items())

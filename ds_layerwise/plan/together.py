@@ -9,7 +9,7 @@ Note: why, and how far
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -34,55 +34,40 @@ def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices,
     Args:
         buckets: what one rank has of each.
     """
-    waiting = _Waiting(buckets)
+    # Those that may be taken along, by what they are alike in and the shapes they have, next turn first.
+    waiting: dict[Hashable, dict[tuple[tuple[int, int], ...], deque[tuple[int, Matrices]]]] = {}
+    for index in reversed(range(len(buckets))):
+        for each in buckets[index]:
+            if each.most:
+                shapes = tuple(shape for shape, _ in each.numels)
+                waiting.setdefault(each.alike, {}).setdefault(shapes, deque()).append((index, each))
     updates: list[list[tuple[Matrices, ...]]] = [[] for _ in buckets]
+    taken: set[str] = set()
     for index in reversed(range(len(buckets))):
         own: dict[Hashable, list[Matrices]] = {}
         for each in buckets[index]:
-            if not waiting.is_taken(each):
+            if each.name not in taken:
                 own.setdefault(each.alike, []).append(each)
-        updates[index] = [(*taken, *waiting.take_along(taken, index)) for taken in own.values()]
+        for alike, members in own.items():
+            along = _take_along(members, list(waiting.get(alike, {}).values()), index)
+            taken.update(each.name for each in along)
+            updates[index].append((*members, *along))
     return updates
 
 
-class _Waiting:
-    """Parameters that may be taken along and have not been, by what they are alike in and the shapes they have."""
-
-    def __init__(self, buckets: Sequence[Sequence[Matrices]]) -> None:
-        self._queues: dict[Hashable, dict[tuple[tuple[int, int], ...], deque[tuple[int, Matrices]]]] = {}
-        self._taken: set[str] = set()
-        for index in reversed(range(len(buckets))):
-            for each in buckets[index]:
-                if each.most:
-                    shapes = tuple(shape for shape, _ in each.numels)
-                    self._queues.setdefault(each.alike, {}).setdefault(shapes, deque()).append((index, each))
-
-    def is_taken(self, each: Matrices) -> bool:
-        """Whether an earlier update has taken it along."""
-        return each.name in self._taken
-
-    def take_along(self, own: Sequence[Matrices], index: int) -> list[Matrices]:
-        """Those of buckets below ``index`` that fill the batches of ``own``, all of bucket ``index``."""
-        filled: dict[tuple[int, int], int] = {}
-        for each in own:
-            for shape, numel in each.numels:
-                filled[shape] = filled.get(shape, 0) + numel
-        queues = list(self._queues.get(own[0].alike, {}).values())
-        for queue in queues:
-            while queue and queue[0][0] >= index:
-                queue.popleft()
-        taken: list[Matrices] = []
-        while fitting := [queue for queue in queues if queue and all(
-                shape in filled and filled[shape] + numel <= own[0].most for shape, numel in queue[0][1].numels)]:
-            # Those whose turn comes next.
-            each = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]
-            taken.append(each)
-            self._taken.add(each.name)
-            for shape, numel in each.numels:
-                filled[shape] += numel
-        return taken
-
-
-def most_together(count: int, numel: int, most: int) -> int:
-    """How many of ``count`` matrices of ``numel`` elements each, in buckets of their own, are updated together."""
-    return min(count, max(1, most // numel))
+def _take_along(own: Sequence[Matrices], queues: Sequence[deque[tuple[int, Matrices]]], index: int) -> list[Matrices]:
+    """Take out of ``queues`` those of buckets below ``index`` that fill the batches of ``own``, all of that bucket."""
+    filled: Counter[tuple[int, int]] = Counter()
+    for each in own:
+        filled.update(dict(each.numels))
+    for queue in queues:
+        while queue and queue[0][0] >= index:
+            queue.popleft()
+    taken: list[Matrices] = []
+    while fitting := [queue for queue in queues if queue and all(
+            shape in filled and filled[shape] + numel <= own[0].most for shape, numel in queue[0][1].numels)]:
+        # Those whose turn comes next.
+        each = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]
+        taken.append(each)
+        filled.update(dict(each.numels))
+    return taken

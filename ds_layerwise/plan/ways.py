@@ -129,8 +129,7 @@ def reduce_levels(load: Load, numel: int, group: Group, reduction: Reduction) ->
     """What the reduction of equal shards or cuts takes at its levels; all of it at the second where there is one."""
     if reduction == "ordered":
         return ordered_levels(numel, load.wire_bytes, group)
-    nbytes = numel * load.wire_bytes
-    return ring_levels(nbytes, group) if takes_levels(nbytes, group) else Levels(0, group.ring(nbytes))
+    return _ring(numel * load.wire_bytes, group)
 
 
 def reduce_all_ns(loads: Iterable[Load], ways: Iterable[Way], links: Links, reduction: Reduction) -> int:
@@ -181,7 +180,7 @@ def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
             return _ragged_ring(load, load.param_bytes, group)
         most = max(load.longest * (group.size - 1), numel) * load.param_bytes
         return group.all_to_all(most, nbytes * (group.size - 1) / group.size)
-    return sum(gather_levels(nbytes, group)) if group.links.on_host else _ring(nbytes, group)
+    return sum(gather_levels(nbytes, group) if group.links.on_host else _ring(nbytes, group))
 
 
 def gather_levels(nbytes: float, group: Group) -> Levels:
@@ -205,8 +204,9 @@ def takes_levels(nbytes: float, group: Group) -> bool:
     return group.has_levels and sum(ring_levels(nbytes, group)) < group.ring(nbytes)
 
 
-def _ring(nbytes: float, group: Group) -> int:
-    return sum(ring_levels(nbytes, group)) if takes_levels(nbytes, group) else group.ring(nbytes)
+def _ring(nbytes: float, group: Group) -> Levels:
+    """A ring through all ranks, or the two of :func:`ring_levels`, whichever takes less."""
+    return ring_levels(nbytes, group) if takes_levels(nbytes, group) else Levels(0, group.ring(nbytes))
 
 
 def _ragged_ring(load: Load, itemsize: int, group: Group) -> int:

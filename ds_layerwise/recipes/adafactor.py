@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_layerwise.recipes.recipe import Recipe, StateSpec
+from ds_layerwise.recipes.newton_schulz import most_together
+from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec
 from ds_layerwise.recipes.settings import NonNegative, Positive
 
 #: Largest sum of elements of matrices of a stack that are updated together; one may be larger. Enough to fill an
@@ -36,7 +37,7 @@ class Adafactor(Recipe):
         """Mean squares of rows and of columns, and how many steps there were."""
         *batch, rows, cols = shape
         return {"row_var": StateSpec((*batch, rows, 1)), "col_var": StateSpec((*batch, 1, cols)),
-                "step": StateSpec((), on_host=True)}
+                **COUNT}
 
     def work(self, shape: tuple[int, ...]) -> int:
         """The FLOPs of the product of column and row."""
@@ -45,15 +46,14 @@ class Adafactor(Recipe):
     def together(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a stack are updated together."""
         *batch, rows, cols = shape
-        return min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+        return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
         """Bytes: the update of as many matrices as go together, what decay takes beside it, and their norms."""
         together = self.together(shape)
         return super().workspace((together, *shape[-2:])) + 16 * together
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
-                transposed: bool = False) -> str | None:
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
         """Tensor shards, because means of rows, of columns and of all are of a whole matrix."""
         return None if cut_axis is None else (
             "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; send it to another "

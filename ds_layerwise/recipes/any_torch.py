@@ -89,14 +89,14 @@ class AnyTorch(Recipe):
 
     def work(self, shape: tuple[int, ...]) -> int:
         """The FLOPs of the matrix products of a step, as counted in a probe; decompositions count for none."""
-        flops: int = _probe().flops_of(self, shape)
+        flops: int = _probe().kept_of(self, shape).flops
         return flops
 
     def workspace(self, shape: tuple[int, ...]) -> int:
         """A copy of the gradient, which a class may write to, and two more tensors like it: what AdamW takes."""
         return 3 * super().workspace(shape)
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Any = None, transposed: bool = False) -> str | None:
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Any = None) -> str | None:
         """What the class says to such a matrix; and parts of matrices are refused."""
         if cut_axis is not None:
             return (f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; send it to "

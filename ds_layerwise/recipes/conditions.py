@@ -79,7 +79,7 @@ class Conditions(Section):
         Raises:
             ConfigError: names the key; ``where`` is what a config calls the conditions.
         """
-        for pattern in _each(self.regex):
+        for pattern in each_of(self.regex):
             try:
                 re.compile(pattern)
             except re.error as e:
@@ -98,15 +98,15 @@ class Conditions(Section):
         for size in facts.shape:
             numel *= size
         return (
-            (self.name is None or any(fnmatchcase(facts.name, glob) for glob in _each(self.name)))
-            and (self.regex is None or any(re.fullmatch(each, facts.name) for each in _each(self.regex)))
-            and (self.ndim is None or len(facts.shape) in _each(self.ndim))
+            (self.name is None or any(fnmatchcase(facts.name, glob) for glob in each_of(self.name)))
+            and (self.regex is None or any(re.fullmatch(each, facts.name) for each in each_of(self.regex)))
+            and (self.ndim is None or len(facts.shape) in each_of(self.ndim))
             and (self.shape is None or any(_fits(facts.shape, each) for each in self._shapes()))
             and (self.min_elements is None or numel >= self.min_elements)
             and (self.max_elements is None or numel <= self.max_elements)
             and (self.module is None or any(fnmatchcase(known, glob) for known in self._modules(facts)
-                                            for glob in _each(self.module)))
-            and (self.attr is None or any(has_attribute(facts, each) for each in _each(self.attr))))
+                                            for glob in each_of(self.module)))
+            and (self.attr is None or any(has_attribute(facts, each) for each in each_of(self.attr))))
 
     @property
     def ask_for_sizes(self) -> bool:
@@ -150,7 +150,8 @@ def _fits(shape: tuple[int, ...], wanted: Shape) -> bool:
     return len(shape) == len(wanted) and all(each in (None, size) for size, each in zip(shape, wanted, strict=True))
 
 
-def _each(value: Any) -> tuple[Any, ...]:
+def each_of(value: Any) -> tuple[Any, ...]:
+    """What a key has that takes one or several, or None for none."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 

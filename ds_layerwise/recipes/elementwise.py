@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ds_layerwise.recipes.kept import KeptAverage, KeptMoments, KeptMomentum
-from ds_layerwise.recipes.recipe import Recipe, StateSpec, WeightDecayMethod
+from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec, WeightDecayMethod
 from ds_layerwise.recipes.settings import Decay, NonNegative
 
 #: How many steps something takes; none for 0.
@@ -34,7 +34,7 @@ class Adam(Elementwise, KeptMoments):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Two moments, and how many steps there were."""
-        return {**self.like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq"), **COUNT}
 
 
 class AdamW(Adam):
@@ -90,7 +90,7 @@ class Signum(Elementwise, KeptMomentum):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One average, and how many steps there were."""
-        return {**self.like(shape, "momentum_buffer"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "momentum_buffer"), **COUNT}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Momentum, and how the sign is taken."""
@@ -109,7 +109,7 @@ class LaProp(Elementwise, KeptMoments):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Two averages, the first one of normalised gradients, and how many steps there were."""
-        return {**self.like(shape, "exp_avg", "exp_avg_sq"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq"), **COUNT}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Betas, eps, and whether they are corrected."""
@@ -135,7 +135,7 @@ class AdEMAMix(Elementwise, KeptMoments):
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Adam's moments, a slow first one, and how many steps there were."""
-        return {**self.like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), **COUNT}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Betas and eps, and of the slow average what it keeps and how much it counts."""

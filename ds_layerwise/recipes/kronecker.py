@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
-
 from ds_layerwise.recipes.kept import KeptMoments
-from ds_layerwise.recipes.recipe import StateSpec
-from ds_layerwise.recipes.settings import Count, Decay, NonNegative
+from ds_layerwise.recipes.newton_schulz import most_together
+from ds_layerwise.recipes.recipe import COUNT, StateSpec
+from ds_layerwise.recipes.settings import OR_NULL, Count, Decay, NonNegative
 
 #: Largest sum of elements of squares (side, side) that are factorised together, out of one stack; one may be larger.
 #: Beyond sides of about a thousand a batch saves no launches worth the memory.
@@ -42,7 +41,7 @@ class Kronecker(KeptMoments):
     """A longer side has no factor: the update is preconditioned from the other side alone."""
     correct_bias: bool = True
     """Whether all averages count from zero, so that the first steps are not too small; ``L`` and ``R``, too."""
-    max_update_rms: Annotated[NonNegative | None, Field(json_schema_extra={"may_be_null": True})] = 1.0
+    max_update_rms: Annotated[NonNegative | None, OR_NULL] = 1.0
     """The update of a matrix is scaled down to this root mean square, before the learning rate; 0 or null: never."""
 
     def sides(self, shape: tuple[int, ...]) -> dict[str, int]:
@@ -58,7 +57,7 @@ class Kronecker(KeptMoments):
 
     def averages(self, shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
         """States of the parameter's own shape, and how many steps there were."""
-        return {**self.like(shape, *names), "step": StateSpec((), on_host=True)}
+        return {**self.like(shape, *names), **COUNT}
 
     def products(self, shape: tuple[int, ...]) -> int:
         """FLOPs of a product with each factor, of all matrices."""
@@ -74,10 +73,9 @@ class Kronecker(KeptMoments):
     def together(self, shape: tuple[int, ...]) -> int:
         """How many matrices of a stack go through the linear algebra together."""
         *batch, rows, cols = shape
-        return min(math.prod(batch), max(1, MAX_BATCH_NUMEL // max(rows, cols) ** 2))
+        return most_together(math.prod(batch), max(rows, cols) ** 2, MAX_BATCH_NUMEL)
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
-                transposed: bool = False) -> str | None:
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
         """Tensor shards, whose factors no rank could form alone, and matrices without a side that has a factor."""
         if cut_axis is not None:
             return (f"is cut by tensor parallelism, and {self.rule} needs whole matrices; send it to 'muon' or 'adamw' "

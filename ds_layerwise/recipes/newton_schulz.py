@@ -52,6 +52,11 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
     return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
 
 
+def most_together(count: int, numel: int, most: int) -> int:
+    """How many of ``count`` matrices of ``numel`` elements each go together: one, or up to ``most`` elements."""
+    return min(count, max(1, most // numel))
+
+
 def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
     """Bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes at most, as many as go together on an
     accelerator; a CPU takes no more at a time.
@@ -65,6 +70,6 @@ def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
         beside: how many more matrices of that shape are held while those that go together do.
     """
     *batch, rows, cols = shape
-    together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+    together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
     m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
     return 4 * together * (max(4 * m * n + 2 * m * m, 3 * m * n + 4 * m * m) + beside * rows * cols)

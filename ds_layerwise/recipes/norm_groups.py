@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import Field
-
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.conditions import Conditions
-from ds_layerwise.recipes.settings import NonNegative, build
+from ds_layerwise.recipes.settings import OR_NULL, NonNegative, build
 
 #: What a monitor may call a group, which may make the name of a file of it.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -21,7 +19,7 @@ class NormGroup(Conditions):
 
     example: ClassVar[str] = '{"name": "mtp.*"}'
 
-    gradient_clipping: Annotated[NonNegative | None, Field(json_schema_extra={"may_be_null": True})] = None
+    gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
     """What their gradients are clipped to by their own norm, which the norm of all others then leaves out; 0: to
     nothing. None: they are counted, and clipped, with all others."""
     optional: bool = False

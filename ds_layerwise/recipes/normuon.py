@@ -32,8 +32,7 @@ class NorMuon(Adaptive):
         per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
         return -1 if per_row else -2
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
-                transposed: bool = False) -> str | None:
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
         """With "longer_side", of a matrix that is cut: which side of it is longer, its parts cannot tell."""
         if cut_axis is None or self.moment2_per != "longer_side" or self.sees_tensor_shards:
             return None

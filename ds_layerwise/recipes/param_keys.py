@@ -11,40 +11,40 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.recipes.conditions import Conditions, Facts, has_attribute
+from ds_layerwise.recipes.conditions import Conditions, Facts, each_of, has_attribute
 from ds_layerwise.recipes.settings import build, normalised
 
 
 @dataclass(frozen=True, slots=True)
-class ParamPredicate:
-    """A function of a parameter, which is known and compared by its name alone."""
+class _Predicate:
+    """A function that is known and compared by its name alone."""
 
     name: str
-    fn: Callable[[Any], bool] = field(compare=False, repr=False)
+    fn: Callable[..., bool] = field(compare=False, repr=False)
     """Whether a parameter is meant. It must say the same on every rank."""
 
     def __post_init__(self) -> None:
-        _check_function(self, self.name, self.fn)
+        kind = type(self).__name__
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"{kind}.name must be a text, by which it is known and compared, got {self.name!r}")
+        if not callable(self.fn):
+            raise ConfigError(f"{kind}.fn must be a function, got {self.fn!r}")
 
-    def __call__(self, param: Any) -> bool:
-        """What the function says of ``param``."""
-        return bool(self.fn(param))
+    def __call__(self, *args: Any) -> bool:
+        """What the function says."""
+        return bool(self.fn(*args))
 
 
-@dataclass(frozen=True, slots=True)
-class ParamWithNamePredicate:
+class ParamPredicate(_Predicate):
+    """A function of a parameter, which is known and compared by its name alone."""
+
+    __slots__ = ()
+
+
+class ParamWithNamePredicate(_Predicate):
     """A function of a parameter and its name, which is known and compared by its own name alone."""
 
-    name: str
-    fn: Callable[[Any, str], bool] = field(compare=False, repr=False)
-    """Whether a parameter of that name is meant. It must say the same on every rank."""
-
-    def __post_init__(self) -> None:
-        _check_function(self, self.name, self.fn)
-
-    def __call__(self, param: Any, name: str) -> bool:
-        """What the function says of ``param``, which has that name."""
-        return bool(self.fn(param, name))
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class ParamKey:
             # What is hashed must not be a list.
             object.__setattr__(self, each.name, normalised(getattr(self, each.name)))
         for key, kind in _ANY.items():
-            for value in _each(getattr(self, key)):
+            for value in each_of(getattr(self, key)):
                 if not isinstance(value, kind) or value == "":
                     raise ConfigError(f"ParamKey.{key} must be a {kind.__name__} or a tuple of them, got {value!r}")
         if not (self.choices or self.narrowed):
@@ -88,7 +88,7 @@ class ParamKey:
     @property
     def choices(self) -> dict[str, Any]:
         """Those of which any will do, as far as they are given."""
-        return {key: getattr(self, key) for key in _ANY if _each(getattr(self, key))}
+        return {key: getattr(self, key) for key in _ANY if each_of(getattr(self, key))}
 
     @property
     def narrowed(self) -> dict[str, Any]:
@@ -125,10 +125,10 @@ class ParamKey:
             RoutingError: a function fails, or an attribute is neither true nor false; names the parameter.
         """
         return not self.choices or (
-            any(fnmatchcase(facts.name, glob) for glob in _each(self.name))
-            or any(has_attribute(facts, attr) for attr in _each(self.attr))
-            or any(_asked(each, facts, facts.param) for each in _each(self.predicate))
-            or any(_asked(each, facts, facts.param, facts.name) for each in _each(self.with_name_predicate)))
+            any(fnmatchcase(facts.name, glob) for glob in each_of(self.name))
+            or any(has_attribute(facts, attr) for attr in each_of(self.attr))
+            or any(_asked(each, facts, facts.param) for each in each_of(self.predicate))
+            or any(_asked(each, facts, facts.param, facts.name) for each in each_of(self.with_name_predicate)))
 
     def __repr__(self) -> str:
         given = {**self.choices, **self.narrowed}
@@ -148,15 +148,3 @@ def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
             ValueError) as e:
         raise RoutingError(f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
                            f"{str(e).partition(chr(10))[0]}") from e
-
-
-def _check_function(predicate: object, name: object, fn: object) -> None:
-    kind = type(predicate).__name__
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{kind}.name must be a text, by which it is known and compared, got {name!r}")
-    if not callable(fn):
-        raise ConfigError(f"{kind}.fn must be a function, got {fn!r}")
-
-
-def _each(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

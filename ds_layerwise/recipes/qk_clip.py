@@ -12,19 +12,17 @@ Note: the rule
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.settings import Count, Positive, Section, build
+from ds_layerwise.recipes.settings import OR_NULL, Count, Positive, Section, build, entries_of
 
 #: What outputs of a layer are: queries, their part that is rotated where keys share theirs, keys, or something else.
 Role = Literal["query", "rotated", "key", "other"]
-
-_OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +64,19 @@ class AttentionEntry(Section):
     """A glob over the paths of modules."""
     heads: Count
     """Of queries."""
-    kv_heads: Annotated[Count | None, _OR_NULL] = None
+    kv_heads: Annotated[Count | None, OR_NULL] = None
     """Of keys; None for as many."""
-    q: Annotated[str | None, _OR_NULL] = None
+    q: Annotated[str | None, OR_NULL] = None
     """The path, from the module, of the layer that gives queries, or of its weight."""
-    k: Annotated[str | None, _OR_NULL] = None
+    k: Annotated[str | None, OR_NULL] = None
     """The layer that gives keys."""
-    qkv: Annotated[str | None, _OR_NULL] = None
+    qkv: Annotated[str | None, OR_NULL] = None
     """In place of the two, a layer that gives queries, keys and values."""
     by_head: bool = False
     """Whether ``qkv`` gives queries, keys and values head by head (of keys), and not all queries first."""
-    rotated: Annotated[Count | None, _OR_NULL] = None
+    rotated: Annotated[Count | None, OR_NULL] = None
     """How many outputs at the end of each head of ``q`` meet keys that all heads share."""
-    values: Annotated[Count | None, _OR_NULL] = None
+    values: Annotated[Count | None, OR_NULL] = None
     """How many outputs at the end of each head of ``k`` are values."""
 
     def check_keys(self, where: str) -> None:
@@ -122,10 +120,7 @@ class QkClip(Section):
             raise ConfigError(f"{where} must be an object like {{\"threshold\": 100}}, got {section!r}")
         values = dict(section)
         if "attention" in values:
-            entries = values["attention"]
-            if isinstance(entries, str) or not isinstance(entries, Sequence):
-                raise ConfigError(f"{where}.attention must be a list, got {entries!r}")
-            values["attention"] = tuple(_entry(f"{where}.attention[{i}]", each) for i, each in enumerate(entries))
+            values["attention"] = entries_of(_entry, f"{where}.attention", values["attention"])
         return build(cls, where, values)
 
 

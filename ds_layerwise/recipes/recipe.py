@@ -94,13 +94,11 @@ class Recipe(Section):
         # With l2 a copy of the gradient, cautious two of the update.
         return 4 * math.prod(shape) * (1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay)
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None,
-                transposed: bool = False) -> str | None:
+    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
         """Why it cannot update whole matrices of ``shape``, as an error says it after the parameter; None if it can.
 
         Args:
             cut_axis: the axis of them that tensor parallelism has cut; ``shape`` is that of all parts together.
-            transposed: whether they are of a linear layer that holds (inputs, outputs).
         """
         return None
 
@@ -153,6 +151,10 @@ class Recipe(Section):
     def settings(self) -> dict[str, Any]:
         """By the names that a config uses, every setting."""
         return {name: getattr(self, name) for name in type(self).model_fields}
+
+
+#: How many steps there were.
+COUNT = {"step": StateSpec((), on_host=True)}
 
 
 def like(shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -25,6 +25,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Betas = tuple[Decay, Decay]
 #: A whole number from 1 on that fits 32 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+#: Of a key that may be null, which means the same as leaving it out unless its own words say otherwise.
+OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 
 _COUNTED = {1: "one", 2: "two", 3: "three"}
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -64,6 +67,17 @@ def build(section: type[T], where: str, values: Any) -> T:
         return section.model_validate({key: normalised(value) for key, value in values.items()})
     except ValidationError as e:
         raise _translated(where, values, e, schema) from None
+
+
+def entries_of(parse: Callable[[str, object], Any], where: str, entries: object) -> tuple[Any, ...]:
+    """What ``parse`` makes of each of the ``entries`` that a config has under the name ``where``.
+
+    Raises:
+        ConfigError: they are no list.
+    """
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        raise ConfigError(f"{where} must be a list, got {entries!r}")
+    return tuple(parse(f"{where}[{i}]", each) for i, each in enumerate(entries))
 
 
 def check(kind: Any, where: str, value: object) -> Any:

@@ -13,19 +13,18 @@ from pydantic import Field, model_validator
 from ds_layerwise.recipes.newton_schulz import (
     ALIGNMENT,
     MAX_BATCH_NUMEL,
+    most_together,
     newton_schulz_flops,
     newton_schulz_workspace,
 )
 from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.settings import Positive
+from ds_layerwise.recipes.settings import OR_NULL, Positive
 
 #: What is kept of a change.
 Share = Annotated[float, Field(ge=0, le=1)]
 
 #: Newton-Schulz steps of ``polar_express`` behind one sign in :func:`.orthogonalize.spectral.capped`.
 CLIP_STEPS = 8
-
-_NULL = {"may_be_null": True}
 
 
 class UpdateHooks(Recipe):
@@ -41,14 +40,14 @@ class UpdateHooks(Recipe):
     only_sizes: ClassVar[bool] = False
 
     hyperball: Annotated[Positive | Literal["own"] | None, Field(
-        json_schema_extra={**_NULL, "expects": "a norm greater than 0, or 'own'"})] = None
+        json_schema_extra={"may_be_null": True, "expects": "a norm greater than 0, or 'own'"})] = None
     """The Frobenius norm that matrices have from the first update on; "own": the one that each has before it. The
     learning rate is then the length of an update relative to the matrix, and nothing decays."""
-    radial_brake: Annotated[tuple[Share, Share] | None, Field(json_schema_extra=_NULL)] = None
+    radial_brake: Annotated[tuple[Share, Share] | None, OR_NULL] = None
     """What is kept of a change of the Frobenius norm where it grows, and where it shrinks."""
     relative_update: bool = False
     """Give updates the Frobenius norm of their matrix, so that the learning rate is their relative length."""
-    spectral_clip: Annotated[Positive | None, Field(json_schema_extra=_NULL)] = None
+    spectral_clip: Annotated[Positive | None, OR_NULL] = None
     """The largest singular value that a matrix may have after an update."""
 
     @model_validator(mode="after")
@@ -99,7 +98,7 @@ class UpdateHooks(Recipe):
         if self.spectral_clip is None:
             return 0
         *batch, rows, cols = shape
-        together = min(math.prod(batch), max(1, MAX_BATCH_NUMEL // (rows * cols)))
+        together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
         m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
         return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
 

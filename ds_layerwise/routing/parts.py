@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -209,7 +210,7 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
             f"{route.name}: parts {Split(parts.each, groups=parts.groups)!r} do not lie whole on {tensor.size} tensor-"
             "parallel ranks, which need whole groups, whole parts, or an equal piece of each part, and heads for all "
             "parts or for none; leave it whole with \"split\": {} in layerwise.overrides")
-    return with_parts(route.with_axis(None) if whole else route, here)
+    return with_parts(replace(route, tp_axis=None) if whole else route, here)
 
 
 def _pieces_here(parts: Parts, tensor: TensorRank) -> Parts | None:

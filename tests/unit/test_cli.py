@@ -101,7 +101,7 @@ class Terminal(io.StringIO):
 def test_bars_are_drawn_on_a_terminal_unless_told_not_to(terminal, quiet, drawn, monkeypatch):
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with cli._Bars(quiet=quiet)("write", 2_000_000) as done:
+    with cli._bar(quiet, "write", 2_000_000) as done:
         done(2_000_000)
     text = stream.getvalue()
     assert bool(text) is drawn and (not drawn or ("write" in text and "2.00M" in text))

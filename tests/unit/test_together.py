@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ds_layerwise.plan.together import Matrices, most_together, together
+from ds_layerwise.plan.together import Matrices, together
+from ds_layerwise.recipes.newton_schulz import most_together
 from tests.support.rooms import rooms
 
 pytestmark = rooms("together")

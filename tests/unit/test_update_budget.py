@@ -163,7 +163,7 @@ def test_parts_of_matrices_fill_a_batch_as_the_wholes_that_are_gathered():
     routes, layout = qwen()
     rule, bucket_of = Muon.of(recipes.Muon()), {slot.name: bucket.index
                                                 for bucket in layout.buckets for slot in bucket.slots}
-    cut = {name: route.with_axis(-2) if route.whole else route for name, route in routes.items()}
+    cut = {name: replace(route, tp_axis=-2) if route.whole else route for name, route in routes.items()}
     blocks = {name: replace(route, recipe=recipes.Muon(muon_tp_mode="blockwise")) if route.whole else route
               for name, route in cut.items()}
 
