@@ -303,7 +303,7 @@ def test_hyperball_holds_the_norm():
     ("adamuon", {"hyperball": 1.0, "extra_scale_factor": 2.0}, "extra_scale_factor is 2.0 with hyperball"),
     ("namo", {"hyperball": 1.0}, "hyperball is set for namo, whose updates differ from muon's by their size alone"),
     ("polargrad", {"relative_update": True}, "relative_update is set for polargrad"),
-    ("scion", {"scale_mode": "spectral"}, "scale_mode is not an option"),
+    ("scion", {"scale_mode": "spectral"}, "scale_mode belongs to muon"),
     ("normuon", {"moment2_beta": 1}, r"moment2_beta must be in \[0, 1\), got 1"),
     ("normuon", {"moment2_per": "rows"}, "moment2_per must be one of 'row', 'column', 'longer_side', got 'rows'"),
     ("namo", {"weight_decay_method": "l2"}, "weight_decay_method of namo is 'l2'.* set it to 'decoupled'"),

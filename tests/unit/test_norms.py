@@ -50,13 +50,15 @@ def test_norms_of_what_is_not_contiguous_and_of_batches():
 def test_a_large_matrix_of_rank_one_is_pushed_where_one_singular_value_is(scale):
     """Beyond norm 1 "polar_express" diverges. Huge entries take another way to norm 1."""
     for table in ("simple", "polar_express"):
-        expected = 1.0
+        expected, slope = 1.0, 1.0
         for a, b, c in coefficients(table, 5):
+            slope *= a + 3 * b * expected**2 + 5 * c * expected**4
             expected = a * expected + b * expected**3 + c * expected**5
         found = newton_schulz(of_rank_one(*LARGE, scale=scale), coefficients(table, 5), method="standard",
                               dtype=torch.float32)
-        # sqrt(rows * cols) u v', of which every entry is the same
-        assert float(found[3, 4]) == pytest.approx(expected / (LARGE[0] * LARGE[1])**0.5, rel=1e-3)
+        # sqrt(rows * cols) u v', of which every entry is the same. A norm that is 1e-5 off, which is what float32 products
+        # of this length leave, is as much off as the polynomial is steep at 1: "polar_express" 200 times as much.
+        assert float(found[3, 4]) == pytest.approx(expected / (LARGE[0] * LARGE[1])**0.5, rel=2e-5 * abs(slope / expected))
 
 
 def test_the_root_mean_square_of_a_large_matrix():

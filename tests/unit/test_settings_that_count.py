@@ -233,7 +233,7 @@ IN_ENGINES = {
     "overlap_param_gather": "distributed/step/test_under_way.py", "master_dtype": "distributed/step/test_remainders.py",
     "rounding_seed": "distributed/step/test_kept_states.py", "batch_matrices": "distributed/step/test_batches.py",
     "save_universal": "distributed/checkpoint/test_save_options.py",
-    "fsync": "distributed/checkpoint/test_saves_that_die.py",
+    "fsync": "distributed/checkpoint/test_save_options.py", "max_waiting_buckets": "distributed/step/test_backward.py",
     "on_missing_state": "distributed/checkpoint/test_changes.py",
     "on_optimizer_change": "distributed/checkpoint/test_changes.py",
     "on_hyper_change": "distributed/checkpoint/test_resumed_groups.py",

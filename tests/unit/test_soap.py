@@ -352,7 +352,7 @@ def test_shampoos_own_size_takes_a_rate_of_its_own():
     ("precondition_frequency", 0, "precondition_frequency must be a whole number of at least 1, got 0"),
     ("max_update_rms", -1, r"max_update_rms must be in \[0, inf\), got -1"),
     ("power_iter_steps", None, "power_iter_steps must be a whole number of at least 1, got None"),
-    ("ns_steps", 5, "ns_steps is not an option")])
+    ("ns_steps", 5, "ns_steps belongs to muon")])
 def test_settings_out_of_bounds(key, value, message):
     with pytest.raises(ConfigError, match=f"optimizer.params.{message}"):
         OptimizerConfig.from_section({"type": "LayerWise", "params": {"matrix_optimizer": "soap", key: value}})
