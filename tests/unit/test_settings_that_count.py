@@ -246,7 +246,7 @@ def test_every_key_of_the_layerwise_section_changes_something():
     assert OF_LAYERWISE.keys() | IN_ENGINES.keys() == {*LayerWiseConfig.keys()}
     for key, (value, beside, without) in OF_LAYERWISE.items():
         model = Model()
-        model.gate_up_proj, model.last = nn.Linear(8, 24, bias=False), nn.LayerNorm(8)
+        model.attn, model.last = nn.MultiheadAttention(8, 2, bias=False), nn.LayerNorm(8)
         (after, idle), (before, _) = (outcome(beside, each, model=model) for each in ({key: value}, {}))
         assert after != before and idle == [], key
         if without is not None:
