@@ -56,7 +56,7 @@ def test_a_large_matrix_of_rank_one_is_pushed_where_one_singular_value_is(scale)
             expected = a * expected + b * expected**3 + c * expected**5
         found = newton_schulz(of_rank_one(*LARGE, scale=scale), coefficients(table, 5), method="standard",
                               dtype=torch.float32)
-        # sqrt(rows * cols) u v', of which every entry is the same. What float32 products of this length leave, up to 2e-5,
+        # sqrt(rows * cols) u v', of which every entry is the same. What float32 products of this length leave, 2e-5,
         # counts as often as the polynomial is steep at 1: 200 times with "polar_express".
         bound = 2e-5 * abs(slope / expected)
         assert float(found[3, 4]) == pytest.approx(expected / (LARGE[0] * LARGE[1])**0.5, rel=bound)
