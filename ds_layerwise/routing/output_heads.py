@@ -124,7 +124,7 @@ def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tenso
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules with parameters in their order, but for what adapters such as LoRA have put beside a layer."""
     beside = tuple(f"{path}.{name}." if path else f"{name}." for path, module in model.named_modules()
-                   for name in module._modules
+                   for name, _ in module.named_children()
                    if name.startswith("lora_") or name != "base_layer" and "base_layer" in module._modules
                    and hasattr(module, "active_adapter"))
     return ((path, module) for path, module, own in modules_of(model)

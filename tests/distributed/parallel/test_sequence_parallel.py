@@ -195,18 +195,20 @@ class TestCheckpoints(DistributedTest):
         engine.backward(engine((3, 0, dist.get_rank())))
         engine.step()
         engine.save_checkpoint(folder)
-        gradients = self.go_on(engine)
+        gradients = self.go_on(engine, 1)
         torch.save((states(engine), weights(engine.module)), folder / f"later_{dist.get_rank()}.pt")
         on_rank_0(lambda: torch.save(gradients, folder / "gradients.pt"))
 
     def start_4(self):
         return start(PartOfASequence(), config(layerwise={"save_universal": True}), **sequence_groups("mesh"))
 
-    def go_on(self, engine):
-        """End the step, and train for three more; the gradients of the first."""
-        engine.backward(engine((3, 1, dist.get_rank())))
-        gradients = whole_gradients(engine)
-        engine.step()
+    def go_on(self, engine, first_micro):
+        """Do the step from this micro-batch on, and train for three more; the gradients of the first."""
+        for micro in range(first_micro, GAS):
+            engine.backward(engine((3, micro, dist.get_rank())))
+            if micro == GAS - 1:
+                gradients = whole_gradients(engine)
+            engine.step()
         train_engine(engine, 3, gas=GAS, first=4)
         return gradients
 
@@ -216,19 +218,22 @@ class TestCheckpoints(DistributedTest):
         train_engine(resumed, 2, gas=GAS, first=70)
         resumed.load_checkpoint(run_of_4)
         assert resumed.global_steps == resumed.optimizer.step_count == 3
-        assert_equal_states(self.go_on(resumed), torch.load(run_of_4 / "gradients.pt"))
+        assert_equal_states(self.go_on(resumed, 0), torch.load(run_of_4 / "gradients.pt"))
         later_states, later_weights = torch.load(run_of_4 / f"later_{dist.get_rank()}.pt")
         assert_equal_states(states(resumed), later_states)
         assert torch.equal(weights(resumed.module), later_weights)
 
     @pytest.mark.world_size(2)
     def test_resume_on_fewer_sequences(self, run_of_4):
-        """The two ranks stand in for four: their second micro-batch is the mean of those that the four had."""
+        """The two ranks stand in for four: each of their micro-batches is the mean of those that the four had."""
         engine = start(PartOfASequence(), config(stage=2), **sequence_groups("mpu"))
         engine.load_checkpoint(run_of_4)
         saved = whole_states(engine)
-        losses = [engine((3, 1, dist.get_rank() + SP * sequence)) for sequence in range(2)]
-        engine.backward((losses[0] + losses[1]) / 2)
+        for micro in range(GAS):
+            losses = [engine((3, micro, dist.get_rank() + SP * sequence)) for sequence in range(2)]
+            engine.backward((losses[0] + losses[1]) / 2)
+            if micro < GAS - 1:
+                engine.step()
         expected = torch.load(run_of_4 / "gradients.pt")
         for name, value in whole_gradients(engine).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)

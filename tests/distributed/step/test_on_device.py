@@ -64,6 +64,7 @@ class TestTraining(DistributedTest):
             config["zero_optimization"]["offload_optimizer"] = offload
         engine = start(Net(), config)
         train_engine(engine, 3, gas=2)
+        engine.optimizer.wait_for_params()
         found = weights(engine.module).cpu()
         assert_same_on_all_ranks(engine.module)
         engine.destroy()

@@ -90,8 +90,11 @@ class TestRefusedSteps(DistributedTest):
         assert torch.equal(weights(refused.module), weights(plain.module))
 
     @pytest.mark.parametrize("in_cuts", [False, True])
-    def test_a_save_has_the_gradients(self, in_cuts, monkeypatch, tmp_path):
-        """Of a script that takes care of accumulation itself, at stage 2: there are sums until the step."""
+    def test_a_save_leaves_the_gradients(self, in_cuts, monkeypatch, tmp_path):
+        """Of a script that takes care of accumulation itself, at stage 2: there are sums until the step.
+
+        They are there still for the same step once more, and a run resumed from the save repeats the passes.
+        """
         refused, resumed = two(monkeypatch, in_cuts, stage=2, gas=2, overlap=False, managed_gradient_accumulation=False)
         for step in range(2):
             for micro in range(2):
@@ -101,8 +104,11 @@ class TestRefusedSteps(DistributedTest):
         refuse_for_offload(refused)
         refused.save_checkpoint(tmp_path)
         resumed.load_checkpoint(tmp_path)
+        for micro in range(2):
+            backward(resumed, 1, micro)
         for engine in (refused, resumed):
             engine.step()
+            assert engine.optimizer.step_count == 2
         assert torch.equal(weights(resumed.module), weights(refused.module))
 
     @WAYS
