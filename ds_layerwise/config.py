@@ -188,7 +188,7 @@ class OptimizerConfig(Hyper):
             if key in params:
                 raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
-        named = _named(params, "matrix_optimizer", "muon", _MATRIX) if general else "muon"
+        named = _named(params, "matrix_optimizer", "muon", _matrix_names()) if general else "muon"
         matrix, scalar = (entry_of(named, whole=True).recipe, entry_of(_scalar_name(params), whole=False).recipe)
         if not matrix.whole:
             scalar = matrix
@@ -216,8 +216,10 @@ class OptimizerConfig(Hyper):
             "scalar": build(scalar, "optimizer.params", of(scalar))}))
 
 
-#: What ``matrix_optimizer`` may name: what has whole matrices, or, for everything, what does not need them.
-_MATRIX = (*names(whole=True), *names(whole=False))
+def _matrix_names() -> tuple[str, ...]:
+    """What ``matrix_optimizer`` may name: what has whole matrices, or, for everything, what does not need them."""
+    return (*names(whole=True), *names(whole=False))
+
 
 #: Keys that neither a parameter group nor a recipe has.
 _FOR_THE_RUN = ("per_head_muon", "decay_vectors", "scalar_weight_decay", "preset")
@@ -263,7 +265,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
                    for key in _FOR_THE_RUN})
     fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
-        fields["matrix_optimizer"] = (any_of(*_MATRIX), "muon")
+        fields["matrix_optimizer"] = (any_of(*_matrix_names()), "muon")
     model: type[Section] = create_model("optimizer.params", __base__=Hyper, **fields)
     return model
 

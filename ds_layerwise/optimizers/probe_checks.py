@@ -21,14 +21,13 @@ from ds_layerwise.optimizers.probe import (
     ERRORS,
     SMALL,
     STEPS,
-    Path,
     aside,
     draw,
     make,
-    rebuilt,
     said,
     states_of,
     step_of,
+    walk,
 )
 from ds_layerwise.optimizers.rule import Hyper, UpdateRule
 from ds_layerwise.recipes.any_torch import AnyTorch
@@ -111,12 +110,12 @@ def _elsewhere(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Any]]
 
 def _told(value: Any) -> str:
     """The numbers, texts and tensors in ``value`` as text; what else there is counts for nothing."""
-    def told(_: Path, each: Any) -> Any:
+    def told(each: Any) -> Any:
         if isinstance(each, Tensor):
             return each.tolist()
         return each if isinstance(each, (int, float, str)) else None
 
-    return str(rebuilt(value, told))
+    return str([(path, told(each)) for path, each in walk(value)])
 
 
 def _check_keys_of_pieces(recipe: AnyTorch) -> None:

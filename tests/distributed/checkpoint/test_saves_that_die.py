@@ -226,9 +226,9 @@ class TestFullDisk(DistributedTest):
         assert {path.name for path in folder.iterdir() if aside.INCOMPLETE in path.name} == set()
 
     @pytest.mark.parametrize("rank, module, function, limit", [
-        (0, saving, "_commit_decoupled", 4000),  # not even the model's file
-        (0, saving, "_commit_decoupled", 18000),  # the model's, but not the optimizer's
-        (1, saving, "_commit_decoupled", 4000),
+        (0, saving, "commit_decoupled", 4000),  # not even the model's file
+        (0, saving, "commit_decoupled", 18000),  # the model's, but not the optimizer's
+        (1, saving, "commit_decoupled", 4000),
         (0, universal, "write_parameters", 2000),
         (1, universal, "write_parameters", 1000),
         (0, universal, "write_common", 1000),
