@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,7 +127,7 @@ class Exchange:
     def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor],
                         add: bool) -> comm.Pending:
         like = cuts[min(each.buckets)]
-        packed = torch.cat([like[:0], *(run.of(cuts) for run in each.runs)])
+        packed = pack([like[:0], *(run.of(cuts) for run in each.runs)])
         own = like.new_empty(0) if each.own is None else shard(each.own)
         before, stays, behind = own.split_with_sizes(each.parts)
         in_place = not add and own.dtype == like.dtype and not (before.numel() and behind.numel())
@@ -155,16 +155,25 @@ class Exchange:
             cuts: by bucket, 1-D, of the same dtype; may share memory with the same place in ``shard``.
         """
         before, stays, behind = shard.split_with_sizes(each.parts)
-        sent = before if not behind.numel() else behind if not before.numel() else torch.cat([before, behind])
+        sent = before if not behind.numel() else behind if not before.numel() else pack([before, behind])
         packed = shard.new_empty(sum(each.by_owner))
         work = comm.all_to_all(packed, sent, group=self._wires[each.ep_size].group, received=each.by_owner,
                                sent_to=each.by_holder)
 
         def into_place() -> None:
-            if each.runs:
-                torch._foreach_copy_([run.of(cuts) for run in each.runs],
-                                     packed.split_with_sizes([run.numel for run in each.runs]))
+            unpack(packed, [run.of(cuts) for run in each.runs])
             if each.stay is not None and (kept := each.stay.of(cuts)).data_ptr() != stays.data_ptr():
                 kept.copy_(stays)
 
         return comm.Pending([work], into_place, keep=sent)
+
+
+def pack(parts: Sequence[Tensor]) -> Tensor:
+    """``parts`` back to back."""
+    return torch.cat(list(parts))
+
+
+def unpack(packed: Tensor, places: Sequence[Tensor]) -> None:
+    """Undo :func:`pack`, into ``places``."""
+    if places:
+        torch._foreach_copy_(list(places), packed.split_with_sizes([place.numel() for place in places]))
