@@ -39,20 +39,25 @@ def end_at_exit(engine: DeepSpeedEngine) -> None:
 def _end_at_exit() -> None:
     """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
     alone = _alone_at_exit() if saving.unfinished else ""
-    for engine in dict.fromkeys([*saving.unfinished, *_engines]):
+    unfinished, engines = list(saving.unfinished), list(_engines)
+    # Leaving below calls this once more.
+    saving.unfinished.clear()
+    _engines.clear()
+    for engine in dict.fromkeys([*unfinished, *engines]):
+        # One whose construction has failed has none.
+        writer = getattr(engine, "checkpoint_engine", None)
+        if writer is None or not writer.is_decoupled():
+            continue
         with (attempt := Attempt()):
-            if engine in saving.unfinished and alone:
+            if engine in unfinished and alone:
                 raise LayerWiseError(alone)
             saving.commit_decoupled(engine)
-        writer = getattr(engine, "checkpoint_engine", None)
-        if writer is not None and writer.is_decoupled():
-            writer.cleanup()
+        writer.cleanup()
         if attempt.error is not None and engine.global_rank == 0:
             say(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {attempt.error}; what "
                 "was saved before is still there", sys.stderr)
         if attempt.error is not None and not has_failed():
             leave(1)
-    saving.unfinished.clear()
 
 
 def _alone_at_exit() -> str:
