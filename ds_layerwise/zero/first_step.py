@@ -145,7 +145,7 @@ class FirstStep:
         if any(comm.gather_objects(by_hand, group=None)):
             if comm.rank_of(None) == 0:
                 logger.warning("ds_layerwise: layerwise.verify_first_step waits for the next step: gradients of this "
-                               "one come from a checkpoint, or were set by hand")
+                               "one were set by hand")
             return False
         norms = _Norms()
         passes = max(comm.gather_objects(max((local.passes for local in self._kept.values()), default=1), group=None))
