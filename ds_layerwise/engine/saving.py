@@ -39,6 +39,7 @@ from ds_layerwise.zero.save import Save
 #: Engines with a save that goes on beside the training, in the order of their saves. They are not let go before.
 unfinished: list[DeepSpeedEngine] = []
 
+
 def _save_whole(original: Callable[..., Any], engine: DeepSpeedEngine, save_dir: str, tag: object = None,
                 client_state: Mapping[str, Any] | None = None, save_latest: bool = True, **options: Any) -> Any:
     client_state = {} if client_state is None else client_state
