@@ -20,7 +20,8 @@ _OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
 #: DBRX's, in which the experts of a layer are one matrix, one below the other.
 _EXPERTS_IN_ROWS = ("DbrxExpertGLU",)
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+#: Layers with a kernel.
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
@@ -28,7 +29,7 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
     shape = tuple(param.shape)
     if len(shape) < 2:
         return None, "fewer than two axes"
-    if isinstance(module, _CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
+    if isinstance(module, CONVOLUTIONS) and len(shape) == len(module.kernel_size) + 2:
         return _kernel_shape(shape, module)
     kind = kind_of(module).__name__
     if kind == "OFTRotationModule":

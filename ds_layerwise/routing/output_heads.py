@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ds_layerwise.routing.held import is_table, kind_of, modules_of, weights_of
-from ds_layerwise.routing.kernels import shape_in
+from ds_layerwise.routing.kernels import CONVOLUTIONS, shape_in
 from ds_layerwise.routing.tensor_marks import is_cut
 
 #: What the common model families call an output head, or the module that ends in one.
@@ -69,7 +69,7 @@ def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[T
     """The weights of output heads, each with what makes it one."""
     heads = dict(known_heads(model))
     if not heads and not (elsewhere and elsewhere.has_head):
-        heads.update(_last(model, elsewhere))
+        heads.update(_last(model, elsewhere) if elsewhere else [*_last(model, None), *_last_kernel(model)])
     tied = elsewhere.tied if elsewhere else ()
     return {**dict.fromkeys(tied, "tied to another layer of the pipeline"), **heads}
 
@@ -119,6 +119,15 @@ def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tenso
             yield weight, "output head (last linear layer, shaped like an embedding)"
         elif not followed and not alone:
             yield weight, "output head (last linear layer)"
+
+
+def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """The last convolution of a model of images, which gives as many channels as the first one takes."""
+    layers = [module for _, module in _layers(model)]
+    if len(layers) < 2 or not (isinstance(layers[0], CONVOLUTIONS) and isinstance(layers[-1], CONVOLUTIONS)):
+        return
+    if layers[0].in_channels == layers[-1].out_channels:
+        yield from ((weight, "output head (last convolution)") for weight in weights_of(layers[-1]))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -207,3 +207,21 @@ def test_a_wrapped_head_is_still_one():
     # As torch.compile names it, where it compiles.
     model.lm_head = nn.ModuleDict({"_orig_mod": model.lm_head})
     assert heads(nn.ModuleDict({"_orig_mod": model})) == {"_orig_mod.lm_head._orig_mod"}
+
+
+@pytest.mark.parametrize("last, is_head", [
+    (nn.Conv2d(8, 3, 3), True), (nn.ConvTranspose2d(8, 3, 3), True), (nn.Conv2d(8, 4, 3), False),
+    # Something with parameters follows.
+    (nn.Sequential(nn.Conv2d(8, 3, 3), nn.GroupNorm(1, 3)), False)])
+def test_the_last_convolution_of_a_model_of_images(last, is_head):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), last)
+    routes = route_parameters(model, [{"params": list(model.parameters())}])
+    kernels = [route for name, route in routes.items() if name.startswith("2.") and len(
+        model.get_parameter(name).shape) == 4]
+    assert [(route.whole, route.reason) for route in kernels] == [
+        (False, "output head (last convolution)") if is_head else (True, "convolution")]
+
+
+def test_one_convolution_alone_is_no_head():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3))
+    assert route_parameters(model, [{"params": list(model.parameters())}])["0.weight"].whole
