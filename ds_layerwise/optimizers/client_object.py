@@ -111,7 +111,7 @@ def check_object(client: Optimizer) -> Optimizer:
         raise ConfigError(f"somebody has replaced the step of this {path}, which would not run: an engine takes its "
                           "own; write a class with that step")
     # Some classes make states that count from 0 when they are made.
-    if any(state and float(state.get("step", 1)) for state in client.state.values()):
+    if any(state and state.get("step", 1) != 0 for state in client.state.values()):
         raise ConfigError(f"this {path} has states already, such as after a step or a load, and each rank has those of "
                           "what it owns alone; give initialize() one without states, and set them afterwards with "
                           "engine.load_checkpoint() or DeepSpeed's safe_set_full_optimizer_state()")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pytorch_optimizer import CAME, MARS, SAM, SOAP, Lookahead, ScheduleFreeAdamW, Shampoo
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, NAdam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import ds_layerwise
@@ -60,10 +60,12 @@ MADE = {
     "MARS": lambda m: MARS(two_groups(m), lr=0.02),
     "Shampoo": lambda m: Shampoo(two_groups(m), lr=0.02, preconditioning_compute_steps=2),
     "NAdam": lambda m: NAdam(two_groups(m), lr=0.02),
+    # Its constructor makes states, at step 0.
+    "Adagrad": lambda m: Adagrad(two_groups(m), lr=0.02, initial_accumulator_value=0.5),
     "a tensor for a rate": lambda m: AdamW(m.parameters(), lr=torch.tensor(0.02), foreach=False),
 }
 CALLABLE = ("Adafactor", "CAME")
-ALWAYS = ("Muon", "Adafactor", "SOAP", "CAME", "a tensor for a rate")
+ALWAYS = ("Muon", "Adafactor", "SOAP", "CAME", "Adagrad", "a tensor for a rate")
 
 
 def averaged(name, shape, step, ranks):
