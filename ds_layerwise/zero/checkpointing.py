@@ -69,8 +69,6 @@ class Checkpointing:
     offloading: Offloading
     progress: unfinished.Progress
     interrupted: Interrupted
-    inside_pass: Callable[[], bool]
-    """Whether a backward pass is under way, or one has failed."""
     zero_grad: Callable[[], None]
     """Forgets the gradients of the step at hand."""
     first_step: FirstStep | None
@@ -111,8 +109,8 @@ class Checkpointing:
 
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
-        planned, within_step = self.planned, self.progress.is_within_step(
-            self.engine(), self.grad_sync.gradients, inside_pass=self.inside_pass())
+        planned = self.planned
+        within_step = self.progress.is_within_step(self.engine(), self.grad_sync.gradients)
         return Header(
             step=self.progress.updates, repeats=WITHIN_STEP if within_step else "",
             shapes={name: shape for name, shape in planned.saved_shapes.items()

@@ -160,9 +160,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
             engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
             optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
             scaling=self.scaling, products=self._products, offloading=self.offloading, progress=self.progress,
-            interrupted=self.interrupted, inside_pass=self._is_inside_pass, zero_grad=self.zero_grad,
-            first_step=self._first_step, attention=self.attention, skipped=self._skipped,
-            guard=self._before_update.guard)
+            interrupted=self.interrupted, zero_grad=self.zero_grad, first_step=self._first_step,
+            attention=self.attention, skipped=self._skipped, guard=self._before_update.guard)
 
     def _init_hooks(self, model: nn.Module, groups: comm.Groups) -> None:
         if self.config.overlap_param_gather:

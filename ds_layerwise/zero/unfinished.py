@@ -81,12 +81,11 @@ class Progress:
         first = _first_of_step(engine)
         return max(0, int(engine.micro_steps) - first + 1 - (self._reductions if self._step == first else 0))
 
-    def is_within_step(self, engine: Any, gradients: Gradients, *, inside_pass: bool) -> bool:
+    def is_within_step(self, engine: Any, gradients: Gradients) -> bool:
         """Tell whether some of the step at hand is done, and its update is not.
 
         Args:
             gradients: what there is of them.
-            inside_pass: whether that is in a backward pass.
 
         Raises:
             StepError: inside an update.
@@ -98,7 +97,7 @@ class Progress:
         # Where a script says itself where a step ends, the engine's count says nothing of it.
         counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
         some_counted = counts and engine.micro_steps % engine.gradient_accumulation_steps()
-        return bool(self.passes or inside_pass or some_counted or gradients is not Gradients.NONE)
+        return bool(self.passes or self.in_pass or some_counted or gradients is not Gradients.NONE)
 
     def resume(self, engine: Any) -> None:
         """Begin the step at hand with its first micro-batch; its gradients have been forgotten before."""
