@@ -8,6 +8,7 @@ are added up before they are reduced, and because everything after that is the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
@@ -22,7 +23,7 @@ from ds_layerwise.plan.routes import Route, require_a_matrix
 from ds_layerwise.ranks import comm
 from ds_layerwise.recipes.overrides import Override
 from ds_layerwise.routing.facts import facts_of
-from ds_layerwise.routing.output_heads import Elsewhere, has_matrices, known_heads, tables_and_linears
+from ds_layerwise.routing.output_heads import Elsewhere, has_matrices, head_names, known_heads, tables_and_linears
 
 
 def is_pipeline(model: nn.Module) -> bool:
@@ -74,15 +75,17 @@ def elsewhere(model: nn.Module, group: comm.Group, overrides: Sequence[Override]
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad and param.numel()}
     with comm.Alike(None):
         used = matched((each for called in facts_of(model, trained, overrides).values() for each in called), overrides)
+    names: Counter[str] = sum(comm.gather_objects(head_names(model), group=group), Counter())
     stages = comm.gather_objects((tables, bool(linears), used, any(p.numel() for p in model.parameters()),
-                                  has_matrices(model, leave_out=tied), any(known_heads(model))), group=group)
+                                  has_matrices(model, leave_out=tied),
+                                  {tuple(weight.shape) for weight, _ in known_heads(model, names)}), group=group)
     here = comm.rank_of(group)
     later = stages[here + 1:]
     return Elsewhere(tables=frozenset().union(*(stage[0] for stage in stages)),
                      linear_after=any(has_linear for _, has_linear, *_ in later), tied=tied,
                      followed=any(stage[3] for stage in later) or _tied_after(model, linears),
                      has_matrices=any(stage[4] for i, stage in enumerate(stages) if i != here),
-                     has_head=any(stage[5] for stage in stages),
+                     head_names=names, head_shapes=frozenset().union(*(stage[5] for stage in stages)),
                      matched=frozenset().union(*(stage[2] for stage in stages)))
 
 

@@ -22,7 +22,8 @@ from ds_layerwise.recipes.width import Mup, is_hidden
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
 
 #: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and Mamba's decays.
-_VECTOR = re.compile(r"(\w+_)?bias(es)?(_\w+)?|(\w+_)?table|A_logs?|Ds?|(\w+_)?(scale|gain|alpha|beta|gamma)s?(_?\d+)?")
+_VECTOR = re.compile(r"(\w+_)?bias(es)?(_(?!proj)\w+)?|(\w+_)?table|A_(log|real|imag)s?|log_A_real|Ds?|time_faaaa|r_k|"
+                     r"(\w+_)?(scale|gain|alpha|beta|gamma)s?(_?\d+)?")
 
 
 def own_name(name: str) -> str:
@@ -34,7 +35,7 @@ def own_name(name: str) -> str:
 def is_vector(name: str) -> bool:
     """Whether the parameter ``name`` is a vector by its own name, whatever its shape."""
     # Relative positions may be the weight of a layer that is called a bias.
-    return name.endswith("bias.weight") or _VECTOR.fullmatch(own_name(name)) is not None
+    return re.search(r"\brel\w*bias\.weight$", name) is not None or _VECTOR.fullmatch(own_name(name)) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

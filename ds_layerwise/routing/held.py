@@ -51,7 +51,8 @@ def is_table(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's GroupNormAct."""
-    return re.search(r"Norm(Act|Gated|\d\w*)*( |$)", _kinds(module)) is not None
+    # Linear layers that scale their rows are called after norms, too.
+    return not isinstance(module, nn.Linear) and re.search(r"Norm(Act|Gated|\d\w*)*( |$)", _kinds(module)) is not None
 
 
 def is_bare(module: nn.Module) -> bool:

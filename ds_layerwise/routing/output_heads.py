@@ -23,7 +23,8 @@ HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?c
 
 #: A name of what lies at the input, between two models, or in a block, or gives conditions: nothing in it is a head.
 _NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|"
-                      r"aligner|adapter|merger|attn|attention|adaln|modulation)(_\w+)?|\w+_in", re.IGNORECASE)
+                      r"aligner|adapter|merger|attn|attention|adaln|modulation)(_(?!\w*(decoder|model|net|lm)$)\w+)?|\w+_in",
+                      re.IGNORECASE)
 
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
@@ -42,8 +43,10 @@ class Elsewhere:
     """Whether something with parameters, tied ones included, comes after the last linear layer of this stage."""
     has_matrices: bool
     """Whether another stage has matrices."""
-    has_head: bool
-    """Whether some stage has a head that is known by its name, or because its layer says so."""
+    head_names: Mapping[str, int]
+    """Of all stages, see :func:`head_names`."""
+    head_shapes: frozenset[tuple[int, ...]]
+    """Of all heads that are known by their names, or because their layers say so."""
     tied: frozenset[Tensor]
     """The weights here that another layer uses, too, wherever that is."""
     matched: frozenset[int]
@@ -67,29 +70,55 @@ def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> boo
 
 def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[Tensor, str]:
     """The weights of output heads, each with what makes it one."""
-    heads = dict(known_heads(model))
-    if not heads and not (elsewhere and elsewhere.has_head):
-        heads.update(_last(model, elsewhere) if elsewhere else [*_last(model, None), *_last_kernel(model)])
+    heads = dict(known_heads(model, elsewhere.head_names if elsewhere else head_names(model)))
+    tables = elsewhere.tables if elsewhere else tables_and_linears(model)[0]
+    known = elsewhere.head_shapes if elsewhere else {tuple(weight.shape) for weight in heads}
+    # A name alone may be that of a layer at the input, beside a head of the vocabulary.
+    if known.isdisjoint(tables):
+        heads.update(_last(model, elsewhere, tables, by_place=not known))
+    if not (heads or elsewhere):
+        heads.update(_last_kernel(model))
     tied = elsewhere.tied if elsewhere else ()
     return {**dict.fromkeys(tied, "tied to another layer of the pipeline"), **heads}
 
 
-def known_heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """The heads that have a head's name, or that ``model`` or one of its modules says it has."""
-    modules = {_plain(path): module for path, module in model.named_modules(remove_duplicate=False)}
+def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
+    """By each module with a head's name, and in a list of heads by each head, the last layer in it."""
+    modules = {**{_plain(path): module for path, module in model.named_modules(remove_duplicate=False)}, "": model}
+    repeated = {kind_of(inner) for module in modules.values() if isinstance(module, nn.ModuleList)
+                for inner in module.modules()}
     ends: dict[str, dict[str, str]] = {}
-    layers = dict(_layers(model))
-    for path in map(_plain, layers):
-        for head, member in _heads_around(path, modules):
-            ends.setdefault(head, {})[member] = path
+    for path, _ in _layers(model):
+        for head, member in _heads_around(_plain(path), modules):
+            around = head.rpartition(".")[0]
+            # A sequence in the middle of an image model has what its lists of blocks have, too.
+            if not (around.split(".")[-1].isdecimal() and kind_of(modules[around]) in repeated):
+                ends.setdefault(head, {})[member] = _plain(path)
+    return ends
+
+
+def head_names(model: nn.Module) -> Counter[str]:
+    """The modules with a head's name, with ``#`` for numbers: what repeats, as a router does, is no head."""
+    return Counter(map(_numberless, _ends(model)))
+
+
+def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Tensor, str]]:
+    """The heads that have a head's name, or that ``model`` or one of its modules says it has.
+
+    Args:
+        names: those of the whole model, see :func:`head_names`.
+    """
+    ends, layers = _ends(model), dict(_layers(model))
     # A classifier that has one right inside does not end where its layers do.
     outer = {head.rpartition(".")[0] for head in ends}
-    alike = Counter(map(_numberless, ends))
     named = {end for head, members in ends.items() for end in members.values()
-             if head not in outer and alike[_numberless(head)] == 1}
+             if head not in outer and names[_numberless(head)] == 1}
+    losses = tuple(f"{path}." for path, module in model.named_modules()
+                   if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss))
+    first = next(iter(layers.values()), None)
     for path, module in layers.items():
-        why = ("by name" if _plain(path) in named else
-               "of a loss" if kind_of(module).__name__.endswith("Loss") else "")
+        why = ("by name" if _plain(path) in named and not _widens_input(module, first) else
+               "of a loss" if kind_of(module).__name__.endswith("Loss") or path.startswith(losses) else "")
         yield from ((weight, f"output head ({why})") for weight in weights_of(module) if why and weight.dim() > 1)
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
@@ -98,13 +127,20 @@ def known_heads(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
             yield returned, "output head (get_output_embeddings)"
 
 
-def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tensor, str]]:
-    """The last linear layer, where it is a head by its shape, or by its place."""
+def _widens_input(module: nn.Module, first: nn.Module | None) -> bool:
+    """Whether ``module`` is a convolution of the image that the ``first`` layer takes, as EDSR's head."""
+    return isinstance(module, CONVOLUTIONS) and (
+        getattr(first, "in_channels", None) == module.in_channels < module.out_channels)
+
+
+def _last(model: nn.Module, elsewhere: Elsewhere | None, tables: Collection[tuple[int, ...]], *,
+          by_place: bool) -> Iterator[tuple[Tensor, str]]:
+    """The last linear layer, where it is a head by its shape, one of ``tables``, or by its place."""
     layers = dict(_layers(model))
-    tables, linears = tables_and_linears(model, leave_out=elsewhere.tied if elsewhere else ())
+    _, linears = tables_and_linears(model, leave_out=elsewhere.tied if elsewhere else ())
     linears = [(path, weight) for path, weight in linears if path in layers]
     end = linears[-1][0] if linears else ""
-    if not linears or elsewhere and elsewhere.linear_after or any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
+    if not linears or elsewhere and elsewhere.linear_after:
         return
     last = {weight for path, weight in linears if _plain(path) == _plain(end)}
     around = [(module, own) for path, module, own in modules_of(model) if end.startswith(f"{path}." if path else "")]
@@ -112,22 +148,24 @@ def _last(model: nn.Module, elsewhere: Elsewhere | None) -> Iterator[tuple[Tenso
     # place in the order of modules.
     followed = bool(elsewhere and elsewhere.followed) or [*layers][-1] != end or any(
         isinstance(module, nn.ModuleList) or any(shape_in(module, p)[0] is not None for p in own)
-        for module, own in around)
+        for module, own in around) or any(map(_NO_HEAD.fullmatch, _plain(end).split(".")))
     alone = not (has_matrices(model, leave_out=last) or elsewhere and elsewhere.has_matrices)
     for weight in last:
-        if tuple(weight.shape) in (elsewhere.tables if elsewhere else tables):
+        if tuple(weight.shape) in tables:
             yield weight, "output head (last linear layer, shaped like an embedding)"
-        elif not followed and not alone:
+        elif by_place and not followed and not alone:
             yield weight, "output head (last linear layer)"
 
 
 def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
     """The last convolution of a model of images, which gives as many channels as the first one takes."""
-    layers = [module for _, module in _layers(model)]
-    if len(layers) < 2 or not (isinstance(layers[0], CONVOLUTIONS) and isinstance(layers[-1], CONVOLUTIONS)):
+    path, last = next(reversed(dict(_layers(model)).items()), ("", model))
+    first = next((module for _, module in _layers(model)), model)
+    if not (isinstance(first, CONVOLUTIONS) and isinstance(last, CONVOLUTIONS)) or first.transposed or (
+            first.in_channels != last.out_channels or not has_matrices(model, leave_out=set(weights_of(last)))):
         return
-    if layers[0].in_channels == layers[-1].out_channels:
-        yield from ((weight, "output head (last convolution)") for weight in weights_of(layers[-1]))
+    if not any(isinstance(m, nn.ModuleList) and path.startswith(f"{outer}.") for outer, m in model.named_modules()):
+        yield from ((weight, "output head (last convolution)") for weight in weights_of(last))
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -162,7 +200,9 @@ def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple
             several = isinstance(module, nn.ModuleList) or isinstance(module, nn.ModuleDict) and name.endswith("s")
             one = ".".join(parts[:depth + several])
             # Attention that is built of a list of heads has no layers in it, but modules of its own.
-            if not several or name != "heads" or isinstance(modules[one], nn.Sequential) or not modules[one]._modules:
+            parts_of_attention = {"key", "query"} & modules[one]._modules.keys()
+            if not parts_of_attention and (not several or name != "heads" or isinstance(modules[one], nn.Sequential)
+                                           or not modules[one]._modules):
                 yield head, one
         if isinstance(module, nn.ModuleList) and not several or _NO_HEAD.fullmatch(name):
             return

@@ -66,8 +66,8 @@ from ds_layerwise.routing.parts import TensorRank, split_as_told, split_known
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
 #: What bare parameters are called that are looked up, or put beside tokens: positions, latents, queries, prompts.
-EMBEDDING_NAME = re.compile(r"(?!.*(weight|proj|projection|kernel)$)(\w+_)?(embed|embeds|embeddings?|emb|pos|ape|"
-                            r"encoding|tokens?|latents|query|queries|prompts?|codebooks?|codevectors)(_\w+)?",
+EMBEDDING_NAME = re.compile(r"(?!w_|.*(weight|proj|projection|kernel|mlp|mix|mixing)$)(\w+_)?(embed|embeds|"
+                            r"embeddings?|emb|pos|ape|encoding|tokens?|latents|query|queries|prompts?|codebooks?|codevectors)(_\w+)?",
                             re.IGNORECASE)
 
 #: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
