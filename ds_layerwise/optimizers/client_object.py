@@ -114,7 +114,7 @@ def check_object(client: Optimizer) -> Optimizer:
     if any(state and state.get("step", 1) != 0 for state in client.state.values()):
         raise ConfigError(f"this {path} has states already, such as after a step or a load, and each rank has those of "
                           "what it owns alone; give initialize() one without states, and set them afterwards with "
-                          "engine.load_checkpoint() or DeepSpeed's safe_set_full_optimizer_state()")
+                          "engine.load_checkpoint() or DeepSpeed's safe_set_full_optimizer_state(), 'step' included")
     for key, value in vars(client).items():
         if key not in _OF_TORCH and (reason := _refused(value)) is not None:
             raise ConfigError(f"{path} keeps {key} ({reason}), of which each parameter would need one of its own on "

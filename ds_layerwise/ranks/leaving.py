@@ -17,14 +17,13 @@ import io
 import os
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 def leave(code: int = 0) -> NoReturn:
     """End the process once its threads, and what ``atexit`` knows of, are done, groups ended and open files written.
 
-    For the last line of a script. The interpreter is not taken apart: of what a destructor would do, only the end of
-    files, of zip archives and of shelves is done.
+    For the last line of a script. The interpreter is not taken apart: no destructor runs.
 
     Args:
         code: the exit code; every rank leaves, with whatever code.
@@ -45,30 +44,21 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def _write_out() -> None:
-    """Write what open files hold back, as the interpreter's end would.
+    """Write what plain files hold back; what goes through a compressed file or an archive needs that one's ``close``.
 
     What cannot be written is told on stderr; the interpreter's end would lose it in silence.
     """
     gc.unfreeze()
-    kept = {id(stream) for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    # By the classes: isinstance() asks a proxy for what it stands for, which may run anything.
-    everything = gc.get_objects()
-    found = [thing for thing in everything if io.IOBase.__base__ in type(thing).__mro__ and id(thing) not in kept]
+    # By the class: isinstance() asks a proxy for what it stands for, which may run anything.
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _PLAIN)]
     lost: dict[str, str] = {}
-    for whole in _wholes(everything):
+    # A text goes through bytes, and fails once more there.
+    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOBase)):
         with (attempt := Attempt()):
-            whole.close()
-        if attempt.error is not None:
-            lost[f"{type(whole).__name__} {getattr(whole, 'filename', '')}".strip()] = str(attempt.error)
-    for file in sorted(found, key=_depth):
-        with (attempt := Attempt()):
-            if type(file) not in _IN_MEMORY and not file.closed and file.writable():
-                # A compressed file has its last bytes from close() alone, and one of an object store all of them.
-                file.flush() if _is_plain(file) else file.close()
+            file.flush()
         # The process at the other end of a pipe has what it wanted; what is detached from its file has nothing.
-        if attempt.error is not None and not isinstance(attempt.error, (BrokenPipeError, ValueError)):
-            # A file that a text goes through fails once more by itself.
-            lost.setdefault(_name_of(file), str(attempt.error))
+        if isinstance(attempt.error, OSError) and not isinstance(attempt.error, BrokenPipeError):
+            lost.setdefault(repr(file.name), str(attempt.error))
     for name, why in lost.items():
         # There may be nobody left to tell.
         with Attempt():
@@ -78,26 +68,7 @@ def _write_out() -> None:
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
 
 
-def _wholes(things: list[Any]) -> list[Any]:
-    """Those of ``things`` that their destructors complete, in the library that comes with Python."""
-    kinds = [kind for module, name in (("zipfile", "ZipFile"), ("shelve", "Shelf"))
-             if (kind := getattr(sys.modules.get(module), name, None)) is not None]
-    return [thing for thing in things if any(kind in type(thing).__mro__ for kind in kinds)]
-
-
-_IN_MEMORY = (io.BytesIO, io.StringIO)
 _PLAIN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
-
-
-def _is_plain(file: Any) -> bool:
-    return issubclass(type(file), _PLAIN)
-
-
-def _depth(file: Any) -> int:
-    """What a file is written through comes after it: text, what turns bytes into others, bytes."""
-    if io.TextIOBase.__base__ in type(file).__mro__:
-        return 0
-    return 2 if _is_plain(file) else 1
 
 
 class Attempt:
@@ -111,10 +82,3 @@ class Attempt:
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> bool:
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None
-
-
-def _name_of(file: Any) -> str:
-    name = f"a file of {type(file)}"
-    with Attempt():
-        name = repr(file.name)
-    return name

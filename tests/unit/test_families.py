@@ -155,6 +155,10 @@ class RMSNormGated(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 8))
 
 
+class LinearNorm(nn.Linear):
+    """A matrix whose rows are kept short."""
+
+
 class Bare(nn.Module):
     """Parameters of a module of its own, by name."""
 
@@ -165,9 +169,11 @@ class Bare(nn.Module):
 
 
 VECTORS = ("gate_up_proj_bias", "attention_biases", "bias_u", "r_w_bias", "relative_position_bias_table",
-           "scale_shift_table", "A_log", "D", "dt_bias", "logit_scale", "gamma_1")
+           "scale_shift_table", "A_log", "log_A_real", "A_imag", "D", "dt_bias", "logit_scale", "gamma_1", "time_faaaa",
+           "r_k")
 TABLES = ("pos_embed", "position_embedding", "rel_pos_h", "mask_token", "query_tokens", "latents", "level_embed")
-MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "Dense", "debiased", "w1")
+MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "Dense", "debiased", "w1", "bias_proj",
+            "W_query", "token_mix", "pos_mlp")
 
 
 def test_what_the_user_says_of_a_vector_wins():
@@ -203,16 +209,19 @@ def test_bare_parameters_by_name():
     model = nn.ModuleDict({"bare": Bare((*VECTORS, *TABLES, *MATRICES)), "norm": Norm((4, 6)), "rms": RMSNormGated(),
                            "body": nn.Linear(4, 4), "many": nn.ModuleDict({"biases": nn.ParameterList(
                                [nn.Parameter(torch.zeros(4, 6))])}),
-                           "relative_attention_bias": nn.Embedding(32, 4)})
+                           "relative_attention_bias": nn.Embedding(32, 4),
+                           "linear_no_bias": nn.Linear(4, 4, bias=False), "rows": LinearNorm(4, 4, bias=False),
+                           "activation": nn.PReLU()})
     routes = route_parameters(model, [{"params": list(model.parameters())}])
 
     def names(names, where="bare."):
         return {f"{where}{name}" for name in names}
 
-    assert {name for name, route in routes.items() if route.whole} == {*names(MATRICES), "body.weight"}
+    assert {name for name, route in routes.items() if route.whole} == {
+        *names(MATRICES), "body.weight", "linear_no_bias.weight", "rows.weight"}
     assert {name for name, route in routes.items() if route.weight_decay == 0} == {
         *names(VECTORS), "norm.weight", "norm.bias", "rms.weight", "body.bias", "many.biases.0",
-        "relative_attention_bias.weight"}
+        "relative_attention_bias.weight", "activation.weight"}
     assert {name for name, route in routes.items() if route.reason == "embedding (by name)"} == names(TABLES)
     assert {name for name, route in routes.items() if route.bare} == {
         *names((*VECTORS, *TABLES, *MATRICES)), "many.biases.0"}

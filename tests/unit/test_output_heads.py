@@ -209,6 +209,66 @@ def test_a_wrapped_head_is_still_one():
     assert heads(nn.ModuleDict({"_orig_mod": model})) == {"_orig_mod.lm_head._orig_mod"}
 
 
+class Named(nn.Module):
+    """Modules by name, in their order."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def body():
+    return nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+
+class Attention(nn.Module):
+    """As one of a diffusion model's blocks has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj_out = nn.Conv2d(8, 24, 1), nn.Conv2d(8, 8, 1)
+
+
+#: Models that are easily taken for something else, and their heads.
+EASILY_MISTAKEN = {
+    # A head of the vocabulary beside what has a weaker name.
+    "projector": (lambda: Named(image_projection=nn.Linear(8, 8), embed=nn.Embedding(40, 8), body=body(),
+                                output=nn.Linear(8, 40)), {"image_projection", "output"}),
+    "predictor": (lambda: Named(embed=nn.Embedding(40, 8), body=body(), predict_length=nn.Linear(8, 8),
+                                out=nn.Linear(8, 40)), {"predict_length", "out"}),
+    # Only what it holds is called after attention.
+    "decoder": (lambda: Named(attention_decoder=Named(body=body(), output_projection=nn.Linear(8, 3))),
+                {"attention_decoder.output_projection"}),
+    "attention": (lambda: Named(body=body(), attention_block=Named(output_projection=nn.Linear(8, 3)),
+                                norm=nn.LayerNorm(8)), set()),
+    "embedding": (lambda: Named(embed=nn.Embedding(40, 8), body=body(), output_embedding=nn.Linear(8, 40)),
+                  {"output_embedding"}),
+    # Latent diffusion's first code: the block in the middle is one of those in the lists.
+    "latents": (lambda: Named(input_blocks=nn.ModuleList([nn.Conv2d(4, 8, 3), Attention()]),
+                              middle_block=nn.Sequential(nn.Conv2d(8, 8, 3), Attention()),
+                              out=nn.Sequential(nn.GroupNorm(1, 8), nn.Conv2d(8, 4, 3))), {"out.1"}),
+    # EDSR calls its first layer the head.
+    "resolution": (lambda: Named(head=nn.Sequential(nn.Conv2d(3, 8, 3)), body=nn.Sequential(nn.Conv2d(8, 8, 3)),
+                                 tail=nn.Sequential(nn.Conv2d(8, 3, 3))), {"tail.0"}),
+    "one matrix": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1)), set()),
+    "blocks": (lambda: Named(blocks=nn.ModuleList(nn.Conv2d(8, 8, 3) for _ in range(3))), set()),
+    "decoder first": (lambda: Named(decoder=nn.Sequential(nn.ConvTranspose2d(8, 4, 3), nn.Conv2d(4, 3, 3)),
+                                    encoder=nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 3))), set()),
+    "one of attention's heads": (lambda: Named(sa_head=Named(key=nn.Linear(8, 8), query=nn.Linear(8, 8),
+                                                             value=nn.Linear(8, 8)), ffn=nn.Linear(8, 8),
+                                               norm=nn.LayerNorm(8)), set()),
+    "a loss of torch": (lambda: Named(body=body(), loss=nn.AdaptiveLogSoftmaxWithLoss(8, 40, [10, 20], div_value=2)),
+                        {"loss.head", "loss.tail.0.0", "loss.tail.0.1", "loss.tail.1.0", "loss.tail.1.1"}),
+}
+
+
+@pytest.mark.parametrize("kind", EASILY_MISTAKEN)
+def test_models_that_are_easily_mistaken(kind):
+    make, expected = EASILY_MISTAKEN[kind]
+    assert heads(make()) == expected
+
+
 @pytest.mark.parametrize("last, is_head", [
     (nn.Conv2d(8, 3, 3), True), (nn.ConvTranspose2d(8, 3, 3), True), (nn.Conv2d(8, 4, 3), False),
     # Something with parameters follows.

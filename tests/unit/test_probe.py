@@ -99,6 +99,12 @@ def test_states_are_those_of_the_class(kind, arguments, shape):
     assert found == really_kept(kind, shape, arguments)
 
 
+@pytest.mark.parametrize("shape", [(64, 64, 3, 3), (40, 40, 40), (16, 16, 16, 3, 3), (5000,)], ids=str)
+def test_states_of_large_parameters_of_any_number_of_axes(shape):
+    found = {key: spec.shape for key, spec in states_of(recipe(AdamW), shape).items() if spec.shape}
+    assert found == {"exp_avg": shape, "exp_avg_sq": shape}
+
+
 def test_a_probe_without_memory_is_the_one_with_memory():
     for kind in (AdamW, Adafactor, CAME, SOAP):
         small, large = ({key: spec.dtype for key, spec in states_of(recipe(kind), shape).items()}

@@ -1,13 +1,10 @@
 """The runner hands a script what it would have got without it."""
 
 import atexit
-import gzip
 import multiprocessing
 import os
-import shelve
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -129,18 +126,18 @@ def test_all_that_a_script_left_to_do_is_done_but_nothing_is_taken_apart(tmp_pat
 
 
 WRITES = """
-import csv, ctypes, gc, gzip, os, sys, tempfile
+import csv, ctypes, gc, os, sys, tempfile
 c = ctypes.CDLL(None)
 c.fopen.restype = ctypes.c_void_p
 frozen = open("frozen", "w")
 gc.freeze()
 text, data, update, rows = open("text", "w"), open("data", "wb"), open("update", "w+b"), csv.writer(open("rows", "w"))
-temporary, compressed = tempfile.NamedTemporaryFile("w", dir=".", delete=False), gzip.open("compressed", "wt")
+temporary = tempfile.NamedTemporaryFile("w", dir=".", delete=False)
 os.rename(temporary.file.name, "temporary")
 of_c = ctypes.c_void_p(c.fopen(b"of_c", b"w"))
 def main():
     for i in "01234":
-        for file in (frozen, text, temporary, compressed):
+        for file in (frozen, text, temporary):
             file.write(i)
         for file in (data, update):
             file.write(i.encode())
@@ -156,48 +153,20 @@ def test_what_a_script_wrote_to_files_that_it_left_open_is_there(ending, tmp_pat
     (tmp_path / "script.py").write_text(WRITES + ending)
     done = run(str(tmp_path / "script.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    with gzip.open(tmp_path / "compressed", "rt") as compressed:
-        assert compressed.read() == "01234"
     assert (tmp_path / "rows").read_text().split() == list("01234")
     names = ("text", "data", "update", "temporary", "frozen", "of_c")
     assert [(tmp_path / name).read_text() for name in names] == ["01234"] * len(names)
 
 
-@pytest.mark.parametrize("ending", ["", "import sys; sys.exit()", "from ds_layerwise.run import leave; leave()"])
-def test_what_destructors_of_pythons_own_library_complete_is_complete(ending, tmp_path):
-    (tmp_path / "script.py").write_text(f"""
-import shelve, zipfile
-def main():
-    return zipfile.ZipFile("archive", "w"), zipfile.ZipFile("closed", "w"), shelve.open("shelf", writeback=True)
-archive, closed, shelf = main()
-archive.writestr("name", "text")
-closed.close()
-shelf["list"] = []
-shelf["list"].append(3)
-{ending}""")
-    done = run(str(tmp_path / "script.py"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(tmp_path / "archive") as archive:
-        assert archive.read("name") == b"text"
-    with shelve.open(str(tmp_path / "shelf")) as shelf:
-        assert shelf["list"] == [3]
-
-
-def test_memory_that_somebody_looks_into_and_files_that_fail_with_anything_do_not_fail_a_finished_run(tmp_path):
+def test_memory_that_somebody_looks_into_does_not_fail_a_finished_run(tmp_path):
     (tmp_path / "script.py").write_text("""
 import io, sys
-class Failed(Exception): pass
-class Remote(io.RawIOBase):
-    name = "remote"
-    def writable(self): return True
-    def close(self): raise Failed("no connection")
-looked_into, remote, log = io.BytesIO(b"x"), Remote(), open(sys.argv[1] + "/log", "w")
+looked_into, log = io.BytesIO(b"x"), open(sys.argv[1] + "/log", "w")
 view = looked_into.getbuffer()
 log.write("x")
 """)
     done = run(str(tmp_path / "script.py"), str(tmp_path))
     assert (done.returncode, (tmp_path / "log").read_text()) == (0, "x"), done.stderr
-    assert "'remote' could not be written at the end: no connection" in done.stderr
     assert "BufferError" not in done.stderr
 
 

@@ -96,6 +96,17 @@ def test_a_class_that_would_take_it_as_an_argument_does_not_leave_it_to_the_othe
         outcome(params)
     outcome({**params, "matrix_params": {"betas": [0.9, 0.95]}})
     outcome({"matrix_optimizer": "torch.optim:Adafactor", "betas": [0.9, 0.95]})  # it has no such argument
+    # Where nothing else takes it, it has to go from where it is.
+    params = {"matrix_optimizer": "torch.optim:SGD", "momentum": 0.9}
+    with pytest.raises(ConfigError, match="in optimizer.params.matrix_params, and remove optimizer.params.momentum"):
+        outcome(params)
+    outcome({"matrix_optimizer": "torch.optim:SGD", "matrix_params": {"momentum": 0.9}})
+
+
+@pytest.mark.parametrize("kind", ["matrix", "scalar"])
+def test_arguments_of_a_class_need_one(kind):
+    with pytest.raises(ConfigError, match=rf"{kind}_params is for a class, named as .* in {kind}_optimizer; write"):
+        outcome({f"{kind}_params": {"eps": 1e-6}})
 
 
 def test_a_config_of_stock_muon_needs_one_word():

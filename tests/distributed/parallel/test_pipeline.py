@@ -278,6 +278,14 @@ class TestGradients(DistributedTest):
             engine.destroy()
 
 
+class Projected(nn.Module):
+    """A layer of which each stage has one, with the name of a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj_out = nn.Linear(8, 8)
+
+
 class TestRouting(DistributedTest):
     world_size = 2
 
@@ -298,6 +306,14 @@ class TestRouting(DistributedTest):
             engine.destroy()
         assert found[0] == found[1]
         assert {name for name, route in found[0].items() if route[0].whole} == {"1.weight", "2.weight"}
+
+    def test_a_name_that_repeats_on_other_stages_is_no_heads(self):
+        specs = [LayerSpec(nn.Embedding, 12, 8), *[LayerSpec(Projected)] * 2, LayerSpec(nn.Linear, 8, 12)]
+        engine = start(PipelineModule(specs, num_stages=2, partition_method="uniform", loss_fn=token_loss), config())
+        reasons = {name: route.reason for name, route in engine.optimizer.routes.items() if "weight" in name}
+        assert reasons == [{"0.weight": "embedding", "1.proj_out.weight": "matrix"},
+                           {"2.proj_out.weight": "matrix",
+                            "3.weight": "output head (last linear layer, shaped like an embedding)"}][dist.get_rank()]
 
     def test_conditions_are_for_the_whole_model_and_its_map_has_all_stages(self, tmp_path):
         # Which stage has a parameter makes no difference, neither to what is set nor to what is missed.
@@ -415,6 +431,8 @@ class TestCheckpoints(DistributedTest):
     def save(self, folder):
         engine = self.start_4()
         train_pipeline(engine, 3)
+        # DeepSpeed's count of passes does not come down again on the first stages.
+        assert engine.optimizer.checkpointing.header().repeats == ""
         engine.save_checkpoint(folder, client_state={"key": "value"})
         saved = {"states": whole_states(engine), "others": not_trained(engine)}
         on_rank_0(lambda: torch.save(saved, folder / "saved.pt"))
