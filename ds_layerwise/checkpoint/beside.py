@@ -1,8 +1,8 @@
-"""What one file and a sharded checkpoint say beside their tensors, and the checksums of those: their formats have none.
+"""The header and the checksums that lie beside the tensors in one file and in a sharded checkpoint.
 
 Note: how much is checked
-    Tensors are checked in blocks, so that a rank reads little more than what it loads. What holds the checksums ends
-    with a digest of itself.
+    Neither format has checksums of its own. Tensors are checked in blocks, so that a rank reads little more than what
+    it loads. What holds the checksums ends with a digest of itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
 
 
 def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
-    """What is beside the tensors, as bytes.
+    """Make a tensor of bytes that holds the header, the loss scaler and the checksums.
 
     Args:
         scaler: the loss scaler, and the key that DeepSpeed has it under.
@@ -54,7 +54,7 @@ def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
 
 
 class Beside:
-    """What :func:`write_beside` made, read from ``path``.
+    """The header and the checksums in ``content``, which :func:`write_beside` has made, of the file or folder ``path``.
 
     Raises:
         LayerWiseError: it is damaged.
@@ -69,14 +69,15 @@ class Beside:
             if _SUMS in found and not is_whole:
                 raise ValueError("what is beside its tensors is not what was saved")
             self.header = header_of(found)
-            self.save = str(found[_SAVE])
+            self.save = str(found.get(_SAVE, ""))
             self.sums: Sums | None = found.get(_SUMS)
             """None in what an earlier version wrote."""
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The elements of the tensor ``name`` in the blocks that hold any of ``[start, stop)``."""
-        blocks = [(first, last) for first, (last, _) in (self.sums or {}).get(name, {}).items()
-                  if first < stop and start < last]
+        with naming(self._path):
+            blocks = [(first, last) for first, (last, _) in (self.sums or {}).get(name, {}).items()
+                      if first < stop and start < last]
         return min([start, *(first for first, _ in blocks)]), max([stop, *(last for _, last in blocks)])
 
     def check(self, name: str, values: Tensor, start: int = 0) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakSet
@@ -19,8 +21,8 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.ranks.leaving import Attempt, leave
 
-#: Where ranks count that are at the end of their scripts, and for how many seconds they wait for the others.
-_AT_EXIT, _PATIENCE = "ds_layerwise/at_exit", 300
+#: Where ranks count that are at the end of their scripts, what is decided there, and that all may commit.
+_AT_EXIT, _DECIDED, _ALL_THERE = "ds_layerwise/at_exit", "ds_layerwise/at_exit/decided", "all are there"
 
 #: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
@@ -38,45 +40,54 @@ def end_at_exit(engine: DeepSpeedEngine) -> None:
 
 def _end_at_exit() -> None:
     """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
-    alone = _alone_at_exit() if saving.unfinished else ""
-    unfinished, engines = list(saving.unfinished), list(_engines)
-    # Leaving below calls this once more.
+    unfinished, engines, failed = list(saving.unfinished), list(_engines), False
+    # Leaving below calls this once more, and so does Python itself after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()
-    for engine in dict.fromkeys([*unfinished, *engines]):
+    alone = _alone_at_exit() if unfinished else ""
+    for engine in unfinished:
+        with (attempt := Attempt()):
+            if alone:
+                raise LayerWiseError(f"{alone}; what was saved before is still there")
+            saving.commit_decoupled(engine)
+        if attempt.error is not None:
+            failed = True
+            if alone or engine.global_rank == 0:
+                say(f"ds_layerwise: rank {engine.global_rank}: the last checkpoint was not committed at the end of the "
+                    f"script: {attempt.error}", sys.stderr)
+    for engine in engines:
         # One whose construction has failed has none.
         writer = getattr(engine, "checkpoint_engine", None)
-        if writer is None or not writer.is_decoupled():
-            continue
-        with (attempt := Attempt()):
-            if engine in unfinished and alone:
-                raise LayerWiseError(alone)
-            saving.commit_decoupled(engine)
-        writer.cleanup()
-        if attempt.error is not None and engine.global_rank == 0:
-            say(f"ds_layerwise: the last checkpoint was not committed at the end of the script: {attempt.error}; what "
-                "was saved before is still there", sys.stderr)
-        if attempt.error is not None and not has_failed():
-            leave(1)
+        if writer is not None and writer.is_decoupled():
+            writer.cleanup()
+    if failed and not has_failed():
+        leave(1)
 
 
 def _alone_at_exit() -> str:
-    """Why this rank cannot commit a save with the others at the end of the script; empty if it can.
+    """Wait for the other ranks at the end of the script, and say why the last save cannot be committed with them.
 
-    The others may be waiting for this rank somewhere else, where an error or ``sys.exit`` has ended it alone.
+    It is empty if all ranks are there. The first rank to know decides for all, so that none begins a commit without
+    another: the last one to arrive, one that an error has ended, or one that has waited as long as a collective may.
+    The others may be in one, and wait for this rank, where ``sys.exit`` has ended it alone.
     """
-    if has_failed():
-        return "an error has ended the script"
     if not dist.is_initialized():
         return "the process groups are gone; call engine.destroy() before destroy_process_group()"
-    until = time.monotonic() + _PATIENCE
     try:
         store: Any = distributed.distributed_c10d._get_default_store()
-        store.add(_AT_EXIT, 1)
-        while store.add(_AT_EXIT, 0) % dist.get_world_size():
-            if time.monotonic() > until:
-                return f"the other ranks have not come to the end of theirs within {_PATIENCE} s"
-            time.sleep(0.05)
+        # What is there already stays, and is what it returns.
+        decide = partial(store.compare_set, _DECIDED, "")
+        rank = dist.get_rank()
+        if has_failed():
+            decide(f"an error has ended the script of rank {rank}")
+        elif store.add(_AT_EXIT, 1) == dist.get_world_size():
+            decide(_ALL_THERE)
+        # The store has the timeout of the process group.
+        until = time.monotonic() + store.timeout.total_seconds()
+        with suppress(KeyboardInterrupt):
+            while not store.check([_DECIDED]) and time.monotonic() < until:
+                time.sleep(0.05)
+        decided: str = decide(f"rank {rank} has given up waiting for the others to come to the end of theirs").decode()
     except RuntimeError as e:
         return f"another rank has ended before ({e})"
-    return ""
+    return "" if decided == _ALL_THERE else decided

@@ -35,7 +35,7 @@ _PATIENCE = timedelta(seconds=10)
 
 _TOLD, _HEARD = "ds_layerwise/told", "ds_layerwise/heard"
 
-_NOT_OF_THE_SCRIPT = ("<", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
+_NOT_OF_THE_SCRIPT = ("<", str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 _INSTALLED = {"site-packages", "dist-packages"}
 
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
@@ -46,7 +46,7 @@ _ended_by: list[type[BaseException]] = []
 
 
 def has_failed() -> bool:
-    """Whether an error that nobody has caught has ended the script."""
+    """Say whether an error that nobody has caught has ended the script."""
     return bool(_ended_by)
 
 

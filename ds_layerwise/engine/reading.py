@@ -16,7 +16,7 @@ from ds_layerwise.plan.run_config import RunConfig, checked_ratio
 
 
 def has_client(config: Mapping[str, Any]) -> bool:
-    """Whether the script is to give the optimizer of ``config``, which is for this backend."""
+    """Say whether ``config``, which is for this backend, leaves the optimizer to the script."""
     return config.get("optimizer") is None
 
 

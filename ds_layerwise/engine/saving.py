@@ -12,7 +12,6 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -128,7 +127,7 @@ def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
         if (size := getattr(checkpoint_engine, "checkpoint_size", None)) is not None:
             # Looking for it takes collectives, which a rank that cannot write does not come to.
             size.set_pre_size(0)
-            size.set_post_size(math.nan)
+            size.set_post_size(0)
     before = {name: members[name] for name in replaced.keys() & members.keys()}
     members.update(replaced)
     try:

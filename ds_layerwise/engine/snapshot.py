@@ -39,10 +39,14 @@ def snapshot(value: Value) -> Value:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """What tied weights share, which several tensors may stand for."""
-    if tensor.layout != torch.strided or not tensor.numel() or tensor.is_meta:
+    """The key under which a tensor is copied once: the same for two that stand for the same values, as tied weights do.
+
+    A tensor without an address is like no other: one without elements, on no device, or around others, as of torchao.
+    """
+    if tensor.layout != torch.strided or not tensor.data_ptr():
         return id(tensor)
-    return type(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()
+    return (type(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.stride(),
+            tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -53,6 +57,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _values(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
     if tensor.layout == torch.strided and 0 in tensor.stride():
         # What stands for many elements in the memory of one does so in the copy.
         ones = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]

@@ -1,4 +1,4 @@
-"""Where in a step a run is: what a backward pass has begun of it, and which reductions it has had.
+"""The step at hand: how many of its backward passes are over, and which reductions of gradients it has had.
 
 Note: a save within a step
     A checkpoint holds what the last update has left, and no gradient. A run resumed from one that was saved within a

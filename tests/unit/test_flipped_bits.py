@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from ds_layerwise.checkpoint import beside
+from ds_layerwise.checkpoint import beside, one_file
 from ds_layerwise.checkpoint.beside import sums_of, write_beside
 from ds_layerwise.checkpoint.one_file import OneFile, write
 from ds_layerwise.checkpoint.record import Header, RuleRecord
@@ -162,6 +163,9 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
         folder = tmp_path / make.__name__
         folder.mkdir()
         monkeypatch.setattr(beside, "_SUMS", "unknown to it")
+        if make is write_sharded:
+            # The key under which one file has always said which save it is.
+            monkeypatch.setattr(beside, "_SAVE", "unknown, too")
         monkeypatch.setattr(beside, "hashlib", SimpleNamespace(sha256=lambda body: SimpleNamespace(digest=bytes)))
         make(folder)
         monkeypatch.undo()
@@ -169,6 +173,18 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
         assert opened(folder).beside.sums is None
         for key, value in expected(RANGES).items():
             assert torch.equal(whole[folder][key], value)
+
+
+@pytest.mark.parametrize("sums", [7, *({"master.a.b": of_one, "model.a.b": of_one} for of_one in (5, {"a": "b"}))])
+@pytest.mark.parametrize("make", [write_one_file, write_sharded])
+def test_checksums_that_are_none(make, sums, tmp_path, monkeypatch):
+    """In a header that is as it was written: a digest of it tells nothing."""
+    made = write_beside
+    for module in (one_file, sys.modules[__name__]):
+        monkeypatch.setattr(module, "write_beside", lambda *args: made(*args[:2], sums))
+    make(tmp_path)
+    with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: "):
+        read(tmp_path, RANGES)
 
 
 def test_a_list_of_tensors_that_is_none(tmp_path):

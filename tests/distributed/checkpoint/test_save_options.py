@@ -453,7 +453,10 @@ class TestWhatOneRankMeetsAlone(DistributedTest):
 WRITER = {"type": "PYTHON", "decoupled": True, "data_parallel": "replica"}
 
 SCRIPT = """
+    import signal
     import sys
+    import time
+    from datetime import timedelta
 
     import deepspeed
     import torch
@@ -463,17 +466,38 @@ SCRIPT = """
     if __name__ == "__main__":
         folder, end, writer = sys.argv[-3:]
         torch.set_num_threads(1)
-        deepspeed.init_distributed("gloo")
-        engine = start(Net(), ds_config(checkpoint={"writer": eval(writer)}))
-        train_engine(engine, 1)
-        engine.save_checkpoint(folder)
+        deepspeed.init_distributed("gloo", timeout=timedelta(seconds=250))
+        rank, store = torch.distributed.get_rank(), torch.distributed.distributed_c10d._get_default_store()
+        assert store.timeout == timedelta(seconds=250)
+        engines = [start(Net(), ds_config(checkpoint={"writer": eval(writer)})) for _ in range(2)]
+        for number, engine in enumerate(engines):
+            train_engine(engine, 1)
+            engine.save_checkpoint(f"{folder}/{number}")
         if end == "no groups":
             torch.distributed.destroy_process_group()
+        elif end == "no writer" and rank == 0:
+            engines[0].checkpoint_engine.ckpt_process.kill()
+            engines[0].checkpoint_engine.ckpt_process.join()
+        elif end == "error" and rank == 1:
+            raise RuntimeError("mine")
+        elif end in ("late", "Ctrl-C"):
+            if rank == 0:
+                time.sleep(10)
+            elif end == "late":
+                store.set_timeout(timedelta(seconds=2))
+            else:
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                signal.alarm(3)
 """
 
+#: By how a script ends, why nothing is committed.
+ENDS = {"nothing": "", "no groups": "the process groups are gone", "no writer": "checkpoint process is not running",
+        "error": "an error has ended the script of rank 1", "late": "rank 1 has given up waiting",
+        "Ctrl-C": "rank 1 has given up waiting"}
 
-@pytest.mark.parametrize("end", ["nothing", "no groups"])
-def test_a_script_that_does_not_destroy_its_engine(end, tmp_path):
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "CROSS_SIZE": "1", "CROSS_RANK": "0",
            "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -491,8 +515,15 @@ def test_a_script_that_does_not_destroy_its_engine(end, tmp_path):
             rank.kill()
     said = [log.read_text() for log in logs]
     assert codes == ([0, 0] if end == "nothing" else [1, 1]), said
-    assert (tmp_path / "saved" / "latest").exists() is (end == "nothing")
-    assert ("the last checkpoint was not committed at the end of the script" in said[0]) is (end != "nothing")
+    # Where one save has failed, the other is committed all the same.
+    whole = [(tmp_path / "saved" / number / "latest").exists() for number in "01"]
+    assert whole == [end == "nothing", end in ("nothing", "no writer")], said
+    for rank, text in enumerate(said):
+        told = [line for line in text.splitlines() if "not committed at the end of the script" in line]
+        # Of an error that all have, the first tells.
+        assert len(told) == {"nothing": 0, "no writer": 1 - rank}.get(end, 2), said
+        assert all(f"rank {rank}: " in line and ENDS[end] in line
+                   and line.count("what was saved before is still there") == 1 for line in told), said
 
 
 class TestDeepSpeedsWriters(DistributedTest):

@@ -1,6 +1,7 @@
 """Mistakes of users, told by the right words; ``python -m tests.mistakes`` plays all of them under the launcher."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,13 @@ class TestHook:
         assert lines[0] == lines[-1] == mistakes.BAR and lines[1] == "ds_layerwise: ConfigError: lr is wrong"
         assert lines[2].startswith(f"at {__file__}:") and lines[2].endswith("in raised: raise error")
         assert len(lines) == 5 and [str(error) for _, error, _ in self.earlier] == ["lr is wrong"]
+
+    def test_a_script_in_a_folder_whose_name_begins_like_this_package(self):
+        path = f"{Path(last_words.__file__).parents[1]}_runs/train.py"
+        try:
+            exec(compile("raise ConfigError('wrong')", path, "exec"))
+        except ConfigError as error:
+            assert f"at {path}:1, in <module>" in last_words.framed(error)
 
     def test_others_and_all_in_development_mode_go_to_the_hook_that_was_there(self, monkeypatch, capsys):
         self.raised(ValueError("not ours"))
