@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class LayerWiseError(Exception):
@@ -24,6 +24,12 @@ class LayoutError(LayerWiseError, ValueError):
 
 class StepError(LayerWiseError, RuntimeError):
     """The engine or the user asked for something that the current point of a step does not allow."""
+
+
+def few(names: Sequence[str]) -> str:
+    """The first five of ``names``, and how many more there are, for a message."""
+    more = f" and {len(names) - 5} more" * (len(names) > 5)
+    return f"{', '.join(names[:5])}{more}"
 
 
 def unknown_key(where: str, key: object, known: Iterable[str]) -> ConfigError:

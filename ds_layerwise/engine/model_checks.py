@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.safe_load import load_safely, naming
 from ds_layerwise.engine.scheduler_state import check_scheduler as check_state
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.output import announce
 from ds_layerwise.ranks import comm
 from ds_layerwise.zero.load import Load
@@ -36,9 +36,8 @@ def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any],
                             way_out: str = "") -> None:
     for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
         if strict and names:
-            raise LayerWiseError(f"the checkpoint {what} {', '.join(sorted(names)[:5])}{' and more' * (len(names) > 5)}"
-                                 f"{of}, which the model {'has' if what == 'lacks' else 'lacks'}; {way_out}load what "
-                                 "fits with load_module_strict=False")
+            raise LayerWiseError(f"the checkpoint {what} {few(sorted(names))}{of}, which the model "
+                                 f"{'has' if what == 'lacks' else 'lacks'}; {way_out}load what fits with load_module_strict=False")
     for name in wanted.keys() & found.keys():
         if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
             raise LayerWiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "

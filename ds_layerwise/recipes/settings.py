@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ds_layerwise.errors import ConfigError, unknown_key
 
-Number = float
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 #: Of an exponential moving average, what is kept at a step.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.folder import Bars
+from ds_layerwise.errors import few
 from ds_layerwise.tools.contents import Contents
 from ds_layerwise.tools.verify import same_bits
-
-#: How many names a line gives.
-_FEW = 5
 
 
 @dataclass(slots=True)
@@ -51,7 +49,7 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
     names, others = _names(one), _names(other)
     for contents, missing in ((one, names.keys() - others.keys()), (other, others.keys() - names.keys())):
         if missing:
-            lines.append(f"only in {contents.folder}: {_listed(sorted(missing))}")
+            lines.append(f"only in {contents.folder}: {few(sorted(missing))}")
     unlike: dict[str, _Difference] = {}
     lonely: dict[tuple[str, int], list[str]] = {}
     both = [name for name in names if name in others]
@@ -66,10 +64,10 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
                 lonely.setdefault((key, 0 if key in found[0] else 1), []).append(name)
             done(sizes[name])
     for (key, index), of in sorted(lonely.items()):
-        lines.append(f"only in {(one, other)[index].folder}: {key} of {_listed(of)}")
+        lines.append(f"only in {(one, other)[index].folder}: {key} of {few(of)}")
     for key, difference in sorted(unlike.items()):
         lines.append(f"{key} differs in {len(difference.names)} of {len(both)} parameters, {difference.num_elements:,} "
-                     f"elements, by at most {difference.most:.3g}: {_listed(difference.names)}")
+                     f"elements, by at most {difference.most:.3g}: {few(difference.names)}")
     return lines
 
 
@@ -83,8 +81,3 @@ def _values(contents: Contents, name: str, *, states: bool) -> Iterator[tuple[st
     for key, value in contents.values(name, states=states):
         # The universal format has everything that is not trained in float32; as numbers they are the same.
         yield key, value.double() if name in contents.others else value
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more

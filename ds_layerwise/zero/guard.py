@@ -9,7 +9,7 @@ from operator import is_
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_layerwise.errors import StepError
+from ds_layerwise.errors import StepError, few
 from ds_layerwise.ranks.buffers import FlatBuffer
 from ds_layerwise.zero.takeover import has_optimizer
 
@@ -60,8 +60,7 @@ class Guard:
             (unused if param.requires_grad else idle).append(name)
         self._tell_of([name for name in unused if name in self._hidden])
         if unused and not self._may_be_unused:
-            more = f" and {len(unused) - 5} more" * (len(unused) > 5)
-            raise StepError(f"{', '.join(unused[:5])}{more} got no gradient in this step, and "
+            raise StepError(f"{few(unused)} got no gradient in this step, and "
                             "zero_optimization.ignore_unused_parameters is false; let the loss depend on all that is "
                             "trained, freeze the rest, or remove that key to count zeros")
         return frozenset(idle)
@@ -117,8 +116,7 @@ class Guard:
     def _tell_of(self, gone: Sequence[str]) -> None:
         """Say once of each of ``gone`` that it is not in the model any more."""
         if (new := [name for name in gone if name not in self._told]) and self._tells:
-            more = f" and {len(new) - 5} more" * (len(new) > 5)
-            logger.warning(f"ds_layerwise: {', '.join(new[:5])}{more} got no gradient, and no module of the model has "
+            logger.warning(f"ds_layerwise: {few(new)} got no gradient, and no module of the model has "
                            "it any more: it counts as not used, as if its gradient were zeros; freeze it to "
                            "leave it as it is")
         self._told.update(new)

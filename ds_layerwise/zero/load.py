@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_layerwise.checkpoint.names import Renamed
 from ds_layerwise.checkpoint.record import Header, ShardRecord
 from ds_layerwise.checkpoint.reshard import LoadPlan
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.plan.routes import Route
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.buffers import DTYPES
@@ -133,8 +133,7 @@ def check_names(saved: Renamed, folder: Path, here: Set[str], model: nn.Module, 
         raise LayerWiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
                              f"{len(saved.header.shapes)} parameters; with {LENIENT} it keeps its weights")
     if unknown := sorted(saved.header.shapes.keys() - of_all_stages - here):
-        raise LayerWiseError(f"the checkpoint in {folder} has {', '.join(unknown[:5])}"
-                             f"{' and more' * (len(unknown) > 5)}, which the model lacks; rename it with "
+        raise LayerWiseError(f"the checkpoint in {folder} has {few(unknown)}, which the model lacks; rename it with "
                              f"layerwise.rename, or load what fits with {LENIENT}")
     for second, first in tied(model, here).items():
         # All ranks have the same, which may be large: one of them looks.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_layerwise.errors import few
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.ranks import comm
@@ -61,8 +62,7 @@ class Products:
         if wanted == taken:
             return f"{taken} (measured)"
         ranks = [str(rank) for rank, names in enumerate(self.by_rank) if wanted in (names or ())]
-        named = ", ".join(ranks[:8]) + ", ..." * (len(ranks) > 8)
-        return f"{taken} ({wanted} is faster on {len(ranks)} of {len(self.by_rank)} ranks alone: {named})"
+        return f"{taken} ({wanted} is faster on {len(ranks)} of {len(self.by_rank)} ranks alone: {few(ranks)})"
 
     def changes(self, recipes: Iterable[Recipe], saved: Sequence[str] | None) -> list[str]:
         """A line for each of ``recipes`` that multiplies in something else than where ``saved`` were the fast ones."""

@@ -11,7 +11,7 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_layerwise.errors import StepError
+from ds_layerwise.errors import StepError, few
 from ds_layerwise.ranks import comm
 from ds_layerwise.ranks.owned import Owned
 from ds_layerwise.zero.decision import Decision
@@ -19,8 +19,6 @@ from ds_layerwise.zero.decision import Decision
 #: Steps skipped in a row before the first warning; the next ones come after twice as many each.
 _FIRST_WARNING = 10
 
-#: So many ranks are named at most.
-_MOST_NAMED = 8
 
 
 class SkippedSteps:
@@ -126,9 +124,8 @@ class SkippedSteps:
         makers = [str(rank) for rank, (_, is_finite) in enumerate(everyone) if not is_finite]
         if not makers:
             return "; backward passes left finite gradients on every rank"
-        more = f" and {len(makers) - _MOST_NAMED} more" if len(makers) > _MOST_NAMED else ""
         return (f"; backward passes left gradients that are not finite on rank{'s' * (len(makers) > 1)} "
-                f"{', '.join(makers[:_MOST_NAMED])}{more}")
+                f"{few(makers)}")
 
 
 def _is_at_its_end(scaler: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from deepspeed.utils import logger
 
 from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.errors import few
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.plan.by_kind import idle_keys
 from ds_layerwise.plan.forecast import Forecast
@@ -35,8 +36,7 @@ def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
             if piece.name in kept and not owned.value(piece.name).any()]
     found = sorted({name for names in comm.gather_objects(mine, group=settings.group) for name in names})
     if found and comm.rank_of(settings.group) == 0:
-        more = f" and {len(found) - 5} more" * (len(found) > 5)
-        logger.warning(f"ds_layerwise: {', '.join(found[:5])}{more}: all weights are 0, and relative_update, or "
+        logger.warning(f"ds_layerwise: {few(found)}: all weights are 0, and relative_update, or "
                        "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a norm, or leave "
                        "the hook out for them with layerwise.overrides")
 
@@ -69,6 +69,5 @@ def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: Laye
                            without_effect=idle,
                            products={recipe: text for recipe, text in told.items() if text is not None})
     names = planned.left_out
-    more = f" and {len(names) - 5} more" * (len(names) > 5)
-    left_out = f"in no parameter group, so not trained here: {', '.join(names[:5])}{more}" if names else ""
+    left_out = f"in no parameter group, so not trained here: {few(names)}" if names else ""
     return "\n".join(filter(None, [found, left_out, attention.told()]))
