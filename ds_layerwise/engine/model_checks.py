@@ -37,7 +37,8 @@ def _check_names_and_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any],
     for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
         if strict and names:
             raise LayerWiseError(f"the checkpoint {what} {few(sorted(names))}{of}, which the model "
-                                 f"{'has' if what == 'lacks' else 'lacks'}; {way_out}load what fits with load_module_strict=False")
+                                 f"{'has' if what == 'lacks' else 'lacks'}; {way_out}load what fits with "
+                                 "load_module_strict=False")
     for name in wanted.keys() & found.keys():
         if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
             raise LayerWiseError(f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "

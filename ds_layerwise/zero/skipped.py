@@ -20,7 +20,6 @@ from ds_layerwise.zero.decision import Decision
 _FIRST_WARNING = 10
 
 
-
 class SkippedSteps:
     """Counts steps that are skipped in a row, and says which gradient is to blame.
 
