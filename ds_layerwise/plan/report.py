@@ -302,7 +302,7 @@ def _waiting(forecast: Forecast) -> str:
     if not forecast.waiting:
         return ""
     return (f"; {_size(forecast.waiting)} more of gradients that wait for them, where reductions are slower than the "
-            f"backward pass{' (layerwise.max_waiting_buckets bounds it)' * (forecast.max_waiting is None)}")
+            "backward pass (layerwise.max_waiting_buckets bounds it if no parameter is unused)")
 
 
 def _costs(forecast: Forecast) -> Table:

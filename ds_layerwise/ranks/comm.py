@@ -265,9 +265,12 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
     Every rank must call this at the same point. Without it the other ranks would wait in the next collective.
 
     Raises:
-        LayerWiseError: another rank failed.
+        LayerWiseError: another rank failed, or does not come here, and this one has no error of its own.
     """
-    messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
+    try:
+        messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
+    except LayerWiseError as missed:
+        raise error or missed
     if error is not None:
         setattr(error, _AGREED, True)
         raise error

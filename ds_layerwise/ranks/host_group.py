@@ -38,9 +38,10 @@ def gather(value: Any, *, group: Any) -> list[Any]:
     try:
         return _gathered(value, group)
     except RuntimeError as error:
-        raise LayerWiseError("another rank has ended, or is elsewhere in the script, where all ranks have to agree: if "
-                             "it has told no error of its own, call save_checkpoint(), load_checkpoint() and step() "
-                             "on every rank, and not on rank 0 alone") from error
+        raise LayerWiseError("another rank has ended, is elsewhere in the script, or has not come within the timeout "
+                             "of init_distributed, where all ranks have to agree: if it has told no error of its own, "
+                             "and is not slow, call save_checkpoint(), load_checkpoint() and step() on every rank, and "
+                             f"not on rank 0 alone ({str(error).partition(chr(10))[0]})") from error
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
@@ -80,10 +81,11 @@ def _hosts(world: Any) -> Any:
     known = _made.get(world)
     hosts = None if known is None else known()
     if hosts is None:
+        # What is gathered goes round in a ring: each rank needs two others, not a connection to all of them.
+        is_ours = "TORCH_GLOO_LAZY_INIT" not in os.environ
         try:
-            # The store, which knows the timeout, is all that the ranks share until the first object travels.
-            # What is gathered goes round in a ring: each rank needs two others, not a connection to all of them.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            # The store, which knows the timeout, is all that the ranks share until the first object travels.
             hosts = distributed.new_group(backend="gloo", timeout=timeout_of(world), group_desc="ds_layerwise")
             _of_all(None, hosts)
         except RuntimeError as error:
@@ -91,6 +93,9 @@ def _hosts(world: Any) -> Any:
                 "the hosts do not reach each other over gloo, over which ranks agree on what is not on a device; "
                 "name the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL; `ulimit -n` must "
                 f"be more than there are ranks: {error}") from error
+        finally:
+            if is_ours:
+                del os.environ["TORCH_GLOO_LAZY_INIT"]
         _made[world] = weakref.ref(hosts)
     return hosts
 

@@ -179,7 +179,7 @@ class ParamSync:
     def leave_under_way(self) -> None:
         """Let everything arrive when it is used first, where whoever uses it waits; else wait."""
         dynamo = sys.modules.get("torch._dynamo.utils")
-        if self._overlaps and dynamo is not None and dynamo.counters["frames"]:
+        if self._overlaps and dynamo is not None and any(dynamo.counters.values()):
             self._do_not_overlap("torch has compiled something, and compiled code asks nobody")
         if not self._overlaps:
             self.finish()
@@ -198,7 +198,7 @@ class ParamSync:
             announce(f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for its parameters")
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """Hook ``model``, and every module of it that holds parameters of the layout."""
+        """Hook ``model``, and every module of it that holds parameters of the layout, or has modules that do."""
         self._overlaps, self._modules = True, list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             self._do_not_overlap("some modules are scripted, and call no hooks")
@@ -229,7 +229,8 @@ class ParamSync:
                 run(ParamSync._end_forward)
 
         for module in self._modules:
-            if any(param in self._index_of for param in module._parameters.values()):
+            # Those of modules below, too: its code may use them, and call none of these.
+            if any(param in self._index_of for param in module.parameters()):
                 self._hooks += [module.register_forward_pre_hook(before_module, prepend=True),
                                 module.register_state_dict_pre_hook(before_module),  # type: ignore[no-untyped-call]
                                 module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -238,8 +239,10 @@ class ParamSync:
                         model.register_forward_hook(after_forward, always_call=True)]
 
     def _arrive(self, module: nn.Module) -> None:
-        own = [param for param in module._parameters.values() if param in self._index_of]
-        self.wait_for(own) if self._modes or not own else self.finish()
+        if self._modes:
+            self.wait_for(module._parameters.values())
+        elif any(param in self._index_of for param in module.parameters()):
+            self.finish()
 
     def _begin_forward(self) -> None:
         self._modes.append(_Readers(self))

@@ -326,4 +326,3 @@ class EagerGradSync(BucketOrder):
             # Their memory is there for what computation makes when it has waited.
             self._copied[0][0].wait()
             self._copied.popleft()
-

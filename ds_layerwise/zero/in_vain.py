@@ -1,4 +1,4 @@
-"""What a script does beside its engine, and what so has no effect: rank 0 tells it once."""
+"""Warnings of calls beside the engine that have no effect, told once, by rank 0."""
 
 from __future__ import annotations
 

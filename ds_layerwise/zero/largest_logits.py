@@ -74,7 +74,9 @@ def counts_for(implementation: str, module: Any, query: Tensor, key: Tensor, mas
 
 
 def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
-    """What is not in the future, nor too far away; ``window`` None: however far. Row i stands at key i + ``shift``."""
+    """The keys that are not in the future, nor too far away; ``window`` None: however far. Row i stands at key
+    i + ``shift``.
+    """
     def counts(first: int, last: int) -> Tensor | None:
         if not causal and window is None:
             return None

@@ -52,7 +52,7 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def after(optimizer: LayerWiseOptimizer, header: Header, otherwise: Container[int], *,
           wins: OnHyperChange) -> list[dict[str, Any]]:
-    """What :func:`take_over` is to make of :meth:`.LayerWiseOptimizer.groups_now`, rates aside; nothing is changed.
+    """The groups of :meth:`.LayerWiseOptimizer.groups_now` as :func:`take_over` would leave them, rates aside.
 
     Raises:
         ValueError: ``header`` says something in the place of a number that is none.

@@ -14,7 +14,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.bucket_order import Gradients
 from ds_layerwise.zero.in_vain import warn_once
 
-#: A script that has had so many times the backward passes of a step, and no step, does not mean to.
+#: A script that has had so many times the backward passes of a step, and no step, may not mean to.
 _PASSES_IN_VAIN = 16
 
 
@@ -42,17 +42,18 @@ class Progress:
 
     def gradient_came(self, name: str, engine: Callable[[], Any], *, inside: bool) -> None:
         """Take note of a gradient, ``inside`` a pass that the engine knows of; tell who makes passes, and no step."""
-        self.in_pass, self.outside = True, not inside
+        its = engine()
+        # A model that is called directly has a pass inside engine.backward(), which tells its optimizer of none.
+        self.in_pass, self.outside = True, not (inside or its and its._running_engine_backward)
         self._first = self._first or name
         if name != self._first or self.updates:
             return
         self._passes_at_start += 1
-        its = engine()
         if its and is_managed(its) and not its.micro_steps and (
                 self._passes_at_start == _PASSES_IN_VAIN * its.gradient_accumulation_steps()):
-            warn_once(f"{self._passes_at_start} backward passes, and no engine.step(): no weight has moved, and "
-                      "global_steps is 0; call engine(inputs), engine.backward(loss) and engine.step(), in place of "
-                      "another optimizer's step()")
+            warn_once(f"{self._passes_at_start} backward passes so far, and no engine.step(): no weight has moved, and "
+                      "global_steps is 0; if another optimizer steps, it moves nothing: call engine(inputs), "
+                      "engine.backward(loss) and engine.step()")
 
     def pass_ended(self) -> None:
         """Take note of the end of a backward pass."""

@@ -12,7 +12,7 @@ from torch import nn
 import ds_layerwise
 from ds_layerwise.engine import last_words
 from ds_layerwise.errors import ConfigError, LayerWiseError
-from ds_layerwise.ranks import host_group
+from ds_layerwise.ranks import comm, host_group
 from ds_layerwise.zero import in_vain
 from tests import mistakes
 from tests.support.harness import DistributedTest, free_port
@@ -42,12 +42,17 @@ class TestMistakes(DistributedTest):
     def test_a_rank_that_is_missed_is_told_in_words_of_the_script(self, class_tmpdir, monkeypatch):
         """As ``save-on-rank-0`` of the tool, where the other rank has come to its end."""
         def closed(*_):
-            raise RuntimeError("[pair.cc:553] Connection closed by peer")
+            raise RuntimeError("[pair.cc:553] Connection closed by peer\nat frame #0")
 
         engine = mistakes.start()
         monkeypatch.setattr(host_group, "_of_all", closed)
-        with pytest.raises(LayerWiseError, match=r"call save_checkpoint\(\), .* on every rank, and not on rank 0"):
+        says = (r"within the timeout of .* call save_checkpoint\(\), .* on every rank, and not on rank 0 "
+                r"alone \(\[pair.cc:553\] Connection closed by peer\)$")
+        with pytest.raises(LayerWiseError, match=says):
             engine.save_checkpoint(class_tmpdir)
+        # A rank that has an error of its own tells that.
+        with pytest.raises(ZeroDivisionError), comm.Alike(None):
+            1 / 0
 
     def test_the_hook_comes_on_top_of_torchs_and_goes(self):
         of_torch = sys.excepthook
@@ -76,8 +81,8 @@ class TestInVain(DistributedTest):
             other.zero_grad()
             (engine if own else model)(mistakes.batch()).sum().backward()
             other.step()
-        assert [text.split(";")[0] for text in warned] == (["ds_layerwise: 16 backward passes, and no engine.step(): "
-                                                            "no weight has moved, and global_steps is 0"]
+        assert [text.split(";")[0] for text in warned] == (["ds_layerwise: 16 backward passes so far, and no "
+                                                            "engine.step(): no weight has moved, and global_steps is 0"]
                                                            if engine.global_rank == 0 else [])
 
     def test_a_step_of_the_optimizer_is_told_once_and_one_of_the_engine_is_not(self, monkeypatch):

@@ -320,6 +320,16 @@ class TestOneRankAlone(DistributedTest):
         assert_weights_are(oracle, engine)
 
     @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("directly", [True, False])
+    def test_a_pass_of_the_engine_that_an_exception_ended_is_told_as_one(self, stage, directly):
+        engine = start(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ds_config(stage=stage))
+        engine.module[0].weight.register_hook(lambda gradient: 1 / 0)  # after the gradients of the other layer
+        with pytest.raises(ZeroDivisionError):
+            engine.backward((engine.module if directly else engine)(torch.ones(2, 8)).sum())
+        with pytest.raises(LayerWiseError, match="an exception has ended a backward pass"):
+            engine.step()
+
+    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
     def test_reductions_of_a_step_that_is_begun_again_do_not_count(self, stage, before, tmp_path):
         engine = start(Net(), ds_config(stage=stage, gas=2))

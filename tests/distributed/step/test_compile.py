@@ -107,7 +107,7 @@ class TestCompiled(DistributedTest):
         assert torch.equal(train(other), train(engine))
 
     @pytest.mark.parametrize("after", [0, 1], ids=["from the start", "while parameters are under way"])
-    @pytest.mark.parametrize("what", ["model", "layer", "function"])
+    @pytest.mark.parametrize("what", ["model", "layer", "layer in one graph", "function"])
     def test_overlap_param_gather_breaks_no_graph_and_hides_no_weight(self, what, after, monkeypatch):
         arrive_late(monkeypatch)
         config = ds_config(bucket_numel=1, layerwise={"overlap_param_gather": True})
@@ -122,6 +122,9 @@ class TestCompiled(DistributedTest):
             engine.compile(backend=counter)
         elif what == "layer":
             layers[1].compile(backend=counter)
+        elif what == "layer in one graph":
+            engine.optimizer.wait_for_params()
+            layers[1].compile(backend=counter, fullgraph=True)
         else:
             layers[1].forward = torch.compile(functools.partial(nn.Linear.forward, layers[1]), backend=counter)
         assert torch.equal(train(engine), expected)

@@ -35,6 +35,7 @@ COLLECTIVES = ("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "
                "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
                "_all_gather_base", "_reduce_scatter_base")
 TIMEOUT = timedelta(seconds=115)
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def over_gloo(store, rank, size, timeout):
@@ -209,14 +210,20 @@ class TestManyHosts(DistributedTest):
     world_size = 6
     init_distributed = False
 
-    def test_a_rank_connects_to_two_others_and_not_to_all(self, tmp_path):
+    @pytest.mark.parametrize("given", [None, "1"])
+    def test_a_rank_connects_to_two_others_and_not_to_all(self, given, tmp_path, monkeypatch):
         """A process may have 1,024 open files on most systems, and there are more ranks than that."""
+        monkeypatch.delenv(LAZY, raising=False)
+        if given:
+            monkeypatch.setenv(LAZY, given)
         join(tmp_path / "store")
         dist.barrier()
         before = open_sockets()
         assert comm.gather_objects(dist.get_rank(), group=None) == list(range(6))
         # Two of a ring, and the one that it listens on; five others without.
         assert open_sockets() - before <= 3
+        # Groups of the script, and processes that it starts, are as it has them.
+        assert os.environ.get(LAZY) == given
         dist.barrier()
 
 

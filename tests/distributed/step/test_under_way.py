@@ -23,6 +23,17 @@ pytestmark = rooms("param_sync")
 STEPS = 3
 
 
+class Around(nn.Module):
+    """A container that uses a weight, and calls nothing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return F.linear(x, self.inner.weight)
+
+
 class Layers(nn.Module):
     """A head at the end, which a reader may want at the start."""
 
@@ -31,6 +42,8 @@ class Layers(nn.Module):
         torch.manual_seed(2)
         self.first, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
         self.second, self.seldom, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.around = Around(nn.Linear(8, 8, bias=False))
+        self.around.inner.weight = self.head.weight
         self.read = None
 
     def forward(self, x, seldom=True):
@@ -119,12 +132,14 @@ READERS = {
     "words": lambda m: torch.tensor([float(len(repr(m.head.weight))), m.head.weight.tolist()[0][0]]),
     "a module of another": lambda m: m.head(X),
     "a part": lambda m: m.head(m.first(X)),
+    "a container's code": lambda m: m.around(X),
     "a load": lambda m: m.load_state_dict(m.state_dict()) and weights(m).clone(),
     "a write": written,
 }
 
 #: Those that a module, rather than torch, lets wait: outside of a forward pass of the model, too.
-BY_MODULES = ("a shallow copy", "a state_dict", "its variables", "a module of another", "a part", "a load")
+BY_MODULES = ("a shallow copy", "a state_dict", "its variables", "a module of another", "a part",
+              "a container's code", "a load")
 
 
 def engine_of(overlap, **changes):
