@@ -45,7 +45,7 @@ from ds_layerwise.errors import LayerWiseError
 T = TypeVar("T")
 
 #: What the file calls weights, states, and what is beside them.
-MODEL, STATE, GROUPS, HEADER = "model", "optim.state", "optim.param_groups", "ds_layerwise.header"
+MODEL, STATE, HEADER = "model", "optim.state", "ds_layerwise.header"
 
 #: Where :data:`HEADER` begins, as torch has it beside its name.
 _OWN = ("ds_layerwise",)

@@ -130,7 +130,7 @@ def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
     Raises:
         RoutingError: nobody knows.
     """
-    config: Any = getattr(module, "config")
+    config: Any = module.config
     layers = {name for name, child in module.named_children() if isinstance(getattr(child, "weight", None), Tensor)}
     heads, kv_heads, _ = heads_of(sources_of(module, module, tp_size))
     why = "the number of its heads is not told"

@@ -50,7 +50,7 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
 
 
 def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
-    groups = int(getattr(module, "groups"))
+    groups = int(module.groups)  # type: ignore[arg-type]
     rows, cols = shape[0] // groups, math.prod(shape[1:])
     if len(shape) == 3:
         return None, "convolution over one axis"

@@ -115,7 +115,7 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
              if head not in outer and names[_numberless(head)] == 1}
     losses = tuple(f"{path}." for path, module in model.named_modules()
                    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss))
-    first = next(iter(layers.values()), None)
+    first = next(iter(layers.values()), model)
     for path, module in layers.items():
         why = ("by name" if _plain(path) in named and not _widens_input(module, first) else
                "of a loss" if kind_of(module).__name__.endswith("Loss") or path.startswith(losses) else "")
@@ -127,7 +127,7 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
             yield returned, "output head (get_output_embeddings)"
 
 
-def _widens_input(module: nn.Module, first: nn.Module | None) -> bool:
+def _widens_input(module: nn.Module, first: nn.Module) -> bool:
     """Whether ``module`` is a convolution of the image that the ``first`` layer takes, as EDSR's head."""
     return isinstance(module, CONVOLUTIONS) and (
         getattr(first, "in_channels", None) == module.in_channels < module.out_channels)
@@ -159,12 +159,11 @@ def _last(model: nn.Module, elsewhere: Elsewhere | None, tables: Collection[tupl
 
 def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
     """The last convolution of a model of images, which gives as many channels as the first one takes."""
-    path, last = next(reversed(dict(_layers(model)).items()), ("", model))
-    first = next((module for _, module in _layers(model)), model)
-    if not (isinstance(first, CONVOLUTIONS) and isinstance(last, CONVOLUTIONS)) or first.transposed or (
-            first.in_channels != last.out_channels or not has_matrices(model, leave_out=set(weights_of(last)))):
-        return
-    if not any(isinstance(m, nn.ModuleList) and path.startswith(f"{outer}.") for outer, m in model.named_modules()):
+    layers = dict(_layers(model)) or {"": model}
+    first, (path, last) = [*layers.values()][0], [*layers.items()][-1]
+    in_list = any(isinstance(m, nn.ModuleList) and path.startswith(f"{outer}.") for outer, m in model.named_modules())
+    if isinstance(first, CONVOLUTIONS) and isinstance(last, CONVOLUTIONS) and not (first.transposed or in_list) and (
+            first.in_channels == last.out_channels and has_matrices(model, leave_out=set(weights_of(last)))):
         yield from ((weight, "output head (last convolution)") for weight in weights_of(last))
 
 

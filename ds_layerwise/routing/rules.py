@@ -19,7 +19,8 @@ The rules, first match wins:
      model, as a router's does;
    * or, where none of these is there, is the model's last linear layer, and has an embedding's shape, or is in no
      ``ModuleList``, is not the model's only matrix, no later module has parameters, and no module around it a bare
-     matrix. Layers of an adapter, such as LoRA's factors, do not count;
+     matrix; or is the last convolution of a model that begins with one of as many channels. Layers of an adapter, such
+     as LoRA's factors, do not count;
 5. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of them; depthwise
    kernels, kernels over one axis and those of one row or column are scalar;
 6. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the first has length 1;

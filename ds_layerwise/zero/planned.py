@@ -182,7 +182,7 @@ def _tell(config: LayerWiseConfig, settings: Settings, where: Sequence[int], cou
 def _ep_sizes(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> dict[str, int]:
     """By name, of the parameters that are trained, how many ranks in a row hold other experts under it."""
     given = {param for group in optimizer.param_groups for param in group["params"]}
-    return {name: settings.ep_size(name, getattr(param, "group_name")) if is_moe_param(param) else 1
+    return {name: settings.ep_size(name, param.group_name) if is_moe_param(param) else 1  # type: ignore[attr-defined]
             for name, param in model.named_parameters() if param.requires_grad and param.numel() and param in given}
 
 

@@ -159,6 +159,14 @@ class LinearNorm(nn.Linear):
     """A matrix whose rows are kept short."""
 
 
+class PosEmbedRel(nn.Module):
+    """As timm's HaloNet has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.height = nn.Parameter(torch.zeros(7, 4))
+
+
 class Bare(nn.Module):
     """Parameters of a module of its own, by name."""
 
@@ -174,6 +182,11 @@ VECTORS = ("gate_up_proj_bias", "attention_biases", "bias_u", "r_w_bias", "relat
 TABLES = ("pos_embed", "position_embedding", "rel_pos_h", "mask_token", "query_tokens", "latents", "level_embed")
 MATRICES = ("gate_up_proj", "weight", "embed_proj", "query_weight", "kernel", "Dense", "debiased", "w1", "bias_proj",
             "W_query", "token_mix", "pos_mlp")
+
+
+def test_a_table_by_its_class():
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "rel": PosEmbedRel(), "norm": nn.LayerNorm(4)})
+    assert route_parameters(model, [{"params": list(model.parameters())}])["rel.height"].reason == "embedding"
 
 
 def test_what_the_user_says_of_a_vector_wins():
