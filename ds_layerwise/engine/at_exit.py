@@ -32,7 +32,6 @@ def end_at_exit(engine: DeepSpeedEngine) -> None:
     """Let what ``engine`` saves beside the training be committed, and its process end, at the end of the script."""
     _engines.add(engine)
     # What is registered last is called first: before Python waits for processes.
-    atexit.unregister(_end_at_exit)
     atexit.register(_end_at_exit)
     # Processes that multiprocessing has started call nothing of atexit.
     Finalize(None, _end_at_exit, exitpriority=0)

@@ -88,6 +88,11 @@ class TestEveryPoint(DistributedTest):
                     assert said == ((begun or point == "after step") and not over), (micro, point)
                 run(resumed, 3 * GAS)
                 assert_same_run(resumed, unbroken)
+                if point == "after step":
+                    # An engine that is within a step may go back, too.
+                    broken.load_checkpoint(folder)
+                    run(broken, 3 * GAS)
+                    assert_same_run(broken, unbroken)
                 for engine in (broken, resumed):
                     engine.destroy()
 
