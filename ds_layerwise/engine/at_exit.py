@@ -33,8 +33,8 @@ def end_at_exit(engine: DeepSpeedEngine) -> None:
     _engines.add(engine)
     # What is registered last is called first: before Python waits for processes.
     atexit.register(_end_at_exit)
-    # Processes that multiprocessing has started call nothing of atexit.
-    Finalize(None, _end_at_exit, exitpriority=0)
+    # Processes that multiprocessing has started call nothing of atexit. What a writer starts with is given back at 0.
+    Finalize(None, _end_at_exit, exitpriority=1)
 
 
 def _end_at_exit() -> None:

@@ -47,7 +47,8 @@ _ended_by: list[type[BaseException]] = []
 
 def has_failed() -> bool:
     """Say whether an error that nobody has caught has ended the script."""
-    return bool(_ended_by)
+    # In a process of multiprocessing an error is on its way while that ends.
+    return bool(_ended_by) or sys.exc_info()[0] not in (None, SystemExit)
 
 
 def begin() -> None:

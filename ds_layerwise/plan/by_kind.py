@@ -35,7 +35,7 @@ def own_name(name: str) -> str:
 def is_vector(name: str) -> bool:
     """Whether the parameter ``name`` is a vector by its own name, whatever its shape."""
     # Relative positions may be the weight of a layer that is called a bias.
-    return bool(re.search(r"\brel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
+    return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,9 +45,9 @@ def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Se
             # What the matrix optimizer takes may be meant for it alone.
             is_matrixs = not recipe.whole and key in config.matrix.hyper
             if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
-                there = "too" if any(key in other.hyper for other in recipes) else f"and remove {where}.{key}"
                 raise ConfigError(f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an argument; give "
-                                  f"it in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, {there}")
+                                  f"it in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and here "
+                                  "only if another optimizer of the run takes it")
         if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):
             raise ConfigError(f"{where}.{key} is taken by no optimizer of this run, which has "
                               f"{', '.join(sorted({recipe.rule for recipe in recipes}))}; remove it")

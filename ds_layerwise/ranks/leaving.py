@@ -44,21 +44,21 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def _write_out() -> None:
-    """Write what plain files hold back; what goes through a compressed file or an archive needs that one's ``close``.
+    """Write what files hold back; what goes through a compressed file or an archive needs that one's ``close``.
 
     What cannot be written is told on stderr; the interpreter's end would lose it in silence.
     """
     gc.unfreeze()
     # By the class: isinstance() asks a proxy for what it stands for, which may run anything.
-    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _PLAIN)]
+    files = [thing for thing in gc.get_objects() if io.IOBase.__base__ in type(thing).__mro__]
     lost: dict[str, str] = {}
     # A text goes through bytes, and fails once more there.
     for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOBase)):
         with (attempt := Attempt()):
             file.flush()
         # The process at the other end of a pipe has what it wanted; what is detached from its file has nothing.
-        if isinstance(attempt.error, OSError) and not isinstance(attempt.error, BrokenPipeError):
-            lost.setdefault(repr(file.name), str(attempt.error))
+        if attempt.error is not None and not isinstance(attempt.error, (BrokenPipeError, ValueError)):
+            lost.setdefault(repr(getattr(file, "name", type(file))), str(attempt.error))
     for name, why in lost.items():
         # There may be nobody left to tell.
         with Attempt():
@@ -66,9 +66,6 @@ def _write_out() -> None:
             sys.stderr.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
-
-
-_PLAIN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
 class Attempt:

@@ -90,7 +90,8 @@ def refuse_of_others(params: Iterable[str], matrix: type[Recipe], scalar: type[R
             continue
         if key in ("matrix_params", "scalar_params"):
             raise ConfigError(f"optimizer.params.{key} is for a class, named as package.module:Class in "
-                              f"{key.removesuffix('params')}optimizer; write its entries as keys of optimizer.params")
+                              f"{key.removesuffix('params')}optimizer (optimizer.type 'LayerWise' has both); write its "
+                              "entries as keys of optimizer.params")
         if key == "matrix_optimizer":
             raise ConfigError("optimizer.params.matrix_optimizer needs optimizer.type 'LayerWise', got "
                               "'LayerWiseMuon', which has muon for matrices; change the type, or remove the key")

@@ -22,9 +22,12 @@ HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?c
                        r"(\w+_)?(final|out)_layer|final_convolution")
 
 #: A name of what lies at the input, between two models, or in a block, or gives conditions: nothing in it is a head.
-_NO_HEAD = re.compile(r"(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|projector|connector|"
-                      r"aligner|adapter|merger|attn|attention|adaln|modulation)(_(?!\w*(decoder|model|net|lm)$)\w+)?|\w+_in",
-                      re.IGNORECASE)
+_NO_HEAD = re.compile(r"(?!output_embed)(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|"
+                      r"projector|connector|aligner|adapter|merger|attn|attention|adaln|modulation)"
+                      r"(_(?!\w*(decoder|model|net|lm)$)\w+)?|\w+_in", re.IGNORECASE)
+
+#: What a module holds that is one of attention's heads.
+_OF_ATTENTION = ("key", "query", "k", "q", "k_proj", "q_proj", "to_q", "W_q")
 
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
@@ -92,7 +95,7 @@ def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
         for head, member in _heads_around(_plain(path), modules):
             around = head.rpartition(".")[0]
             # A sequence in the middle of an image model has what its lists of blocks have, too.
-            if not (around.split(".")[-1].isdecimal() and kind_of(modules[around]) in repeated):
+            if not (re.search(r"[^\d.].*\.\d+$", around) and kind_of(modules[around]) in repeated - {nn.Sequential}):
                 ends.setdefault(head, {})[member] = _plain(path)
     return ends
 
@@ -130,7 +133,7 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
 def _widens_input(module: nn.Module, first: nn.Module) -> bool:
     """Whether ``module`` is a convolution of the image that the ``first`` layer takes, as EDSR's head."""
     return isinstance(module, CONVOLUTIONS) and (
-        getattr(first, "in_channels", None) == module.in_channels < module.out_channels)
+        getattr(first, "in_channels", None) == module.in_channels < min(5, module.out_channels))
 
 
 def _last(model: nn.Module, elsewhere: Elsewhere | None, tables: Collection[tuple[int, ...]], *,
@@ -140,20 +143,20 @@ def _last(model: nn.Module, elsewhere: Elsewhere | None, tables: Collection[tupl
     _, linears = tables_and_linears(model, leave_out=elsewhere.tied if elsewhere else ())
     linears = [(path, weight) for path, weight in linears if path in layers]
     end = linears[-1][0] if linears else ""
-    if not linears or elsewhere and elsewhere.linear_after:
+    if not linears or elsewhere and elsewhere.linear_after or any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
         return
     last = {weight for path, weight in linears if _plain(path) == _plain(end)}
     around = [(module, own) for path, module, own in modules_of(model) if end.startswith(f"{path}." if path else "")]
-    # Blocks and experts that lie in a list are alike, and so is the last of them. A bare matrix beside a layer has no
-    # place in the order of modules.
+    # Blocks and experts that lie in a list are alike, and so is the last of them.
+    in_list = any(isinstance(module, nn.ModuleList) for module, _ in around)
+    # A bare matrix beside a layer has no place in the order of modules.
     followed = bool(elsewhere and elsewhere.followed) or [*layers][-1] != end or any(
-        isinstance(module, nn.ModuleList) or any(shape_in(module, p)[0] is not None for p in own)
-        for module, own in around) or any(map(_NO_HEAD.fullmatch, _plain(end).split(".")))
+        shape_in(module, p)[0] is not None for module, own in around for p in own)
     alone = not (has_matrices(model, leave_out=last) or elsewhere and elsewhere.has_matrices)
     for weight in last:
-        if tuple(weight.shape) in tables:
+        if tuple(weight.shape) in tables and (by_place or not in_list):
             yield weight, "output head (last linear layer, shaped like an embedding)"
-        elif by_place and not followed and not alone:
+        elif by_place and not (followed or in_list or alone):
             yield weight, "output head (last linear layer)"
 
 
@@ -198,10 +201,7 @@ def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple
         if named and "modulation" not in path.lower() and "Pool" not in kind_of(module).__name__:
             several = isinstance(module, nn.ModuleList) or isinstance(module, nn.ModuleDict) and name.endswith("s")
             one = ".".join(parts[:depth + several])
-            # Attention that is built of a list of heads has no layers in it, but modules of its own.
-            parts_of_attention = {"key", "query"} & modules[one]._modules.keys()
-            if not parts_of_attention and (not several or name != "heads" or isinstance(modules[one], nn.Sequential)
-                                           or not modules[one]._modules):
+            if modules[one]._modules.keys().isdisjoint(_OF_ATTENTION):
                 yield head, one
         if isinstance(module, nn.ModuleList) and not several or _NO_HEAD.fullmatch(name):
             return

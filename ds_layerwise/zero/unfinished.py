@@ -96,9 +96,10 @@ class Progress:
                             "when not all parameters have moved; let a signal handler set a flag and save after "
                             "step(), and after an error load a checkpoint")
         # Where a script says itself where a step ends, the engine's count says nothing of it.
-        counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
-        some_counted = counts and engine.micro_steps % engine.gradient_accumulation_steps()
-        return bool(self.passes or self.in_pass or some_counted or gradients is not Gradients.NONE)
+        some_counted = is_managed(engine) and engine._is_gradient_accumulation_boundary is None and (
+            engine.micro_steps % engine.gradient_accumulation_steps())
+        in_pass = self.in_pass or engine._running_engine_backward
+        return bool(self.passes or in_pass or some_counted or gradients is not Gradients.NONE)
 
     def resume(self, engine: Any) -> None:
         """Begin the step at hand with its first micro-batch; its gradients have been forgotten before."""

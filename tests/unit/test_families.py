@@ -222,7 +222,8 @@ def test_bare_parameters_by_name():
     model = nn.ModuleDict({"bare": Bare((*VECTORS, *TABLES, *MATRICES)), "norm": Norm((4, 6)), "rms": RMSNormGated(),
                            "body": nn.Linear(4, 4), "many": nn.ModuleDict({"biases": nn.ParameterList(
                                [nn.Parameter(torch.zeros(4, 6))])}),
-                           "relative_attention_bias": nn.Embedding(32, 4),
+                           "relative_attention_bias": nn.Embedding(32, 4), "deep": nn.ModuleDict({
+                               "global_relative_attention_bias": nn.Embedding(32, 4)}),
                            "linear_no_bias": nn.Linear(4, 4, bias=False), "rows": LinearNorm(4, 4, bias=False),
                            "activation": nn.PReLU()})
     routes = route_parameters(model, [{"params": list(model.parameters())}])
@@ -234,7 +235,8 @@ def test_bare_parameters_by_name():
         *names(MATRICES), "body.weight", "linear_no_bias.weight", "rows.weight"}
     assert {name for name, route in routes.items() if route.weight_decay == 0} == {
         *names(VECTORS), "norm.weight", "norm.bias", "rms.weight", "body.bias", "many.biases.0",
-        "relative_attention_bias.weight", "activation.weight"}
+        "relative_attention_bias.weight",
+        "deep.global_relative_attention_bias.weight", "activation.weight"}
     assert {name for name, route in routes.items() if route.reason == "embedding (by name)"} == names(TABLES)
     assert {name for name, route in routes.items() if route.bare} == {
         *names((*VECTORS, *TABLES, *MATRICES)), "many.biases.0"}

@@ -1,5 +1,7 @@
 """Which linear layers are output heads: in the models of transformers, in wrapped and adapted ones, and in others."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import transformers
@@ -244,6 +246,20 @@ EASILY_MISTAKEN = {
                                 norm=nn.LayerNorm(8)), set()),
     "embedding": (lambda: Named(embed=nn.Embedding(40, 8), body=body(), output_embedding=nn.Linear(8, 40)),
                   {"output_embedding"}),
+    # A pooler, or a layer of the encoder, as wide as the model has positions, as in MobileBERT.
+    "positions": (lambda: Named(embed=nn.Embedding(40, 8), positions=nn.Embedding(8, 8), body=body(),
+                                pooler=Named(dense=nn.Linear(8, 8))), set()),
+    "positions beside a head": (lambda: Named(classifier=nn.Linear(8, 3), positions=nn.Embedding(8, 8), body=body()),
+                                {"classifier"}),
+    "head in a sequence": (lambda: nn.Sequential(
+        Named(body=nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(2))),
+        nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), score=nn.Linear(8, 3), bbox_predictor=nn.Linear(8, 4)))),
+        {"1.score", "1.bbox_predictor"}),
+    "segments": (lambda: Named(body=nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3)),
+                               classifier=nn.Conv2d(64, 100, 1), norm=nn.BatchNorm2d(100)), {"classifier"}),
+    "tasks": (lambda: Named(body=body(), heads=nn.ModuleList(
+        Named(a=nn.Linear(8, 8), b=nn.Linear(8, 3)) for _ in range(2)),
+                            norm=nn.LayerNorm(3)), {"heads.0.b", "heads.1.b"}),
     # Latent diffusion's first code: the block in the middle is one of those in the lists.
     "latents": (lambda: Named(input_blocks=nn.ModuleList([nn.Conv2d(4, 8, 3), Attention()]),
                               middle_block=nn.Sequential(nn.Conv2d(8, 8, 3), Attention()),

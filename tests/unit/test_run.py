@@ -158,15 +158,21 @@ def test_what_a_script_wrote_to_files_that_it_left_open_is_there(ending, tmp_pat
     assert [(tmp_path / name).read_text() for name in names] == ["01234"] * len(names)
 
 
-def test_memory_that_somebody_looks_into_does_not_fail_a_finished_run(tmp_path):
+def test_memory_that_somebody_looks_into_and_files_without_a_name_do_not_fail_a_finished_run(tmp_path):
     (tmp_path / "script.py").write_text("""
 import io, sys
+class Remote(io.RawIOBase):
+    def writable(self): return True
+    def write(self, data): raise OSError("no connection")
+    def flush(self): raise RuntimeError("no connection")
 looked_into, log = io.BytesIO(b"x"), open(sys.argv[1] + "/log", "w")
-view = looked_into.getbuffer()
+view, remote = looked_into.getbuffer(), io.TextIOWrapper(io.BufferedWriter(Remote()))
+remote.write("x")
 log.write("x")
 """)
     done = run(str(tmp_path / "script.py"), str(tmp_path))
     assert (done.returncode, (tmp_path / "log").read_text()) == (0, "x"), done.stderr
+    assert "could not be written at the end: no connection" in done.stderr
     assert "BufferError" not in done.stderr
 
 

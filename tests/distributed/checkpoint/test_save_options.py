@@ -453,6 +453,7 @@ class TestWhatOneRankMeetsAlone(DistributedTest):
 WRITER = {"type": "PYTHON", "decoupled": True, "data_parallel": "replica"}
 
 SCRIPT = """
+    import multiprocessing
     import signal
     import sys
     import time
@@ -463,8 +464,7 @@ SCRIPT = """
 
     from tests.support.training import Net, ds_config, start, train_engine
 
-    if __name__ == "__main__":
-        folder, end, writer = sys.argv[-3:]
+    def main(folder, end, writer):
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo", timeout=timedelta(seconds=250))
         rank, store = torch.distributed.get_rank(), torch.distributed.distributed_c10d._get_default_store()
@@ -478,7 +478,7 @@ SCRIPT = """
         elif end == "no writer" and rank == 0:
             engines[0].checkpoint_engine.ckpt_process.kill()
             engines[0].checkpoint_engine.ckpt_process.join()
-        elif end == "error" and rank == 1:
+        elif end.startswith("error") and rank == 1:
             raise RuntimeError("mine")
         elif end in ("late", "Ctrl-C"):
             if rank == 0:
@@ -488,12 +488,21 @@ SCRIPT = """
             else:
                 signal.signal(signal.SIGALRM, signal.default_int_handler)
                 signal.alarm(3)
+
+    if __name__ == "__main__":
+        if sys.argv[-2].endswith("process"):
+            process = multiprocessing.get_context("spawn").Process(target=main, args=sys.argv[-3:])
+            process.start()
+            process.join()
+            sys.exit(process.exitcode)
+        main(*sys.argv[-3:])
 """
 
 #: By how a script ends, why nothing is committed.
 ENDS = {"nothing": "", "no groups": "the process groups are gone", "no writer": "checkpoint process is not running",
         "error": "an error has ended the script of rank 1", "late": "rank 1 has given up waiting",
-        "Ctrl-C": "rank 1 has given up waiting"}
+        "Ctrl-C": "rank 1 has given up waiting", "a process": "",
+        "error in a process": "an error has ended the script of rank 1"}
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -514,14 +523,14 @@ def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
         for rank in ranks:
             rank.kill()
     said = [log.read_text() for log in logs]
-    assert codes == ([0, 0] if end == "nothing" else [1, 1]), said
+    assert codes == ([1, 1] if ENDS[end] else [0, 0]), said
     # Where one save has failed, the other is committed all the same.
     whole = [(tmp_path / "saved" / number / "latest").exists() for number in "01"]
-    assert whole == [end == "nothing", end in ("nothing", "no writer")], said
+    assert whole == [not ENDS[end], not ENDS[end] or end == "no writer"], said
     for rank, text in enumerate(said):
         told = [line for line in text.splitlines() if "not committed at the end of the script" in line]
         # Of an error that all have, the first tells.
-        assert len(told) == {"nothing": 0, "no writer": 1 - rank}.get(end, 2), said
+        assert len(told) == (1 - rank if end == "no writer" else 2 * bool(ENDS[end])), said
         assert all(f"rank {rank}: " in line and ENDS[end] in line
                    and line.count("what was saved before is still there") == 1 for line in told), said
 

@@ -151,6 +151,13 @@ class TestEveryPoint(DistributedTest):
         run(resumed, 6, gas=2)
         assert_same_run(resumed, unbroken)
 
+    def test_inside_a_backward_pass_before_its_first_gradient_is_within_a_step(self):
+        engine, said = start(Net(), ds_config()), []
+        loss = engine((0, 0, dist.get_rank()))
+        loss.register_hook(lambda grad: said.append(engine.optimizer.checkpointing.header().repeats))
+        engine.backward(loss)
+        assert said == ["within a step"]
+
     @pytest.mark.parametrize("stage", [1, 2])
     def test_after_a_backward_pass_that_an_exception_ended_the_step_is_repeated(self, stage, tmp_path):
         """What an exception handler saves before it gives up."""
