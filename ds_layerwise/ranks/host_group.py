@@ -41,7 +41,7 @@ def gather(value: Any, *, group: Any) -> list[Any]:
         raise LayerWiseError("another rank has ended, is elsewhere in the script, or has not come within the timeout "
                              "of init_distributed, where all ranks have to agree: if it has told no error of its own, "
                              "and is not slow, call save_checkpoint(), load_checkpoint() and step() on every rank, and "
-                             f"not on rank 0 alone ({str(error).partition(chr(10))[0]})") from error
+                             "not on rank 0 alone") from error
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
