@@ -113,19 +113,15 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
 
     parts: list[tuple[tuple[str, int, int], int]] = []
     for name in manifest.files:
-        size = manifest.size_of(name)
+        size, path = manifest.size_of(name), folder / name
         # A list may say anything, and a file is no longer than it is.
-        count = min(size, _size_of(folder / name)) // _PART + 1
+        count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
         parts += [((name, index, count), size * (index + 1) // count - size * index // count) for index in range(count)]
     lines: dict[str, str] = {}
     for name, line in in_parallel(check, parts, what="check", workers=workers, bars=bars):
         if line:
             lines.setdefault(name, line)
     return list(lines.values())
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
 
 
 def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
@@ -16,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
 from ds_layerwise.engine import saving
-from ds_layerwise.engine.last_words import has_failed
+from ds_layerwise.engine.last_words import has_failed, wait_for
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.ranks.leaving import Attempt, leave
@@ -81,11 +80,9 @@ def _alone_at_exit() -> str:
             decide(f"an error has ended the script of rank {rank}")
         elif store.add(_AT_EXIT, 1) == dist.get_world_size():
             decide(_ALL_THERE)
-        # The store has the timeout of the process group.
-        until = time.monotonic() + store.timeout.total_seconds()
         with suppress(KeyboardInterrupt):
-            while not store.check([_DECIDED]) and time.monotonic() < until:
-                time.sleep(0.05)
+            # The store has the timeout of the process group.
+            wait_for(store, [_DECIDED], store.timeout.total_seconds())
         decided: str = decide(f"rank {rank} has given up waiting for the others to come to the end of theirs").decode()
     except RuntimeError as e:
         return f"another rank has ended before ({e})"

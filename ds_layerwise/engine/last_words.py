@@ -15,8 +15,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr
-from datetime import timedelta
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -30,8 +29,8 @@ from ds_layerwise.output import say
 from ds_layerwise.plan.run_config import RunConfig
 from ds_layerwise.ranks.comm import is_agreed
 
-#: How long ranks wait for each other.
-_PATIENCE = timedelta(seconds=10)
+#: For how many seconds ranks wait for each other.
+_PATIENCE = 10
 
 _TOLD, _HEARD = "ds_layerwise/told", "ds_layerwise/heard"
 
@@ -90,22 +89,31 @@ def _is_told(store: Any) -> bool:
     """Whether rank 0 has told an error of its own within :data:`_PATIENCE`."""
     if store is None:
         # A launcher ends this rank meanwhile, if rank 0 has failed.
-        time.sleep(_PATIENCE.total_seconds())
+        time.sleep(_PATIENCE)
         return False
-    try:
-        store.wait([_TOLD], _PATIENCE)
-        store.set(f"{_HEARD}/{distributed.get_rank()}", "")
-    except RuntimeError:
-        return False
-    return True
+    with suppress(RuntimeError):
+        if wait_for(store, [_TOLD], _PATIENCE):
+            store.set(f"{_HEARD}/{distributed.get_rank()}", "")
+            return True
+    return False
 
 
 def _wait_for_others(store: Any) -> None:
-    try:
+    # A launcher may have ended who keeps the store.
+    with suppress(RuntimeError):
         store.set(_TOLD, "")
-        store.wait([f"{_HEARD}/{rank}" for rank in range(1, distributed.get_world_size())], _PATIENCE)
-    except RuntimeError:
-        pass  # One is not there in time, or a launcher has ended who keeps the store.
+        wait_for(store, [f"{_HEARD}/{rank}" for rank in range(1, distributed.get_world_size())], _PATIENCE)
+
+
+def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
+    """Wait until ``keys`` are in ``store``, for some ``seconds``; return whether they are.
+
+    The store's own ``wait`` logs lines of C++ where they are not.
+    """
+    until = time.monotonic() + seconds
+    while not (found := store.check(keys)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return bool(found)
 
 
 def framed(error: BaseException) -> str:

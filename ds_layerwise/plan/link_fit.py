@@ -131,7 +131,8 @@ class Measured:
     @property
     def text(self) -> str:
         """A table in plain text."""
-        rows = [(key, _number(value), _UNITS.get(key, ""), self.sources[key])
+        rows = [(key, f"{value:,.4g}" if isinstance(value, float) else str(value).lower(), _UNITS.get(key, ""),
+                 self.sources[key])
                 for key, value in self.links.model_dump().items()]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [f"{key:{widths[0]}}  {value:>{widths[1]}} {unit:{widths[2]}}  {source}".rstrip()
@@ -142,10 +143,6 @@ class Measured:
 
 _UNITS = {"inside_gb_s": "GB/s", "between_gb_s": "GB/s", "inside_us": "us", "between_us": "us", "peer_us": "us",
           "memory_gb_s": "GB/s", "tflops": "TFLOP/s"}
-
-
-def _number(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value).lower()
 
 
 def missing_keys(ranks_per_node: int, num_nodes: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ds_layerwise.plan.routes import Route, with_heads
 from ds_layerwise.routing.held import kind_of, told, weights_of
 from ds_layerwise.routing.tensor_marks import heads_here
 
-_QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
+QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
 _KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
 FUSED_NAMES = ("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "att_proj", "in_proj_weight")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -93,7 +93,7 @@ def split_heads(model: nn.Module, routes: dict[str, Route], params: Mapping[str,
     for name, route in routes.items():
         module, leaf = attention_of(model, name)
         heads, kv_heads, width = heads_of(sources_of(module, model, tp_size))
-        count = heads if leaf in _QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
+        count = heads if leaf in QUERY_NAMES else kv_heads if leaf in _KEY_VALUE_NAMES else None
         if leaf in FUSED_NAMES and route.matrix_shape is not None and len(route.matrix_shape) == 2:
             outputs = route.matrix_shape[1 if route.transposed else 0] * (tp_size if route.tp_axis == -2 else 1)
             count = outputs // width if width and outputs % width == 0 else None
@@ -103,7 +103,7 @@ def split_heads(model: nn.Module, routes: dict[str, Route], params: Mapping[str,
                             for route in routes.values())
     if split == routes and not per_head:
         raise RoutingError("per_head_muon found no query, key or value projection (known: "
-                           f"{', '.join(_QUERY_NAMES + _KEY_VALUE_NAMES + FUSED_NAMES)}) of which its module or "
+                           f"{', '.join(QUERY_NAMES + _KEY_VALUE_NAMES + FUSED_NAMES)}) of which its module or "
                            "model.config.num_attention_heads says how many heads it has; name them in "
                            "layerwise.overrides with num_heads")
     return split

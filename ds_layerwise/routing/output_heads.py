@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ds_layerwise.routing.heads import QUERY_NAMES
 from ds_layerwise.routing.held import is_table, kind_of, modules_of, weights_of
 from ds_layerwise.routing.kernels import CONVOLUTIONS, shape_in
 from ds_layerwise.routing.tensor_marks import is_cut
@@ -25,9 +26,6 @@ HEAD_NAME = re.compile(r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?c
 _NO_HEAD = re.compile(r"(?!output_embed)(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|"
                       r"projector|connector|aligner|adapter|merger|attn|attention|adaln|modulation)"
                       r"(_(?!\w*(decoder|model|net|lm)$)\w+)?|\w+_in", re.IGNORECASE)
-
-#: What a module holds that is one of attention's heads.
-_OF_ATTENTION = ("key", "query", "k", "q", "k_proj", "q_proj", "to_q", "W_q")
 
 #: What wrappers put into the names of modules that are compiled, checkpointed, adapted or trained beside others.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
@@ -201,7 +199,8 @@ def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple
         if named and "modulation" not in path.lower() and "Pool" not in kind_of(module).__name__:
             several = isinstance(module, nn.ModuleList) or isinstance(module, nn.ModuleDict) and name.endswith("s")
             one = ".".join(parts[:depth + several])
-            if modules[one]._modules.keys().isdisjoint(_OF_ATTENTION):
+            # Attention may be built of a list of heads.
+            if modules[one]._modules.keys().isdisjoint(QUERY_NAMES):
                 yield head, one
         if isinstance(module, nn.ModuleList) and not several or _NO_HEAD.fullmatch(name):
             return

@@ -93,7 +93,7 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.key, self.value = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.key, self.query, self.value = (nn.Linear(8, 4) for _ in range(3))
 
 
 class MultiheadAttentionPoolingHead(nn.Module):
