@@ -176,7 +176,9 @@ SETUPS = {
                        params={"scalar_optimizer": "lion", "scale_mode": "match_rms_adamw", "muon_lr": 0.003}),
     "tensors": setup(mpu=True, stage=2, gas=4, overlap=True, **CLIP),
     "tensors_distributed": setup(mpu=True, ranks=4, overlap=True, params={"muon_tp_mode": "distributed"}),
-    "experts": setup(partial(Net, experts=True), ranks=4, gas=4, overlap=True, **CLIP),
+    # Version 0.1 called an expert the head.
+    "experts": setup(partial(Net, experts=True), ranks=4, gas=4, overlap=True, **CLIP, layerwise={
+        "overrides": [{"name": "*deepspeed_experts*weight", "optimizer": "muon"}]}),
     "pipeline": setup(pipeline, ranks=4, gas=4, layerwise=GATHER, **BF16, **CLIP),
 }
 
