@@ -1,4 +1,6 @@
-"""What can go wrong because of what a user wrote or ran: one small tree, so that callers can catch all of it."""
+"""What can go wrong because of what a user wrote or ran: one small tree, so that callers can catch
+all of it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class LayoutError(LayerWiseError, ValueError):
 
 
 class StepError(LayerWiseError, RuntimeError):
-    """The engine or the user asked for something that the current point of a step does not allow."""
+    """The engine or the user asked for something that the current point of a step does not
+    allow.
+    """
 
 
 def few(names: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""Writing to a stream whatever it can take: a table must not end a training that a log cannot show it of."""
+"""Writing to a stream whatever it can take: a table must not end a training that a log cannot show
+it of.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,25 @@ import os
 import sys
 from typing import TextIO
 
-#: Frames of tables, and what else this package writes that is not ASCII, in ASCII. Anything else becomes a question
-#: mark.
-_PLAIN = str.maketrans({**dict.fromkeys("─━═╌╍┄┅┈┉", "-"), **dict.fromkeys("│┃║╎╏┆┇┊┋", "|"), "…": "~", "×": "x",
-                        **{chr(code): "+" for code in (*range(0x250C, 0x254C), *range(0x2552, 0x256D))}})
+#: Frames of tables, and what else this package writes that is not ASCII, in ASCII. Anything else
+#: becomes a question mark.
+_PLAIN = str.maketrans(
+    {
+        **dict.fromkeys("─━═╌╍┄┅┈┉", "-"),
+        **dict.fromkeys("│┃║╎╏┆┇┊┋", "|"),
+        "…": "~",
+        "×": "x",
+        **{chr(code): "+" for code in (*range(0x250C, 0x254C), *range(0x2552, 0x256D))},
+    }
+)
 
 
 def say(text: str, stream: TextIO | None = None) -> bool:
-    """Print ``text`` on ``stream``, by default what is stdout at the time; whether somebody was there to read it.
+    """Print ``text`` on ``stream``, by default what is stdout at the time; whether somebody was
+    there to read it.
 
-    What the stream's encoding lacks is replaced. A stream that is None, closed, or a pipe whose reader has gone gets
-    nothing.
+    What the stream's encoding lacks is replaced. A stream that is None, closed, or a pipe whose
+    reader has gone gets nothing.
 
     Raises:
         OSError: the stream is a file that cannot be written, as on a full disk.
@@ -26,7 +36,11 @@ def say(text: str, stream: TextIO | None = None) -> bool:
         return False
     try:
         try:
-            print(_encodable(text, getattr(stream, "encoding", None) or "utf-8"), file=stream, flush=True)
+            print(
+                _encodable(text, getattr(stream, "encoding", None) or "utf-8"),
+                file=stream,
+                flush=True,
+            )
         except UnicodeEncodeError:
             # A stream that passes on what it gets to another one need not know what that can take.
             print(_encodable(text, "ascii"), file=stream, flush=True)
@@ -48,8 +62,8 @@ def announce(text: str) -> None:
 def say_last(text: str) -> None:
     """:func:`say` on stdout, for a program of which nobody else writes there.
 
-    Once its reader has gone, or its disk is full, stdout leads nowhere: Python would say at its exit that it cannot be
-    flushed, and exit with 120.
+    Once its reader has gone, or its disk is full, stdout leads nowhere: Python would say at its
+    exit that it cannot be flushed, and exit with 120.
 
     Raises:
         OSError: as :func:`say` does.

@@ -1,7 +1,8 @@
-"""``python -m ds_layerwise.run script.py [args]``: run a DeepSpeed script unchanged, with this backend registered.
+"""``python -m ds_layerwise.run script.py [args]``: run a DeepSpeed script unchanged, with this
+backend registered.
 
-Under the launcher: ``deepspeed --module ds_layerwise.run script.py [args]``. A module instead of a file:
-``ds_layerwise.run -m package.module [args]``.
+Under the launcher: ``deepspeed --module ds_layerwise.run script.py [args]``. A module instead of a
+file: ``ds_layerwise.run -m package.module [args]``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _USAGE = "usage: python -m ds_layerwise.run [-m] SCRIPT_OR_MODULE [args ...]"
 def main(argv: list[str]) -> dict[str, object]:
     """Run what ``argv`` names as ``__main__``, with the rest of ``argv`` as its arguments.
 
-    DeepSpeed's launcher puts ``--local_rank=N`` before everything else; the script gets it as if it had been
-    launched itself.
+    DeepSpeed's launcher puts ``--local_rank=N`` before everything else; the script gets it as if it
+    had been launched itself.
     """
     launcher_args = []
     while argv and argv[0].startswith("--local_rank"):
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> dict[str, object]:
     if not argv or argv[0].startswith("-"):
         raise SystemExit(_USAGE)
     from ds_layerwise.engine.register import register
+
     register()
     target, *args = argv
     sys.argv = [target, *launcher_args, *args]

@@ -1,4 +1,6 @@
-"""A JSON schema of what our two sections of a DeepSpeed config may say, for editors: ``ds-layerwise schema``."""
+"""A JSON schema of what our two sections of a DeepSpeed config may say, for editors: ``ds-layerwise
+schema``.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +24,77 @@ _FILLED_IN = ("lr", "betas", "eps", "weight_decay")
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON schema of what our two sections of a DeepSpeed config may say, for editors; other keys are DeepSpeed's."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_model().model_json_schema()}
+    """A JSON schema of what our two sections of a DeepSpeed config may say, for editors; other keys
+    are DeepSpeed's.
+    """
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema_model().model_json_schema(),
+    }
 
 
 @lru_cache(maxsize=None)
 def schema_model() -> type[BaseModel]:
-    """What :func:`json_schema` describes: a config as a file has it, before a Trainer has filled in its "auto"."""
+    """What :func:`json_schema` describes: a config as a file has it, before a Trainer has filled in
+    its "auto".
+    """
     recipes = recipes_of_settings()
-    of_recipes: dict[str, Any] = {key: (recipe.model_fields[key].annotation, recipe.model_fields[key])
-                                  for key, recipe in merged_keys(recipes).items()}
+    of_recipes: dict[str, Any] = {
+        key: (recipe.model_fields[key].annotation, recipe.model_fields[key])
+        for key, recipe in merged_keys(recipes).items()
+    }
     # What is 0 would take all other rates with it.
-    bounds = {key: Positive if key == "lr" else Hyper.model_fields[key].rebuild_annotation() for key in _FILLED_IN}
+    bounds = {
+        key: Positive if key == "lr" else Hyper.model_fields[key].rebuild_annotation()
+        for key in _FILLED_IN
+    }
     of_params: dict[str, Any] = {
-        **of_recipes, "adam_w_mode": (bool, True),
-        **{key: (bound | Literal["auto"], Hyper.model_fields[key].default) for key, bound in bounds.items()},
-        **{key: (Literal[True], Field(True, description=why)) for key, why in ALWAYS_TRUE.items()}}
+        **of_recipes,
+        "adam_w_mode": (bool, True),
+        **{
+            key: (bound | Literal["auto"], Hyper.model_fields[key].default)
+            for key, bound in bounds.items()
+        },
+        **{key: (Literal[True], Field(True, description=why)) for key, why in ALWAYS_TRUE.items()},
+    }
     params = create_model("optimizer.params", __base__=params_model(Muon, AdamW, True), **of_params)
     kind: Any = Literal["LayerWiseMuon", "LayerWise"]
-    optimizer = create_model("optimizer", __base__=Section, type=(kind, ...),
-                             params=(params, params()), legacy_fusion=(Literal[False], False))
+    optimizer = create_model(
+        "optimizer",
+        __base__=Section,
+        type=(kind, ...),
+        params=(params, params()),
+        legacy_fusion=(Literal[False], False),
+    )
     own = {key: Override.model_fields[key] for key in Override.entry_keys()}
-    kinds = {key: _without_none(field.rebuild_annotation())
-             for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()}
+    kinds = {
+        key: _without_none(field.rebuild_annotation())
+        for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()
+    }
     kinds["optimizer"] = any_of("matrix", "scalar", *REGISTRY)
-    of_entry: dict[str, Any] = {key: (its, Field(None, json_schema_extra=_without_default))
-                                for key, its in kinds.items()}
+    of_entry: dict[str, Any] = {
+        key: (its, Field(None, json_schema_extra=_without_default)) for key, its in kinds.items()
+    }
     entry = create_model("layerwise.overrides", __base__=Section, **of_entry)
     entries: Any = tuple[entry, ...]  # type: ignore[valid-type]
-    conditions: dict[str, Any] = {key: (kinds[key], Field(None, json_schema_extra=_without_default))
-                                  for key in NormGroup.condition_keys()}
+    conditions: dict[str, Any] = {
+        key: (kinds[key], Field(None, json_schema_extra=_without_default))
+        for key in NormGroup.condition_keys()
+    }
     group = create_model("layerwise.norm_groups", __base__=NormGroup, **conditions)
     groups: Any = Mapping[str, group]  # type: ignore[valid-type]
-    layerwise = create_model("layerwise", __base__=LayerWiseConfig, overrides=(entries, ()),
-                             norm_groups=(groups, Field(default_factory=dict)))
-    return create_model("DeepSpeed config with ds_layerwise", __config__=ConfigDict(extra="allow", strict=True),
-                        optimizer=(optimizer, Field(None, json_schema_extra=_without_default)),
-                        layerwise=(layerwise, layerwise()))
+    layerwise = create_model(
+        "layerwise",
+        __base__=LayerWiseConfig,
+        overrides=(entries, ()),
+        norm_groups=(groups, Field(default_factory=dict)),
+    )
+    return create_model(
+        "DeepSpeed config with ds_layerwise",
+        __config__=ConfigDict(extra="allow", strict=True),
+        optimizer=(optimizer, Field(None, json_schema_extra=_without_default)),
+        layerwise=(layerwise, layerwise()),
+    )
 
 
 def _without_none(annotation: Any) -> Any:

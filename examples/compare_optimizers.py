@@ -1,15 +1,17 @@
 """Several optimizers on the small GPT of train_gpt.py: one table, one plot.
 
-    python examples/compare_optimizers.py --ranks 2 --steps 100
-    python examples/compare_optimizers.py ds_configs/stock_adamw.json ds_configs/soap.json --ranks 1 --steps 300
-    python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100 --rates 0.5 1 2 --seed 1
+    python examples/compare_optimizers.py --ranks 2 --steps 100 python
+    examples/compare_optimizers.py ds_configs/stock_adamw.json ds_configs/soap.json --ranks 1
+    --steps 300 python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100
+    --rates 0.5 1 2 --seed 1
 
-Without configurations these are stock AdamW, stock Muon with and without its clipping, and LayerWiseMuon.
-Every configuration is one ``deepspeed`` run of train_gpt.py, one after the other, on the same windows from the same
-weights; with --rates one for each multiple of the learning rate of its matrices. Options that this script does not know
-(--width, --data, --seed, ...) go to train_gpt.py with what follows them, up to the next option or configuration, which
-is what ends in .json.
-Into --out go results.csv, loss.png, and for each run a folder with its config.json and log.txt.
+Without configurations these are stock AdamW, stock Muon with and without its clipping, and
+LayerWiseMuon. Every configuration is one ``deepspeed`` run of train_gpt.py, one after the other, on
+the same windows from the same weights; with --rates one for each multiple of the learning rate of
+its matrices. Options that this script does not know (--width, --data, --seed, ...) go to
+train_gpt.py with what follows them, up to the next option or configuration, which is what ends in
+.json. Into --out go results.csv, loss.png, and for each run a folder with its config.json and
+log.txt.
 """
 
 from __future__ import annotations
@@ -27,23 +29,47 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parent
 CONFIGS = EXAMPLES.parent / "ds_configs"
 DEFAULT_CONFIGS = ("stock_adamw", "stock_muon", "stock_muon_noclip", "quickstart")
-COLUMNS = ("config", "optimizer", "clipping", "rate", "train_loss", "validation_bits_per_byte", "ms_per_step",
-           "checkpoint_bytes")
+COLUMNS = (
+    "config",
+    "optimizer",
+    "clipping",
+    "rate",
+    "train_loss",
+    "validation_bits_per_byte",
+    "ms_per_step",
+    "checkpoint_bytes",
+)
 #: What is not for train_gpt.py.
 OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--out")
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """What this script takes of ``argv``, and what it does not know."""
-    parser = argparse.ArgumentParser(description="Compare optimizers on the small GPT of train_gpt.py.",
-                                     allow_abbrev=False)
-    parser.add_argument("configs", nargs="*", type=Path, help="DeepSpeed configurations (default: "
-                        f"{', '.join(DEFAULT_CONFIGS)} of ds_configs)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run (default: 100)")
+    parser = argparse.ArgumentParser(
+        description="Compare optimizers on the small GPT of train_gpt.py.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "configs",
+        nargs="*",
+        type=Path,
+        help=f"DeepSpeed configurations (default: {', '.join(DEFAULT_CONFIGS)} of ds_configs)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100, help="optimizer steps of each run (default: 100)"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes of each run (default: 2)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], metavar="FACTOR", help="multiples of the "
-                        "learning rate of matrices that each configuration is run with (default: 1)")
-    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="folder (default: out/compare)")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="FACTOR",
+        help="multiples of the "
+        "learning rate of matrices that each configuration is run with (default: 1)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/compare"), help="folder (default: out/compare)"
+    )
     configs: list[str] = []
     known: list[str] = []
     rest: list[str] = []
@@ -60,7 +86,9 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if not config.is_file():
             parser.error(f"{config}: no such configuration")
     if len({config.stem for config in args.configs}) < len(args.configs):
-        parser.error("two configurations have the same name, and a run is named after its configuration")
+        parser.error(
+            "two configurations have the same name, and a run is named after its configuration"
+        )
     if min(args.rates) <= 0 or len(set(args.rates)) < len(args.rates):
         parser.error(f"--rates must be different numbers greater than 0, got {args.rates}")
     return args, rest
@@ -69,7 +97,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float]:
     """``settings`` with the learning rate of matrices times ``factor``, and that rate.
 
-    Stock AdamW has one rate for everything, stock Muon and ours have ``muon_lr`` or, where that is not given, ``lr``.
+    Stock AdamW has one rate for everything, stock Muon and ours have ``muon_lr`` or, where that is
+    not given, ``lr``.
     """
     params = settings["optimizer"]["params"]
     rate = factor * params.get("muon_lr", params.get("lr"))
@@ -79,7 +108,8 @@ def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], 
 
 
 def run(config: Path, factor: float, args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Train with ``config`` and ``factor`` times its rate of matrices; returns its row of the table.
+    """Train with ``config`` and ``factor`` times its rate of matrices; returns its row of the
+    table.
 
     Raises:
         SystemExit: the run failed; says so with the end of its log.
@@ -92,21 +122,43 @@ def run(config: Path, factor: float, args: argparse.Namespace, rest: list[str]) 
     (out / "config.json").write_text(json.dumps(settings))
     print(f"{name}: {args.steps} steps on {args.ranks} ranks, log in {log}", flush=True)
     command = [
-        sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(args.ranks),
-        "--master_port", str(_free_port()), str(EXAMPLES / "train_gpt.py"),
-        "--deepspeed_config", str(out / "config.json"), "--steps", str(args.steps), "--out", str(out), *rest,
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_accelerators",
+        str(args.ranks),
+        "--master_port",
+        str(_free_port()),
+        str(EXAMPLES / "train_gpt.py"),
+        "--deepspeed_config",
+        str(out / "config.json"),
+        "--steps",
+        str(args.steps),
+        "--out",
+        str(out),
+        *rest,
     ]
-    # Stock Muon compiles its kernels once a shape, which on a CPU takes longer than such a run trains.
+    # Stock Muon compiles its kernels once a shape, which on a CPU takes longer than such a run
+    # trains.
     environment = {"TORCHDYNAMO_DISABLE": "1", **os.environ}
     with open(log, "w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment
+        ).returncode
     if code:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise SystemExit(f"{tail}\ncompare_optimizers.py: the run of {config} failed, see {log}")
     summary = json.loads((out / "summary.json").read_text())
-    optimizer = settings["optimizer"]["params"].get("matrix_optimizer", settings["optimizer"]["type"])
-    return {"config": name, "optimizer": optimizer, "clipping": settings.get("gradient_clipping"), "rate": rate,
-            **{key: summary[key] for key in COLUMNS[4:]}}
+    optimizer = settings["optimizer"]["params"].get(
+        "matrix_optimizer", settings["optimizer"]["type"]
+    )
+    return {
+        "config": name,
+        "optimizer": optimizer,
+        "clipping": settings.get("gradient_clipping"),
+        "rate": rate,
+        **{key: summary[key] for key in COLUMNS[4:]},
+    }
 
 
 def _free_port() -> int:
@@ -117,13 +169,18 @@ def _free_port() -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    lines = ["| config | optimizer | clipping | learning rate of matrices | train loss | validation bits/byte "
-             "| ms/step (median) | checkpoint MB |", "|---|---|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| config | optimizer | clipping | learning rate of matrices | train loss | validation "
+        "bits/byte | ms/step (median) | checkpoint MB |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
     for row in rows:
         clipping = "default" if row["clipping"] is None else row["clipping"]
-        lines.append(f"| {row['config']} | {row['optimizer']} | {clipping} | {row['rate']:g} | {row['train_loss']:.3f} "
-                     f"| {row['validation_bits_per_byte']:.3f} | {row['ms_per_step']:.0f} "
-                     f"| {row['checkpoint_bytes'] / 1e6:.1f} |")
+        lines.append(
+            f"| {row['config']} | {row['optimizer']} | {clipping} | {row['rate']:g} | "
+            f"{row['train_loss']:.3f} | {row['validation_bits_per_byte']:.3f} | "
+            f"{row['ms_per_step']:.0f} | {row['checkpoint_bytes'] / 1e6:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -140,7 +197,9 @@ def write_plot(rows: list[dict[str, Any]], out: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for row in rows:
         with open(out / row["config"] / "metrics.csv", newline="") as file:
-            points = [(int(line["step"]), float(line["train_loss"])) for line in csv.DictReader(file)]
+            points = [
+                (int(line["step"]), float(line["train_loss"])) for line in csv.DictReader(file)
+            ]
         axes.plot(*zip(*points), label=row["config"])
     axes.set(xlabel="step", ylabel="training loss (nats per byte)")
     axes.legend()

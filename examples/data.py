@@ -1,8 +1,9 @@
-"""Text as bytes: the standard library's own source, or the user's files, cut into reproducible windows.
+"""Text as bytes: the standard library's own source, or the user's files, cut into reproducible
+windows.
 
-A window is a function of the seed and of its number alone. Samples are numbered over all ranks and micro-batches,
-so a run of 2 ranks and a run of 1 rank with twice the micro-batch train on the same windows, and so does a resumed run.
-Sizes are in bytes, which are the tokens.
+A window is a function of the seed and of its number alone. Samples are numbered over all ranks and
+micro-batches, so a run of 2 ranks and a run of 1 rank with twice the micro-batch train on the same
+windows, and so does a resumed run. Sizes are in bytes, which are the tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +18,24 @@ import torch
 from torch import Tensor
 
 MAX_BYTES = 1 << 30
-"""What this example keeps in memory; more is refused, since training on a silent part would be worse."""
+"""What this example keeps in memory; more is refused, since training on a silent part would be
+worse.
+"""
 
 VALIDATION_FRACTION = 20
 """One file in 20, or the last twentieth of fewer files, is held out."""
 
 #: Tests, installed packages, and tables of characters and topics: large, and little like code.
-NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+NOT_SOURCE = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,8 @@ def load_corpus(path: str | None, context: int) -> Corpus:
 
     Args:
         path: a file, or a folder whose files are all read, hidden ones excepted.
-        context: the model's; each part of the corpus has to hold one window of it and the byte that follows.
+        context: the model's; each part of the corpus has to hold one window of it and the byte that
+            follows.
 
     Raises:
         ValueError: there is nothing to read, too little for one window, or more than MAX_BYTES.
@@ -49,22 +62,30 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     source = f"the standard library's {len(files)} source files" if path is None else path
     size = sum(file.stat().st_size for file in files)
     if size > MAX_BYTES:
-        raise ValueError(f"{source}: {size:,} bytes, this example reads at most {MAX_BYTES:,}; name a part of it")
+        raise ValueError(
+            f"{source}: {size:,} bytes, this example reads at most {MAX_BYTES:,}; name a part of it"
+        )
     train, validation = _split([file.read_bytes() for file in files])
     for name, part in (("training", train), ("validation", validation)):
         if len(part) <= context:
             raise ValueError(
                 f"{source}: {len(part):,} bytes left for {name}, one window takes {context + 1:,}; "
-                f"use more text or a smaller --context"
+                "use more text or a smaller --context"
             )
     return Corpus(train=_tensor(train), validation=_tensor(validation), source=source)
 
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in root.rglob("*.py") if not NOT_SOURCE & set(file.relative_to(root).parts[:-1])]
+    files = [
+        file
+        for file in root.rglob("*.py")
+        if not NOT_SOURCE & set(file.relative_to(root).parts[:-1])
+    ]
     if not files:
-        raise ValueError(f"no standard library source under {root}; name a text of your own with --data PATH")
+        raise ValueError(
+            f"no standard library source under {root}; name a text of your own with --data PATH"
+        )
     return _by_relative_path(files, root)
 
 
@@ -74,7 +95,11 @@ def _user_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ValueError(f"--data {path}: no such file or folder")
     found = (file for file in path.rglob("*") if file.is_file())
-    files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [
+        file
+        for file in found
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
     if not files:
         raise ValueError(f"--data {path}: the folder holds no files")
     return _by_relative_path(files, path)
@@ -87,7 +112,7 @@ def _by_relative_path(files: list[Path], root: Path) -> list[Path]:
 
 def _split(texts: list[bytes]) -> tuple[bytes, bytes]:
     if len(texts) >= VALIDATION_FRACTION:
-        held_out = texts[VALIDATION_FRACTION - 1::VALIDATION_FRACTION]
+        held_out = texts[VALIDATION_FRACTION - 1 :: VALIDATION_FRACTION]
         kept = [text for i, text in enumerate(texts) if (i + 1) % VALIDATION_FRACTION]
         return b"".join(kept), b"".join(held_out)
     everything = b"".join(texts)
@@ -103,7 +128,8 @@ def training_windows(tokens: Tensor, *, seed: int, first: int, size: int, contex
     """The samples ``first`` to ``first + size - 1`` of an endless, seeded sequence.
 
     Returns:
-        ``(size, context + 1)`` int64: inputs are all but the last column, targets all but the first.
+        ``(size, context + 1)`` int64: inputs are all but the last column, targets all but the
+        first.
     """
     generators = (np.random.default_rng([seed, sample]) for sample in range(first, first + size))
     starts = np.array([generator.integers(len(tokens) - context) for generator in generators])
@@ -120,8 +146,8 @@ def validation_windows(
     """
     starts = np.linspace(0, len(tokens) - context - 1, total).astype(int)[rank::world_size]
     for i in range(0, len(starts), size):
-        yield _cut(tokens, starts[i:i + size], context)
+        yield _cut(tokens, starts[i : i + size], context)
 
 
 def _cut(tokens: Tensor, starts: np.ndarray, context: int) -> Tensor:
-    return torch.stack([tokens[start:start + context + 1] for start in starts]).long()
+    return torch.stack([tokens[start : start + context + 1] for start in starts]).long()

@@ -37,18 +37,23 @@ class GPTConfig:
         if min(self.layers, self.width, self.heads, self.context) < 1:
             raise ValueError(f"layers, width, heads and context must be at least 1, got {self}")
         if self.width % (2 * self.heads):
-            raise ValueError(f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}")
+            raise ValueError(
+                f"width must be a multiple of 2 * heads = {2 * self.heads}, got {self.width}"
+            )
 
     @property
     def mlp_width(self) -> int:
-        """8/3 of the width, so that three matrices cost what two of 4 times the width do, rounded up to 64."""
+        """8/3 of the width, so that three matrices cost what two of 4 times the width do, rounded
+        up to 64.
+        """
         return -(-8 * self.width // (3 * 64)) * 64
 
 
 def rotary_angles(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines, ``(T, D / 2)`` float32 each.
 
-    Computed at every forward rather than kept in a buffer: a 16-bit engine would round a buffer to 16 bits.
+    Computed at every forward rather than kept in a buffer: a 16-bit engine would round a buffer to
+    16 bits.
     """
     frequencies = ROTARY_BASE ** -(torch.arange(0, head_width, 2, device=device) / head_width)
     angles = torch.outer(torch.arange(length, device=device), frequencies)
@@ -56,13 +61,17 @@ def rotary_angles(length: int, head_width: int, device: torch.device) -> tuple[T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of ``x``, ``(B, H, T, D)``, by its position's angle; the dtype stays."""
+    """Turn each pair (i, i + D/2) of ``x``, ``(B, H, T, D)``, by its position's angle; the dtype
+    stays.
+    """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions. Four matrices, not one fused: each is a matrix of its own to Muon."""
+    """Causal attention with rotary positions. Four matrices, not one fused: each is a matrix of its
+    own to Muon.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -72,9 +81,13 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, D)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, T, D)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+        )
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -109,7 +122,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out; with targets, the loss.
 
-    ``embed`` and ``lm_head`` are named so that stock DeepSpeed's Muon, which goes by names, leaves them to AdamW.
+    ``embed`` and ``lm_head`` are named so that stock DeepSpeed's Muon, which goes by names, leaves
+    them to AdamW.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -124,21 +138,31 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal weights from a generator of its own: the same on every rank whatever was drawn before."""
+        """Normal weights from a generator of its own: the same on every rank whatever was drawn
+        before.
+        """
         generator = torch.Generator().manual_seed(self.config.seed)
         for name, param in self.named_parameters():
             if param.ndim < 2:
                 continue
             std = 0.02 if name.startswith(("embed", "lm_head")) else param.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                std /= math.sqrt(2 * self.config.layers)  # 2 * layers branches add up in the residual
+                std /= math.sqrt(
+                    2 * self.config.layers
+                )  # 2 * layers branches add up in the residual
             nn.init.normal_(param, std=std, generator=generator)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits ``(B, T, 256)``, or with ``targets`` the mean cross-entropy in nats, both float32."""
-        cos, sin = rotary_angles(tokens.shape[1], self.config.width // self.config.heads, tokens.device)
+        """Logits ``(B, T, 256)``, or with ``targets`` the mean cross-entropy in nats, both
+        float32.
+        """
+        cos, sin = rotary_angles(
+            tokens.shape[1], self.config.width // self.config.heads, tokens.device
+        )
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.lm_head(self.norm(x)).float()
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (
+            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )

@@ -1,10 +1,11 @@
 """Train a small GPT on bytes under the DeepSpeed launcher.
 
-    deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config ds_configs/quickstart.json
+    deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config
+    ds_configs/quickstart.json
 
-What is particular to ds_layerwise is one line, ``ds_layerwise.register()``; the rest is any DeepSpeed script, which
-``leave`` ends as ``ds_layerwise.run`` would.
-Into --out go metrics.csv, summary.json, loss.png and checkpoint/.
+What is particular to ds_layerwise is one line, ``ds_layerwise.register()``; the rest is any
+DeepSpeed script, which ``leave`` ends as ``ds_layerwise.run`` would. Into --out go metrics.csv,
+summary.json, loss.png and checkpoint/.
 """
 
 from __future__ import annotations
@@ -32,44 +33,84 @@ from ds_layerwise.run import leave
 
 DEFAULT_STEPS = 200
 LOG_EVERY = 10
-COLUMNS = ("step", "train_loss", "lr", "grad_norm", "ms_per_step", "tokens_per_s", "validation_bits_per_byte")
+COLUMNS = (
+    "step",
+    "train_loss",
+    "lr",
+    "grad_norm",
+    "ms_per_step",
+    "tokens_per_s",
+    "validation_bits_per_byte",
+)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small GPT on bytes under the DeepSpeed launcher.")
-    parser.add_argument("--data", metavar="PATH", help="a text, or a folder of texts (default: Python's own source)")
-    parser.add_argument("--steps", type=int, help="optimizer steps; a scheduler's total_num_steps follows "
-                        f"(default: the scheduler's, or {DEFAULT_STEPS})")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on bytes under the DeepSpeed launcher."
+    )
+    parser.add_argument(
+        "--data", metavar="PATH", help="a text, or a folder of texts (default: Python's own source)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="optimizer steps; a scheduler's total_num_steps follows "
+        f"(default: the scheduler's, or {DEFAULT_STEPS})",
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128, help="tokens in a window (default: 128)")
-    parser.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
+    parser.add_argument(
+        "--context", type=int, default=128, help="tokens in a window (default: 128)"
+    )
+    parser.add_argument(
+        "--tied", action="store_true", help="one matrix for the embedding and the head"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the windows")
-    parser.add_argument("--eval_every", type=int, default=50, help="steps between validations (default: 50)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results (default: out)")
-    parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True, help="a checkpoint at the end")
+    parser.add_argument(
+        "--eval_every", type=int, default=50, help="steps between validations (default: 50)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for results (default: out)"
+    )
+    parser.add_argument(
+        "--save",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a checkpoint at the end",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher passes it
+    parser.add_argument(
+        "--local_rank", type=int, default=-1, help=argparse.SUPPRESS
+    )  # the launcher passes it
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
     if args.deepspeed_config is None:
-        parser.error("--deepspeed_config is missing; for example --deepspeed_config ds_configs/quickstart.json")
+        parser.error(
+            "--deepspeed_config is missing; for example --deepspeed_config "
+            "ds_configs/quickstart.json"
+        )
     if args.eval_every < 1 or (args.steps is not None and args.steps < 1):
         parser.error("--steps and --eval_every must be at least 1")
     if "LOCAL_RANK" not in os.environ:
-        parser.error("start this with the launcher: deepspeed --num_accelerators 2 examples/train_gpt.py ...")
+        parser.error(
+            "start this with the launcher: deepspeed --num_accelerators 2 examples/train_gpt.py ..."
+        )
     return args
 
 
 def load_config(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """The DeepSpeed configuration and the number of steps, which its scheduler and ``--steps`` agree on."""
+    """The DeepSpeed configuration and the number of steps, which its scheduler and ``--steps``
+    agree on.
+    """
     try:
         config = json.loads(Path(args.deepspeed_config).read_text())
     except OSError as error:
         raise ValueError(f"--deepspeed_config {args.deepspeed_config}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"--deepspeed_config {args.deepspeed_config}: not JSON: {error}") from error
+        raise ValueError(
+            f"--deepspeed_config {args.deepspeed_config}: not JSON: {error}"
+        ) from error
     schedule = config.get("scheduler", {}).get("params", {})
     steps = args.steps or schedule.get("total_num_steps", DEFAULT_STEPS)
     if "total_num_steps" in schedule:
@@ -80,7 +121,9 @@ def load_config(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 class Trainer:
     """One engine, one corpus, and the position in both."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace) -> None:
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace
+    ) -> None:
         self.engine = engine
         self.corpus = corpus
         self.args = args
@@ -116,8 +159,13 @@ class Trainer:
         total = 0.0
         for micro in range(self.accumulation):
             batches_before = (step * self.accumulation + micro) * self.world_size + self.rank
-            windows = training_windows(self.corpus.train, seed=self.args.seed, first=batches_before * self.batch,
-                                       size=self.batch, context=self.args.context)
+            windows = training_windows(
+                self.corpus.train,
+                seed=self.args.seed,
+                first=batches_before * self.batch,
+                size=self.batch,
+                context=self.args.context,
+            )
             loss = self.loss(windows)
             self.engine.backward(loss)
             self.engine.step()
@@ -133,8 +181,13 @@ class Trainer:
         """Of the held-out text, over all ranks."""
         self.engine.eval()
         nats, count = 0.0, 0
-        for windows in validation_windows(self.corpus.validation, rank=self.rank, world_size=self.world_size,
-                                          size=self.batch, context=self.args.context):
+        for windows in validation_windows(
+            self.corpus.validation,
+            rank=self.rank,
+            world_size=self.world_size,
+            size=self.batch,
+            context=self.args.context,
+        ):
             nats += self.loss(windows).item() * len(windows)
             count += len(windows)
         self.engine.train()
@@ -142,8 +195,10 @@ class Trainer:
         return nats / count / math.log(2)
 
     def metrics(self, step: int, losses: list[float]) -> dict[str, Any]:
-        """One row: losses averaged over the steps since the last row and over ranks, times from rank 0."""
-        seconds = statistics.median(self.step_seconds[-len(losses):])
+        """One row: losses averaged over the steps since the last row and over ranks, times from
+        rank 0.
+        """
+        seconds = statistics.median(self.step_seconds[-len(losses) :])
         norm = self.engine.get_global_grad_norm()
         return {
             "step": step,
@@ -165,9 +220,14 @@ class Trainer:
         if self.rank != 0:
             return
         bits = row["validation_bits_per_byte"]
-        bar.set_postfix_str(f"loss {row['train_loss']:.3f}, lr {row['lr']}, {row['tokens_per_s']:,.0f} tokens/s")
+        bar.set_postfix_str(
+            f"loss {row['train_loss']:.3f}, lr {row['lr']}, {row['tokens_per_s']:,.0f} tokens/s"
+        )
         if bits is not None:
-            bar.write(f"step {row['step']}: train loss {row['train_loss']:.3f}, validation {bits:.3f} bits per byte")
+            bar.write(
+                f"step {row['step']}: train loss {row['train_loss']:.3f}, validation {bits:.3f} "
+                "bits per byte"
+            )
         with open(self.args.out / "metrics.csv", "a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
         if self.engine.monitor.enabled:
@@ -197,8 +257,10 @@ def write_plot(out: Path) -> None:
     with open(out / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for column, scale, marker, label in (("train_loss", math.log(2), None, "training"),
-                                         ("validation_bits_per_byte", 1.0, "o", "validation")):
+    for column, scale, marker, label in (
+        ("train_loss", math.log(2), None, "training"),
+        ("validation_bits_per_byte", 1.0, "o", "validation"),
+    ):
         points = [(int(row["step"]), float(row[column]) / scale) for row in rows if row[column]]
         axes.plot(*zip(*points), marker=marker, label=label)
     axes.set(xlabel="step", ylabel="bits per byte")
@@ -210,7 +272,9 @@ def write_plot(out: Path) -> None:
 def summarize(row: dict[str, Any], trainer: Trainer, out: Path) -> None:
     """summary.json, loss.png and the last line."""
     median = statistics.median(trainer.step_seconds)
-    checkpoint_bytes = sum(file.stat().st_size for file in (out / "checkpoint").rglob("*") if file.is_file())
+    checkpoint_bytes = sum(
+        file.stat().st_size for file in (out / "checkpoint").rglob("*") if file.is_file()
+    )
     summary = {
         "steps": row["step"],
         "train_loss": row["train_loss"],
@@ -221,9 +285,11 @@ def summarize(row: dict[str, Any], trainer: Trainer, out: Path) -> None:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_plot(out)
-    print(f"done: {summary['steps']} steps, train loss {summary['train_loss']:.3f}, "
-          f"validation {summary['validation_bits_per_byte']:.3f} bits per byte, "
-          f"{summary['tokens_per_s']:,.0f} tokens/s; results in {out}")
+    print(
+        f"done: {summary['steps']} steps, train loss {summary['train_loss']:.3f}, validation "
+        f"{summary['validation_bits_per_byte']:.3f} bits per byte, {summary['tokens_per_s']:,.0f} "
+        f"tokens/s; results in {out}"
+    )
 
 
 def main() -> None:
@@ -231,24 +297,39 @@ def main() -> None:
     try:
         config, steps = load_config(args)
         corpus = load_corpus(args.data, args.context)
-        model = GPT(GPTConfig(layers=args.layers, width=args.width, heads=args.heads, context=args.context,
-                              tie_embeddings=args.tied, seed=args.seed))
+        model = GPT(
+            GPTConfig(
+                layers=args.layers,
+                width=args.width,
+                heads=args.heads,
+                context=args.context,
+                tie_embeddings=args.tied,
+                seed=args.seed,
+            )
+        )
     except ValueError as error:
         raise SystemExit(f"train_gpt.py: {error}") from error
 
     ds_layerwise.register()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     checkpoint = args.out / "checkpoint"
     if args.resume and engine.load_checkpoint(str(checkpoint))[0] is None:
         raise SystemExit(f"train_gpt.py: --resume: no checkpoint in {checkpoint}")
     if engine.global_steps >= steps:
-        raise SystemExit(f"train_gpt.py: --resume: the checkpoint is at step {engine.global_steps}, "
-                         f"nothing is left of --steps {steps}")
+        raise SystemExit(
+            f"train_gpt.py: --resume: the checkpoint is at step {engine.global_steps}, nothing is "
+            f"left of --steps {steps}"
+        )
     trainer = Trainer(engine, corpus, args)
     if trainer.rank == 0:
         prepare_out(args)
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters; {trainer.tokens_per_step:,} tokens a step; "
-              f"{corpus.source}: {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out")
+        print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters; "
+            f"{trainer.tokens_per_step:,} tokens a step; {corpus.source}: {len(corpus.train):,} "
+            f"bytes to train on, {len(corpus.validation):,} held out"
+        )
     row = trainer.train(steps)
     if args.save:
         engine.save_checkpoint(str(checkpoint))

@@ -31,6 +31,7 @@ fi
 # All of them run, so that one report shows everything that is wrong.
 status=0
 python -m ruff check || status=1
+python -m ruff format --check ds_layerwise examples || status=1
 python -m mypy || status=1
 python -m pytest ${workers[@]+"${workers[@]}"} "$@" || status=1
 exit "$status"

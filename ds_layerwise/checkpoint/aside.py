@@ -1,10 +1,12 @@
-"""A checkpoint becomes visible whole or not at all: written aside, listed, and moved into place by one rename.
+"""A checkpoint becomes visible whole or not at all: written aside, listed, and moved into place by
+one rename.
 
 Note: where folders cannot be renamed at once
-    Mounts of object stores refuse to rename a folder, or do it file by file and may die halfway. There the files are
-    moved one by one, the list last, and nobody believes a folder without its list. That this is under way, and which
-    files of the checkpoint before have to go, is written down first, and everything that was not moved yet is still in
-    the place where it was written, so that whoever comes next brings it to its end.
+    Mounts of object stores refuse to rename a folder, or do it file by file and may die halfway.
+    There the files are moved one by one, the list last, and nobody believes a folder without its
+    list. That this is under way, and which files of the checkpoint before have to go, is written
+    down first, and everything that was not moved yet is still in the place where it was written, so
+    that whoever comes next brings it to its end.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from ds_layerwise.checkpoint.keeping import carry_over, is_a_saves, others_in, r
 from ds_layerwise.checkpoint.manifest import FILE_NAME, MOVING, SIGNATURE, Manifest
 from ds_layerwise.errors import LayerWiseError
 
-#: What the folder of a save is called, after its tag, until it is whole, and what the one before it is called while
-#: the new one takes its place, where the file system cannot exchange two folders.
+#: What the folder of a save is called, after its tag, until it is whole, and what the one before it
+#: is called while the new one takes its place, where the file system cannot exchange two folders.
 INCOMPLETE, REPLACED = ".incomplete", ".replaced"
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -36,7 +38,8 @@ _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 def claim(folder: Path, save_id: str) -> bool:
-    """Whether this process is the first on this disk that asks to write ``folder``, of all that know ``save_id``.
+    """Whether this process is the first on this disk that asks to write ``folder``, of all that
+    know ``save_id``.
 
     Raises:
         LayerWiseError: ``folder`` can be none.
@@ -44,7 +47,11 @@ def claim(folder: Path, save_id: str) -> bool:
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.close(os.open(folder.with_name(f"{folder.name}.{save_id}{INCOMPLETE}"), os.O_CREAT | os.O_EXCL))
+        os.close(
+            os.open(
+                folder.with_name(f"{folder.name}.{save_id}{INCOMPLETE}"), os.O_CREAT | os.O_EXCL
+            )
+        )
     except FileExistsError:
         return False
     return True
@@ -58,8 +65,10 @@ def _check_free(folder: Path) -> None:
     """
     for place in (folder, *folder.parents):
         if os.path.lexists(place) and not place.is_dir():
-            raise LayerWiseError(f"{place} is no folder, and a save of {folder.name} needs one of that name; move it "
-                                 "away, or choose another tag or place")
+            raise LayerWiseError(
+                f"{place} is no folder, and a save of {folder.name} needs one of that name; move "
+                "it away, or choose another tag or place"
+            )
 
 
 def begin(folder: Path) -> None:
@@ -71,10 +80,17 @@ def begin(folder: Path) -> None:
     _check_free(folder)
     for place in (staged(folder), folder.with_name(folder.name + REPLACED)):
         if os.path.lexists(place) and not is_a_saves(place):
-            what = "is a link" if place.is_symlink() else "is a file" if place.is_file() else \
-                f"holds {others_in(place)[0]}, which no save wrote"
-            raise LayerWiseError(f"{place} {what}, and a save of {folder.name} needs that name; move it away, or "
-                                 "choose another tag")
+            what = (
+                "is a link"
+                if place.is_symlink()
+                else "is a file"
+                if place.is_file()
+                else f"holds {others_in(place)[0]}, which no save wrote"
+            )
+            raise LayerWiseError(
+                f"{place} {what}, and a save of {folder.name} needs that name; move it away, or "
+                "choose another tag"
+            )
     recover(folder)
     for place in (staged(folder), folder.with_name(folder.name + REPLACED)):
         remove(place)
@@ -93,7 +109,9 @@ def sign(folder: Path, save_id: str, rank: int) -> None:
 
 
 def signed_by(folder: Path, save_id: str) -> int | None:
-    """The rank that made the place for ``folder`` for the save ``save_id``; None if it is not there, or another's."""
+    """The rank that made the place for ``folder`` for the save ``save_id``; None if it is not
+    there, or another's.
+    """
     try:
         found, _, rank = (staged(folder) / SIGNATURE).read_text().partition(" ")
     except OSError:
@@ -121,7 +139,8 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 
 def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
-    """Move to ``folder`` what was sealed. What a save wrote there before is removed at the end, and nothing else.
+    """Move to ``folder`` what was sealed. What a save wrote there before is removed at the end, and
+    nothing else.
 
     Args:
         replaces: globs over the names of more files that may be removed.
@@ -144,7 +163,9 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
                 folder.rename(before)
             new.rename(folder)
         except OSError as e:
-            logger.debug(f"ds_layerwise: {folder} cannot be renamed ({e}); its files are moved one by one")
+            logger.debug(
+                f"ds_layerwise: {folder} cannot be renamed ({e}); its files are moved one by one"
+            )
             if before.is_dir() and not folder.exists():
                 before.rename(folder)
             _move_files(folder, replaces)
@@ -156,13 +177,16 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
 
 
 def abandon(folder: Path) -> None:
-    """Clear away what was written of ``folder``, unless ``folder`` has lost something to it already."""
+    """Clear away what was written of ``folder``, unless ``folder`` has lost something to it
+    already.
+    """
     if _to_remove(staged(folder)) is None and is_a_saves(staged(folder)):
         remove(staged(folder))
 
 
 def save_ids(folder: Path) -> tuple[str, str]:
     """Which save is in ``folder``, and which one is whole beside it; empty where there is none."""
+
     def of(place: Path) -> str:
         try:
             return Manifest.read(place).save_id
@@ -176,8 +200,8 @@ def save_ids(folder: Path) -> tuple[str, str]:
 
 
 def recover(folder: Path) -> None:
-    """Where a commit died between its two renames, take the checkpoint before it back; where it died while files were
-    moved one by one, bring it to its end.
+    """Where a commit died between its two renames, take the checkpoint before it back; where it
+    died while files were moved one by one, bring it to its end.
 
     Raises:
         LayerWiseError: a file is gone that should have been moved.
@@ -190,7 +214,9 @@ def recover(folder: Path) -> None:
 
 
 def _move_files(folder: Path, replaces: Sequence[str] = ()) -> None:
-    """Do what :func:`publish` does without renaming a folder, or go on with it; see the note at the top."""
+    """Do what :func:`publish` does without renaming a folder, or go on with it; see the note at the
+    top.
+    """
     new = staged(folder)
     manifest = Manifest.read(new)
     to_remove = _to_remove(new)
@@ -218,8 +244,10 @@ def _move_files(folder: Path, replaces: Sequence[str] = ()) -> None:
             (new / MOVING).unlink(missing_ok=True)
         raise
     if lines := manifest.differing(folder):
-        raise LayerWiseError(f"{lines[0]}, after what was written was moved there file by file; load another "
-                             "checkpoint")
+        raise LayerWiseError(
+            f"{lines[0]}, after what was written was moved there file by file; load another "
+            "checkpoint"
+        )
     for path in {folder, *((folder / name).parent for name in manifest.files)}:
         flush(path)
     shutil.copyfile(new / FILE_NAME, folder / FILE_NAME)
@@ -249,7 +277,9 @@ def _move(one: Path, other: Path) -> None:
 
 
 def _renames_folders(path: Path) -> bool:
-    """Whether a folder in ``path`` is renamed at once. Mounts in user space do it file by file, as far as they can."""
+    """Whether a folder in ``path`` is renamed at once. Mounts in user space do it file by file, as
+    far as they can.
+    """
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -260,11 +290,15 @@ def _renames_folders(path: Path) -> bool:
         mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), where.split()[4]))
         if place.is_relative_to(mounted):
             kinds[mounted] = what.split()[0]
-    return not kinds or not kinds[max(kinds, key=lambda mounted: len(mounted.parts))].startswith("fuse")
+    return not kinds or not kinds[max(kinds, key=lambda mounted: len(mounted.parts))].startswith(
+        "fuse"
+    )
 
 
 def point(pointer: Path, tag: str) -> None:
-    """Write ``tag`` into the file ``pointer``, such as ``latest``; it holds the old text or the new one, never none."""
+    """Write ``tag`` into the file ``pointer``, such as ``latest``; it holds the old text or the new
+    one, never none.
+    """
     try:
         write_whole(pointer, lambda new: new.write_text(tag, encoding="utf-8"))
     except OSError as e:
@@ -283,7 +317,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """
     new = path.with_name(path.name + INCOMPLETE)
     if new.is_dir() or new.is_symlink():
-        raise LayerWiseError(f"{new} is a folder or a link, and {path.name} is written under that name; move it away")
+        raise LayerWiseError(
+            f"{new} is a folder or a link, and {path.name} is written under that name; move it away"
+        )
     try:
         write(new)
         flush(new)
@@ -294,20 +330,27 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def pointed(pointer: Path) -> str:
-    """What the file ``pointer`` holds, whoever wrote it: editors put marks and line ends around a tag. What is no
-    UTF-8 becomes characters that no tag has."""
-    return pointer.read_bytes().removeprefix(codecs.BOM_UTF8).strip().decode(errors="surrogateescape")
+    """What the file ``pointer`` holds, whoever wrote it: editors put marks and line ends around a
+    tag. What is no UTF-8 becomes characters that no tag has."""
+    return (
+        pointer.read_bytes().removeprefix(codecs.BOM_UTF8).strip().decode(errors="surrogateescape")
+    )
 
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two folders at once, where the system can."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return renameat2 is not None and renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other),
-                                               _RENAME_EXCHANGE) == 0
+    return (
+        renameat2 is not None
+        and renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+        == 0
+    )
 
 
 def flush(path: Path) -> None:
-    """Make what ``path`` holds last through a loss of power: a file's bytes, or the names in a folder."""
+    """Make what ``path`` holds last through a loss of power: a file's bytes, or the names in a
+    folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -316,8 +359,10 @@ def flush(path: Path) -> None:
             raise
         if (device := os.fstat(descriptor).st_dev) not in _told:
             _told.add(device)
-            logger.warning(f"ds_layerwise: the disk of {path.parent} knows no fsync ({e.strerror}): what is saved "
-                           "there may be lost with the power")
+            logger.warning(
+                f"ds_layerwise: the disk of {path.parent} knows no fsync ({e.strerror}): what is "
+                "saved there may be lost with the power"
+            )
     finally:
         os.close(descriptor)
 

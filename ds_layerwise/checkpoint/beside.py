@@ -1,8 +1,8 @@
 """The header and the checksums that lie beside the tensors in one file and in a sharded checkpoint.
 
 Note: how much is checked
-    Neither format has checksums of its own. Tensors are checked in blocks, so that a rank reads little more than what
-    it loads. What holds the checksums ends with a digest of itself.
+    Neither format has checksums of its own. Tensors are checked in blocks, so that a rank reads
+    little more than what it loads. What holds the checksums ends with a digest of itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.checkpoint.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.safe_load import load_bytes_safely, naming
 
-#: By the name of a tensor in the file and the first element of a block, one past its last, and its checksum.
+#: By the name of a tensor in the file and the first element of a block, one past its last, and its
+#: checksum.
 Sums = Mapping[str, Mapping[int, tuple[int, int]]]
 
 #: In elements; the last block of what a rank hands over may be shorter.
@@ -38,7 +39,10 @@ def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
     """An entry of :data:`Sums`, of the elements of a tensor from ``start`` on."""
     blocks = torch.split(values.detach().reshape(-1), _BLOCK)
     firsts = range(start, start + values.numel(), _BLOCK)
-    return {first: (first + block.numel(), _crc32(block)) for first, block in zip(firsts, blocks, strict=False)}
+    return {
+        first: (first + block.numel(), _crc32(block))
+        for first, block in zip(firsts, blocks, strict=False)
+    }
 
 
 def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
@@ -48,13 +52,16 @@ def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
         scaler: the loss scaler, and the key that DeepSpeed has it under.
     """
     content = io.BytesIO()
-    torch.save({KEY: describe(header), scaler[0]: scaler[1], _SUMS: sums, _SAVE: uuid4().hex}, content)
+    torch.save(
+        {KEY: describe(header), scaler[0]: scaler[1], _SUMS: sums, _SAVE: uuid4().hex}, content
+    )
     body = content.getvalue()
     return torch.frombuffer(bytearray(body + hashlib.sha256(body).digest()), dtype=torch.uint8)
 
 
 class Beside:
-    """The header and the checksums in ``content``, which :func:`write_beside` has made, of the file or folder ``path``.
+    """The header and the checksums in ``content``, which :func:`write_beside` has made, of the file
+    or folder ``path``.
 
     Raises:
         LayerWiseError: it is damaged.
@@ -76,12 +83,18 @@ class Beside:
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """The elements of the tensor ``name`` in the blocks that hold any of ``[start, stop)``."""
         with naming(self._path):
-            blocks = [(first, last) for first, (last, _) in (self.sums or {}).get(name, {}).items()
-                      if first < stop and start < last]
-        return min([start, *(first for first, _ in blocks)]), max([stop, *(last for _, last in blocks)])
+            blocks = [
+                (first, last)
+                for first, (last, _) in (self.sums or {}).get(name, {}).items()
+                if first < stop and start < last
+            ]
+        return min([start, *(first for first, _ in blocks)]), max(
+            [stop, *(last for _, last in blocks)]
+        )
 
     def check(self, name: str, values: Tensor, start: int = 0) -> None:
-        """Compare ``values``, the elements of the tensor ``name`` from ``start`` on, with what was saved.
+        """Compare ``values``, the elements of the tensor ``name`` from ``start`` on, with what was
+        saved.
 
         Raises:
             LayerWiseError: they are others, or more or fewer.
@@ -93,10 +106,15 @@ class Beside:
             for first, (last, crc32) in self.sums.get(name, {}).items():
                 if start <= first < last <= stop:
                     checked += last - first
-                    if _crc32(flat[first - start:last - start]) != crc32:
-                        raise ValueError(f"the elements {first} to {last} of {name} are not those that were saved")
+                    if _crc32(flat[first - start : last - start]) != crc32:
+                        raise ValueError(
+                            f"the elements {first} to {last} of {name} are not those that were "
+                            "saved"
+                        )
             if checked != flat.numel():
-                raise ValueError(f"it has {flat.numel()} elements of {name}, and checksums of {checked}")
+                raise ValueError(
+                    f"it has {flat.numel()} elements of {name}, and checksums of {checked}"
+                )
 
 
 def _crc32(values: Tensor) -> int:

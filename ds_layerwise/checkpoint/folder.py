@@ -1,4 +1,6 @@
-"""A checkpoint's folder from outside an engine: where it is, whether its bytes are those saved, the model's file."""
+"""A checkpoint's folder from outside an engine: where it is, whether its bytes are those saved, the
+model's file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError
 
 #: DeepSpeed's file with the module; the second is that of ZeRO-3, whose parameters are elsewhere.
-MODEL_FILE, ZERO3_MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+MODEL_FILE, ZERO3_MODEL_FILE = (
+    "mp_rank_{mp_rank:02d}_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+)
 
 #: Files are checked in parts of about this many bytes.
 _PART = 1 << 26
@@ -34,17 +39,28 @@ Result = TypeVar("Result")
 
 
 class Bars(Protocol):
-    """Shows how far something is: call what the context gives with the bytes that were done since."""
+    """Shows how far something is: call what the context gives with the bytes that were done
+    since.
+    """
 
-    def __call__(self, what: str, total_bytes: int) -> AbstractContextManager[Callable[[int], object]]:
+    def __call__(
+        self, what: str, total_bytes: int
+    ) -> AbstractContextManager[Callable[[int], object]]:
         """A bar for ``what``, as long as the context lasts."""
 
 
-def in_parallel(work: Callable[[Item], Result], items: Iterable[tuple[Item, int]], *, what: str, workers: int,
-                bars: Bars) -> list[Result]:
+def in_parallel(
+    work: Callable[[Item], Result],
+    items: Iterable[tuple[Item, int]],
+    *,
+    what: str,
+    workers: int,
+    bars: Bars,
+) -> list[Result]:
     """``work`` on every item, in ``workers`` threads; each comes with the bytes that it counts for.
 
-    Threads, because reading, checksums and ``torch.save`` leave the interpreter alone while they work.
+    Threads, because reading, checksums and ``torch.save`` leave the interpreter alone while they
+    work.
     """
     sized = list(items)
     pool = ThreadPoolExecutor(workers)
@@ -67,24 +83,34 @@ def find(path: Path) -> Path:
     """
     folder = _find(path)
     if any(folder.glob("layer_*-model_states.pt")):
-        raise LayerWiseError(f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
-                             "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py write")
+        raise LayerWiseError(
+            f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
+            "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py "
+            "write"
+        )
     return folder
 
 
 def _find(path: Path) -> Path:
     if not path.is_dir():
-        raise LayerWiseError(f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest")
+        raise LayerWiseError(
+            f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest"
+        )
     if is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt")):
         return path
     for pointer in (path / "latest", path / LATEST):
         if pointer.is_file():
             tag = pointed(pointer)
             if not tag or not (path / tag).is_dir():
-                raise LayerWiseError(f"{pointer} names {tag!r}, and {path} has no such folder; give the folder of a "
-                                     "checkpoint instead")
+                raise LayerWiseError(
+                    f"{pointer} names {tag!r}, and {path} has no such folder; give the folder of a "
+                    "checkpoint instead"
+                )
             return path / tag
-    raise LayerWiseError(f"{path} holds no checkpoint: no *_optim_states.pt, no zero folder, and no file named latest")
+    raise LayerWiseError(
+        f"{path} holds no checkpoint: no *_optim_states.pt, no zero folder, and no file named "
+        "latest"
+    )
 
 
 def manifest_of(folder: Path) -> Manifest | None:
@@ -103,6 +129,7 @@ def manifest_of(folder: Path) -> Manifest | None:
 
 def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> list[str]:
     """One line for each file that is missing or holds other bytes than ``manifest`` says."""
+
     def check(part: tuple[str, int, int]) -> tuple[str, str]:
         name, index, count = part
         try:
@@ -116,7 +143,10 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
         size, path = manifest.size_of(name), folder / name
         # A list may say anything, and a file is no longer than it is.
         count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
-        parts += [((name, index, count), size * (index + 1) // count - size * index // count) for index in range(count)]
+        parts += [
+            ((name, index, count), size * (index + 1) // count - size * index // count)
+            for index in range(count)
+        ]
     lines: dict[str, str] = {}
     for name, line in in_parallel(check, parts, what="check", workers=workers, bars=bars):
         if line:
@@ -132,11 +162,14 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
-        raise LayerWiseError(lines[0] + (f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else ""))
+        raise LayerWiseError(
+            lines[0] + (f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else "")
+        )
 
 
 def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool) -> None:
-    """Whether ``out`` may be written; ``replaceable`` says whether what is there is of the kind that it becomes.
+    """Whether ``out`` may be written; ``replaceable`` says whether what is there is of the kind
+    that it becomes.
 
     Raises:
         LayerWiseError: it exists and must stay.
@@ -148,8 +181,10 @@ def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool)
     if not overwrite:
         raise LayerWiseError(f"{out} exists; name another place, or replace it with --overwrite")
     if not replaceable:
-        raise LayerWiseError(f"{out} is something else than this command writes, and --overwrite does not remove that; "
-                             "name another place, or remove it")
+        raise LayerWiseError(
+            f"{out} is something else than this command writes, and --overwrite does not remove "
+            "that; name another place, or remove it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +193,9 @@ class ModelFile:
 
     path: Path
     module: Mapping[str, Tensor]
-    """What is of the module's ``state_dict`` in this file, or in those of the experts, as a whole."""
+    """What is of the module's ``state_dict`` in this file, or in those of the experts, as a
+    whole.
+    """
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the trained parameters; of experts, those that the first rank held."""
     frozen: Mapping[str, Tensor]
@@ -190,16 +227,28 @@ class ModelFile:
         for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
             # Of a pipeline, each stage has its own.
             shapes = shapes if stage == paths[0] else {**_shapes(load(stage)), **shapes}
-        held = {**(content["module"] or {}), **_experts(folder, _load_trusted if trust else load_safely)}
+        held = {
+            **(content["module"] or {}),
+            **_experts(folder, _load_trusted if trust else load_safely),
+        }
         frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}
         module = {name: value for name, value in held.items() if isinstance(value, Tensor)}
         if paths[0].name == ZERO3_MODEL_FILE:
             elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}
-            module, frozen = {name: value for name, value in module.items() if name not in elsewhere}, {}
+            module, frozen = (
+                {name: value for name, value in module.items() if name not in elsewhere},
+                {},
+            )
         tied = content.get("shared_params") or {}
         # DeepSpeed goes by addresses, and all tensors without elements have the same one.
-        aliases = {alias: name for alias, name in tied.items() if alias not in module or module[alias].numel()}
-        return cls(paths[0], module, shapes, frozen, aliases, int(content.get("dp_world_size") or 1))
+        aliases = {
+            alias: name
+            for alias, name in tied.items()
+            if alias not in module or module[alias].numel()
+        }
+        return cls(
+            paths[0], module, shapes, frozen, aliases, int(content.get("dp_world_size") or 1)
+        )
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a trained parameter; None if the file knows none of that name."""
@@ -230,8 +279,10 @@ def _load_client_state(path: Path) -> Any:
     except LayerWiseError as e:
         if not isinstance(e.__cause__, UnpicklingError):
             raise
-        raise LayerWiseError(f"{path} holds objects, such as a client state, that cannot be read without running code "
-                             "that the file names; if you trust whoever wrote it, add --trust-client-state") from e
+        raise LayerWiseError(
+            f"{path} holds objects, such as a client state, that cannot be read without running "
+            "code that the file names; if you trust whoever wrote it, add --trust-client-state"
+        ) from e
 
 
 def _load_trusted(path: Path) -> Any:

@@ -1,4 +1,6 @@
-"""What in a folder of a checkpoint is somebody else's, and is kept when another save takes its place."""
+"""What in a folder of a checkpoint is somebody else's, and is kept when another save takes its
+place.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
 
 
 def written_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
-    """Paths within ``folder`` of the files that :func:`others_in` leaves out, without those that no list names."""
+    """Paths within ``folder`` of the files that :func:`others_in` leaves out, without those that no
+    list names.
+    """
     is_ours = _known(folder, replaces)
-    return [name for name in _entries(folder) if is_ours(name) and name not in MARKS and not (folder / name).is_dir()]
+    return [
+        name
+        for name in _entries(folder)
+        if is_ours(name) and name not in MARKS and not (folder / name).is_dir()
+    ]
 
 
 def is_a_saves(folder: Path) -> bool:
-    """Whether ``folder`` is what is left of a save, or one that was to be replaced: nothing else may be removed."""
+    """Whether ``folder`` is what is left of a save, or one that was to be replaced: nothing else
+    may be removed.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return False
     return any((folder / mark).exists() for mark in MARKS) or not others_in(folder)
@@ -57,7 +67,9 @@ def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove what is left of a save. What stays where that is not brought to an end says whose it is."""
+    """Remove what is left of a save. What stays where that is not brought to an end says whose it
+    is.
+    """
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():

@@ -1,9 +1,10 @@
 """What a checkpoint folder holds, to the byte: the list that is written last and checked first.
 
 Note: where the checksums come from
-    ``torch.save`` writes a zip archive, and a zip archive has the CRC-32 of every record in its directory. Taking them
-    over makes the list without reading the tensors again; only what lies between the large records is read. A file of
-    another kind is read as a whole. Every byte of every file is in exactly one range of the list.
+    ``torch.save`` writes a zip archive, and a zip archive has the CRC-32 of every record in its
+    directory. Taking them over makes the list without reading the tensors again; only what lies
+    between the large records is read. A file of another kind is read as a whole. Every byte of
+    every file is in exactly one range of the list.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ds_layerwise.errors import LayerWiseError
 #: Its name in a checkpoint folder. DeepSpeed's tools look for other endings and leave it alone.
 FILE_NAME = "layerwise_manifest.json"
 
-#: In the folder of a save: whose it is, until it is whole; and that its files are on their way, one by one.
+#: In the folder of a save: whose it is, until it is whole; and that its files are on their way, one
+#: by one.
 SIGNATURE, MOVING = "layerwise_save", "layerwise_moving"
 
 #: Files of this package that no list names.
@@ -50,16 +52,27 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files of a checkpoint by path within its folder, each cut into ranges that follow on each other."""
+    """The files of a checkpoint by path within its folder, each cut into ranges that follow on each
+    other.
+    """
 
     files: Mapping[str, tuple[ByteRange, ...]]
     save_id: str = ""
-    """What tells the save from every other; the same on all disks that it wrote to. Empty where nobody gave one."""
+    """What tells the save from every other; the same on all disks that it wrote to. Empty where
+    nobody gave one.
+    """
 
     @classmethod
     def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
-        """Make the manifest of the files that are in ``folder`` now, or of those of them that ``names`` lists."""
-        return cls({name: tuple(_ranges(folder / name)) for name in (names_in(folder) if names is None else names)})
+        """Make the manifest of the files that are in ``folder`` now, or of those of them that
+        ``names`` lists.
+        """
+        return cls(
+            {
+                name: tuple(_ranges(folder / name))
+                for name in (names_in(folder) if names is None else names)
+            }
+        )
 
     @classmethod
     def merged(cls, parts: Iterable[Manifest]) -> Manifest:
@@ -70,8 +83,10 @@ class Manifest:
         """Put the list into ``folder``."""
         files = {name: [[r.size, r.crc32] for r in ranges] for name, ranges in self.files.items()}
         save = {"id": self.save_id, "digest": _digest(self.save_id)}
-        text = json.dumps({"format": FORMAT, "digest": _digest(files), "save": save, "files": files},
-                          separators=(",", ":"))
+        text = json.dumps(
+            {"format": FORMAT, "digest": _digest(files), "save": save, "files": files},
+            separators=(",", ":"),
+        )
         (folder / FILE_NAME).write_text(text)
 
     @classmethod
@@ -83,24 +98,31 @@ class Manifest:
         """
         path = folder / FILE_NAME
         if not path.is_file():
-            raise LayerWiseError(f"{path} is {'no file' if path.exists() else 'missing'}: the save was never finished, "
-                                 "or files were lost since; load another checkpoint")
+            raise LayerWiseError(
+                f"{path} is {'no file' if path.exists() else 'missing'}: the save was never "
+                "finished, or files were lost since; load another checkpoint"
+            )
         try:
             content = json.loads(path.read_text())
             found, written, files = content["format"], content["digest"], content["files"]
             if found != FORMAT:
-                raise LayerWiseError(f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
-                                     "upgrade it")
+                raise LayerWiseError(
+                    f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
+                    "upgrade it"
+                )
             if _digest(files) != written:
                 raise ValueError("its own digest does not match")
             if outside := sorted(filter(leads_out, files)):
                 raise ValueError(f"it lists {outside[0]!r}, which is outside of the folder")
-            return cls({name: tuple(_placed(ranges)) for name, ranges in files.items()}, _save_id(content))
+            return cls(
+                {name: tuple(_placed(ranges)) for name, ranges in files.items()}, _save_id(content)
+            )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as e:
             raise LayerWiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
     def check(self, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
-        """Compare a part of the list with the files; all ranks together compare all of it, each byte once.
+        """Compare a part of the list with the files; all ranks together compare all of it, each
+        byte once.
 
         Raises:
             LayerWiseError: a file is missing, has another length, or other bytes; names it.
@@ -118,13 +140,17 @@ class Manifest:
                 _check_file(folder / name, self.size_of(name), mine)
 
     def differing(self, folder: Path) -> list[str]:
-        """One line for each file that ``folder`` lacks, or has otherwise. Large ranges are compared by what else is in
-        the file, which for what ``torch.save`` writes holds their checksums, so that little is read."""
+        """One line for each file that ``folder`` lacks, or has otherwise. Large ranges are compared
+        by what else is in the file, which for what ``torch.save`` writes holds their checksums, so
+        that little is read."""
         lines = []
         for name, ranges in self.files.items():
             try:
-                _check_file(folder / name, self.size_of(name),
-                            [byte_range for byte_range in ranges if byte_range.size <= _READ])
+                _check_file(
+                    folder / name,
+                    self.size_of(name),
+                    [byte_range for byte_range in ranges if byte_range.size <= _READ],
+                )
             except (LayerWiseError, OSError) as e:
                 lines.append(str(e))
         return lines
@@ -140,17 +166,23 @@ class Manifest:
 
 def names_in(folder: Path) -> list[str]:
     """Paths within ``folder`` of everything that a manifest lists."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")
-                  if path.is_file() and path.name not in MARKS)
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in MARKS
+    )
 
 
 def leads_out(name: str) -> bool:
-    """Whether ``name`` is no path within a folder: absolute, or with a part that is empty, ``.`` or ``..``."""
+    """Whether ``name`` is no path within a folder: absolute, or with a part that is empty, ``.`` or
+    ``..``.
+    """
     return "\0" in name or any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _save_id(content: Mapping[str, Any]) -> str:
-    """The name of the save that wrote ``content``; version 0.1, which writes the same format, gave saves none.
+    """The name of the save that wrote ``content``; version 0.1, which writes the same format, gave
+    saves none.
 
     Raises:
         ValueError: it is not what was written.
@@ -203,8 +235,14 @@ def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]
         if entry.file_size >= _LARGE and entry.compress_type == 0:
             file.seek(entry.header_offset + 26)
             lengths = file.read(4)
-            yield (entry.header_offset + 30 + int.from_bytes(lengths[:2], "little")
-                   + int.from_bytes(lengths[2:], "little"), entry.file_size, entry.CRC)
+            yield (
+                entry.header_offset
+                + 30
+                + int.from_bytes(lengths[:2], "little")
+                + int.from_bytes(lengths[2:], "little"),
+                entry.file_size,
+                entry.CRC,
+            )
 
 
 def _crc32(file: BinaryIO, start: int, size: int) -> int:
@@ -224,11 +262,15 @@ def _check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
     if not path.is_file():
         raise LayerWiseError(f"{path} is missing; restore it, or load another checkpoint")
     if path.stat().st_size != size:
-        raise LayerWiseError(f"{path} has {path.stat().st_size} bytes, {size} were saved; restore it, or load another "
-                             "checkpoint")
+        raise LayerWiseError(
+            f"{path} has {path.stat().st_size} bytes, {size} were saved; restore it, or load "
+            "another checkpoint"
+        )
     with path.open("rb") as file:
         for wanted in ranges:
             if _crc32(file, wanted.start, wanted.size) != wanted.crc32:
-                raise LayerWiseError(f"{path} is damaged or of another save: its bytes from {wanted.start} to "
-                                     f"{wanted.start + wanted.size} are not those that were saved; restore it, or "
-                                     "load another checkpoint")
+                raise LayerWiseError(
+                    f"{path} is damaged or of another save: its bytes from {wanted.start} to "
+                    f"{wanted.start + wanted.size} are not those that were saved; restore it, or "
+                    "load another checkpoint"
+                )

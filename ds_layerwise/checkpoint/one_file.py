@@ -1,8 +1,9 @@
-"""Masters and states of all parameters, whole, in one file of safetensors: outside of the engine's checkpoints.
+"""Masters and states of all parameters, whole, in one file of safetensors: outside of the engine's
+checkpoints.
 
-By name of a parameter, ``master.NAME`` is its float32 weights, in its shape, and ``state.NAME.KEY`` a state; those that
-have one element for each of the parameter have its shape. ``ds_layerwise`` is what a regular checkpoint says beside its
-tensors, as ``torch.save`` writes it.
+By name of a parameter, ``master.NAME`` is its float32 weights, in its shape, and ``state.NAME.KEY``
+a state; those that have one element for each of the parameter have its shape. ``ds_layerwise`` is
+what a regular checkpoint says beside its tensors, as ``torch.save`` writes it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ def name_in_file(name: str, key: str | None) -> str:
     return f"master.{name}" if key is None else f"state.{name}.{key}"
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tuple[str, Any]) -> None:
-    """Write ``tensors``, by their names in the file, and what is beside them. ``path`` is replaced in one go.
+def write(
+    path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tuple[str, Any]
+) -> None:
+    """Write ``tensors``, by their names in the file, and what is beside them. ``path`` is replaced
+    in one go.
 
     Args:
         scaler: the loss scaler, and the key that DeepSpeed has it under.
@@ -54,7 +58,9 @@ class OneFile:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise LayerWiseError(f"{path} is no file; every rank reads it, so it must be on a disk that all share")
+            raise LayerWiseError(
+                f"{path} is no file; every rank reads it, so it must be on a disk that all share"
+            )
         self._path = path
         try:
             opened: Any = safe_open(path, framework="pt")
@@ -63,11 +69,16 @@ class OneFile:
             raise LayerWiseError(f"{path} is no whole file of safetensors: {e}") from e
         self._file = opened
         if _HEADER not in names:
-            raise LayerWiseError(f"{path} was not written by save_state_dict_to_file(): it has no {_HEADER}")
+            raise LayerWiseError(
+                f"{path} was not written by save_state_dict_to_file(): it has no {_HEADER}"
+            )
         self.beside = Beside(self._file.get_tensor(_HEADER), path)
         self.header = self.beside.header
-        wanted = {name_in_file(name, key) for name, rule in self.header.rules.items()
-                  for key in (None, *rule.state_keys)}
+        wanted = {
+            name_in_file(name, key)
+            for name, rule in self.header.rules.items()
+            for key in (None, *rule.state_keys)
+        }
         if missing := wanted - names:
             raise LayerWiseError(f"{path} lacks {min(missing)}, and is not whole")
 
@@ -76,7 +87,9 @@ class OneFile:
         return [f"save {self.beside.save}"]
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """One piece, the whole parameter, of which the elements ``[start, stop)`` are compared with their checksums."""
+        """One piece, the whole parameter, of which the elements ``[start, stop)`` are compared with
+        their checksums.
+        """
         shape, state = self.header.shapes[name], dict[str, Tensor]()
         for key in (None, *self.header.rules[name].state_keys):
             path = name_in_file(name, key)

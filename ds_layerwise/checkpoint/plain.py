@@ -1,4 +1,6 @@
-"""What a parameter group says, as builtins that are read back without running code; and what is none of that."""
+"""What a parameter group says, as builtins that are read back without running code; and what is
+none of that.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _NUMPY_KINDS = "biufcSU"
 
 
 class Unreadable:
-    """Stands for an object in a file whose class is not called. It takes whatever a pickle gives it, and drops it."""
+    """Stands for an object in a file whose class is not called. It takes whatever a pickle gives
+    it, and drops it.
+    """
 
     def __new__(cls, *args: object, **kwargs: object) -> Unreadable:
         """Part of what a pickle says."""
@@ -40,7 +44,8 @@ class Unreadable:
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` as builtins, and tensors: numbers of any library, enums, paths, named tuples, arrays.
+    """``value`` as builtins, and tensors: numbers of any library, enums, paths, named tuples,
+    arrays.
 
     Raises:
         LayerWiseError: there is something else in it; calls it ``where``.
@@ -48,14 +53,17 @@ def plain(value: Any, where: str) -> Any:
     try:
         return _plain(value, where)
     except RecursionError:
-        raise LayerWiseError(f"{where} holds itself, which a checkpoint cannot; take it out of the group") from None
+        raise LayerWiseError(
+            f"{where} holds itself, which a checkpoint cannot; take it out of the group"
+        ) from None
 
 
 def check_kind(held: Any, value: Any, where: str) -> None:
-    """Refuse a ``value`` of a file that is another kind of thing than ``held``, in whose place it would go on.
+    """Refuse a ``value`` of a file that is another kind of thing than ``held``, in whose place it
+    would go on.
 
-    Where the first is a number, so must be the second, or be None; a group of values is compared item by item, as far
-    as both go, and may not become a number.
+    Where the first is a number, so must be the second, or be None; a group of values is compared
+    item by item, as far as both go, and may not become a number.
 
     Raises:
         ValueError: it is; calls it ``where``.
@@ -67,9 +75,14 @@ def check_kind(held: Any, value: Any, where: str) -> None:
     elif isinstance(held, groups) and isinstance(value, groups):
         for index, pair in enumerate(zip(held, value, strict=False)):
             check_kind(*pair, f"{where}[{index}]")
-    elif value is not None and (isinstance(held, groups) if _is_number(value) else
-                                _is_number(held) and not isinstance(held, bool)):
-        raise ValueError(f"{where} is {value!r:.100}, and was to go on in the place of {held!r:.100}")
+    elif value is not None and (
+        isinstance(held, groups)
+        if _is_number(value)
+        else _is_number(held) and not isinstance(held, bool)
+    ):
+        raise ValueError(
+            f"{where} is {value!r:.100}, and was to go on in the place of {held!r:.100}"
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -77,10 +90,11 @@ def _is_number(value: Any) -> bool:
 
 
 def like(held: Any, value: Any) -> Any:
-    """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or ``held``, if it says the same.
+    """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or ``held``,
+    if it says the same.
 
-    Only classes that ``held`` brings are called: those of enums, paths and named tuples. What fits none of them stays
-    as it is.
+    Only classes that ``held`` brings are called: those of enums, paths and named tuples. What fits
+    none of them stays as it is.
     """
     if isinstance(held, Tensor) or isinstance(value, Tensor):
         return value
@@ -97,9 +111,12 @@ def like(held: Any, value: Any) -> Any:
         return type(held)(value)
     if isinstance(held, Mapping) and isinstance(value, dict):
         own = {plain(key, "a key"): key for key in held}
-        return {own.get(key, key): like(held[own[key]], each) if key in own else each for key, each in value.items()}
+        return {
+            own.get(key, key): like(held[own[key]], each) if key in own else each
+            for key, each in value.items()
+        }
     if isinstance(held, (list, tuple)) and type(value) in (list, tuple):
-        items = [like(*pair) for pair in zip(held, value, strict=False)] + list(value[len(held):])
+        items = [like(*pair) for pair in zip(held, value, strict=False)] + list(value[len(held) :])
         if hasattr(held, "_fields") and len(items) == len(held):
             return type(held)(*items)
         return type(value)(items)
@@ -118,7 +135,11 @@ def _member(kind: type[Enum], value: Any) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, _KEPT):
+    if (
+        value is None
+        or type(value) in (bool, int, float, complex, str, bytes)
+        or isinstance(value, _KEPT)
+    ):
         return value
     if isinstance(value, Enum):
         return _plain(value.value, where)
@@ -137,30 +158,47 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, numbers.Complex):
         return complex(value)
     if isinstance(value, Mapping):
-        return {_plain(key, f"a key of {where}"): _plain(held, f"{where}[{key!r}]") for key, held in value.items()}
+        return {
+            _plain(key, f"a key of {where}"): _plain(held, f"{where}[{key!r}]")
+            for key, held in value.items()
+        }
     if isinstance(value, Set):
         return {_plain(held, f"an element of {where}") for held in value}
     if isinstance(value, (list, tuple, Sequence)):
         items = [_plain(held, f"{where}[{index}]") for index, held in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
-    raise LayerWiseError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
-                         "hold: it is read without running code; keep numbers, text, tensors and containers of those "
-                         "in a parameter group")
+    raise LayerWiseError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold: it is read without running code; keep numbers, text, tensors and containers "
+        "of those in a parameter group"
+    )
 
 
 def _of_tensor(value: Tensor, where: str) -> Any:
-    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_meta:
-        raise LayerWiseError(f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}, which a "
-                             "checkpoint cannot hold; make it a plain tensor")
+    if (
+        type(value) not in (Tensor, torch.nn.Parameter)
+        or value.layout != torch.strided
+        or value.is_meta
+    ):
+        raise LayerWiseError(
+            f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}, "
+            "which a checkpoint cannot hold; make it a plain tensor"
+        )
     return value.detach().cpu().clone() if value.dim() else value.item()
 
 
 def _of_numpy(value: Any, where: str) -> Any:
     if value.dtype.kind not in _NUMPY_KINDS:
-        raise LayerWiseError(f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers")
+        raise LayerWiseError(
+            f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers"
+        )
     found = value.tolist()
     # A long double has no builtin, and stays what it is.
-    return numpy.asarray(value, dtype=numpy.float64).tolist() if value.dtype == numpy.longdouble else found
+    return (
+        numpy.asarray(value, dtype=numpy.float64).tolist()
+        if value.dtype == numpy.longdouble
+        else found
+    )
 
 
 class _Dtype:
@@ -195,7 +233,9 @@ class _Array(list):  # type: ignore[type-arg]
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         _, shape, dtype, by_columns, raw = state
-        values = numpy.frombuffer(raw, dtype=dtype.numpy).reshape(shape, order="F" if by_columns else "C")
+        values = numpy.frombuffer(raw, dtype=dtype.numpy).reshape(
+            shape, order="F" if by_columns else "C"
+        )
         self[:] = [_of_numpy(values, "an array")]
 
 
@@ -203,16 +243,24 @@ def _dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-#: What stands in a pickle of numpy's numbers, in both spellings of their module, and what it makes here: builtins.
+#: What stands in a pickle of numpy's numbers, in both spellings of their module, and what it makes
+#: here: builtins.
 _AS_BUILTINS: list[Any] = [
-    (_Dtype, "numpy.dtype"), (_Array, "numpy.ndarray"), (_dict, "collections.defaultdict"),
-    *((made, f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")
-      for name, made in (("scalar", _scalar), ("_reconstruct", _Array))),
+    (_Dtype, "numpy.dtype"),
+    (_Array, "numpy.ndarray"),
+    (_dict, "collections.defaultdict"),
+    *(
+        (made, f"numpy.{core}.multiarray.{name}")
+        for core in ("core", "_core")
+        for name, made in (("scalar", _scalar), ("_reconstruct", _Array))
+    ),
 ]
 
 
 def stand_ins(names: Iterable[str]) -> list[Any]:
-    """For torch's ``safe_globals``: what is called in place of the classes and functions ``names`` of a pickle."""
+    """For torch's ``safe_globals``: what is called in place of the classes and functions ``names``
+    of a pickle.
+    """
     known = {name for _, name in _AS_BUILTINS}
     return [*_AS_BUILTINS, *((Unreadable, name) for name in names if name not in known)]
 

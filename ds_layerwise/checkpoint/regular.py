@@ -1,14 +1,17 @@
 """A rank's record as the ``optimizer_state_dict`` of DeepSpeed's ``*_optim_states.pt``, and back.
 
 Note: one checkpoint group a parameter
-    DeepSpeed's ``zero_to_fp32.py`` concatenates the partitions of all ranks, group by group, and cuts them in the
-    order of ``param_shapes``; its ``ds_to_universal.py`` reads the fragments that ``param_slice_mappings`` names.
-    Both are right when partitions hold no padding and the parameters of a group are listed in rank-major order. With
-    one group a parameter both hold by themselves, and every tensor is saved where it lies, without a copy. The
-    converter knows the states ``exp_avg`` and ``exp_avg_sq`` only, so a first moment travels under the first name, a
-    missing second one as zeros that take one element on disk, and everything else under our own key.
+    DeepSpeed's ``zero_to_fp32.py`` concatenates the partitions of all ranks, group by group, and
+    cuts them in the order of ``param_shapes``; its ``ds_to_universal.py`` reads the fragments that
+    ``param_slice_mappings`` names. Both are right when partitions hold no padding and the
+    parameters of a group are listed in rank-major order. With one group a parameter both hold by
+    themselves, and every tensor is saved where it lies, without a copy. The converter knows the
+    states ``exp_avg`` and ``exp_avg_sq`` only, so a first moment travels under the first name, a
+    missing second one as zeros that take one element on disk, and everything else under our own
+    key.
 
-Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: those scripts run without this package.
+Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: those scripts run
+without this package.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
 
 
 def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict[str, Any]:
-    """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the record's memory.
+    """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the
+    record's memory.
 
     Args:
         mp_size: how many parts the model is cut into, of which the record is one.
@@ -85,15 +89,23 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict
             continue
         names = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
         zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(piece.master.numel())
-        states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step,
-                       **{names[key]: alone(piece.state[key]) for key in names}})
+        states.append(
+            {
+                "exp_avg": zeros,
+                "exp_avg_sq": zeros,
+                "step": step,
+                **{names[key]: alone(piece.state[key]) for key in names},
+            }
+        )
         masters.append(alone(piece.master))
         fragments.append({name: fragment_address(numel=piece.master.numel(), start=0)})
         if rest := {key: alone(value) for key, value in piece.state.items() if key not in names}:
             extra[name] = rest
     return {
-        BASE_OPTIMIZER_STATE: {"state": dict(enumerate(states)),
-                               "param_groups": [{"params": [i]} for i in range(len(states))]},
+        BASE_OPTIMIZER_STATE: {
+            "state": dict(enumerate(states)),
+            "param_groups": [{"params": [i]} for i in range(len(states))],
+        },
         SINGLE_PARTITION_OF_FP32_GROUPS: masters,
         GROUP_PADDINGS: [0] * len(states),
         PARTITION_COUNT: [record.world_size] * len(states),
@@ -121,8 +133,15 @@ def describe(header: Header) -> dict[str, Any]:
     return {
         "step": header.step,
         "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
-        "rules": {name: {"family": rule.family, "state_keys": rule.state_keys, "meaning": rule.meaning,
-                         "gradient_average": rule.gradient_average} for rule, name in called.items()},
+        "rules": {
+            name: {
+                "family": rule.family,
+                "state_keys": rule.state_keys,
+                "meaning": rule.meaning,
+                "gradient_average": rule.gradient_average,
+            }
+            for rule, name in called.items()
+        },
         "rule_of": {name: called[rule] for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
         "configured": [dict(group) for group in header.configured or ()],
@@ -135,38 +154,57 @@ def describe(header: Header) -> dict[str, Any]:
 
 
 def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
-    """A name for each of ``rules``: its family, and which of those of the family it is, where it is not the first."""
+    """A name for each of ``rules``: its family, and which of those of the family it is, where it is
+    not the first.
+    """
     of_family: dict[str, dict[RuleRecord, None]] = {}
     for rule in rules:
         of_family.setdefault(rule.family, {}).setdefault(rule)
-    return {rule: f"{family} {number}" if number else family
-            for family, found in of_family.items() for number, rule in enumerate(found)}
+    return {
+        rule: f"{family} {number}" if number else family
+        for family, found in of_family.items()
+        for number, rule in enumerate(found)
+    }
 
 
 def header_of(state_dict: Mapping[str, Any]) -> Header:
-    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put beside it.
+    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put
+    beside it.
 
     Raises:
-        ValueError: an entry is of another kind than what was written; names it. What is missing is a ``KeyError``.
+        ValueError: an entry is of another kind than what was written; names it. What is missing is
+            a ``KeyError``.
     """
     ours = state_dict[KEY]
     try:
-        # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states mean.
-        rules = _RULES.validate_python({name: {"family": name, **rule} for name, rule in ours["rules"].items()})
+        # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states
+        # mean.
+        rules = _RULES.validate_python(
+            {name: {"family": name, **rule} for name, rule in ours["rules"].items()}
+        )
         groups, unreadable = _groups(ours["param_groups"])
         scaler = state_dict.get(LOSS_SCALER)
-        return _HEADER.validate_python({
-            # Version 0.1 of this package, which writes the same format, did not write some of these.
-            **{key: value for key, value in ours.items() if key in _DESCRIBED},
-            "rules": {name: rules[key] for name, key in ours["rule_of"].items()}, "param_groups": groups,
-            "unreadable": (*ours.get("unreadable", ()), *unreadable),
-            "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
-            "overflow": bool(state_dict.get("overflow", False)),
-            # Earlier versions saved the gradients of a step that was not over, which are left where they are.
-            "repeats": ours.get("repeats") or ("" if ours.get("accumulated") is None else WITHIN_STEP)})
+        return _HEADER.validate_python(
+            {
+                # Version 0.1 of this package, which writes the same format, did not write some of
+                # these.
+                **{key: value for key, value in ours.items() if key in _DESCRIBED},
+                "rules": {name: rules[key] for name, key in ours["rule_of"].items()},
+                "param_groups": groups,
+                "unreadable": (*ours.get("unreadable", ()), *unreadable),
+                "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
+                "overflow": bool(state_dict.get("overflow", False)),
+                # Earlier versions saved the gradients of a step that was not over, which are left
+                # where they are.
+                "repeats": ours.get("repeats")
+                or ("" if ours.get("accumulated") is None else WITHIN_STEP),
+            }
+        )
     except ValidationError as e:
         first = e.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})") from e
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})"
+        ) from e
 
 
 def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -185,7 +223,9 @@ def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], t
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """``tensor`` over no more of its storage than it covers: what is pickled is its own elements. Shares memory."""
+    """``tensor`` over no more of its storage than it covers: what is pickled is its own elements.
+    Shares memory.
+    """
     tensor = tensor.detach()
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.nbytes:
@@ -193,19 +233,23 @@ def alone(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous() or not tensor.numel():
         return tensor.clone()
     first = tensor.storage_offset() * tensor.element_size()
-    covered = storage[first:first + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(covered, 0, tensor.shape, tensor.stride())
+    covered = storage[first : first + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        covered, 0, tensor.shape, tensor.stride()
+    )
 
 
 class RegularCheckpoint:
     """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
 
-    Files are opened when something in them is asked for. ``rank`` says whose file to look into first: where every
-    node has its own disk, and the layout is the same, it is the only one that this rank needs. ``mp_rank`` says which
-    piece of a model that is cut over ranks; see :class:`ds_layerwise.zero.settings.Settings`.
+    Files are opened when something in them is asked for. ``rank`` says whose file to look into
+    first: where every node has its own disk, and the layout is the same, it is the only one that
+    this rank needs. ``mp_rank`` says which piece of a model that is cut over ranks; see
+    :class:`ds_layerwise.zero.settings.Settings`.
 
     Raises:
-        LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer format; names it.
+        LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
+            format; names it.
     """
 
     def __init__(self, folder: Path, *, rank: int = 0, mp_rank: int = 0) -> None:
@@ -221,7 +265,10 @@ class RegularCheckpoint:
             self.world_size: int = self.ours["world_size"]
             self.layout = Layout.from_json(self.ours["layout"])
             if not 0 < self.world_size == self.layout.world_size <= _MOST_RANKS:
-                raise ValueError(f"world_size is {self.world_size!r:.100}, and {self.layout.world_size} in its layout")
+                raise ValueError(
+                    f"world_size is {self.world_size!r:.100}, and {self.layout.world_size} in its "
+                    "layout"
+                )
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         # Version 0.1 of this package, which writes the same format, knew no experts.
         expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
@@ -229,7 +276,8 @@ class RegularCheckpoint:
             for piece in self.layout.pieces(holder):
                 names = expert_names.get(piece.name, (piece.name,))
                 self._holders.setdefault(names[holder % len(names)], []).append(
-                    (holder, piece.param_start, piece.param_start + piece.numel))
+                    (holder, piece.param_start, piece.param_start + piece.numel)
+                )
 
     def identity(self) -> list[str]:
         """What is the same for all ranks that read the same save."""
@@ -249,18 +297,30 @@ class RegularCheckpoint:
 
     def _check(self, rank: int) -> None:
         path, ours = self.path(rank), ours_of(self._dicts[rank], self.path(rank))
-        expected = {"rank": rank, **{key: self.ours[key] for key in ("world_size", "layout_digest", "step")}}
+        expected = {
+            "rank": rank,
+            **{key: self.ours[key] for key in ("world_size", "layout_digest", "step")},
+        }
         for key, value in expected.items():
             if ours[key] != value:
-                raise LayerWiseError(f"{path} says {key} {ours[key]}, expected {value}; the files are not of one save")
+                raise LayerWiseError(
+                    f"{path} says {key} {ours[key]}, expected {value}; the files are not of one "
+                    "save"
+                )
 
     def holders(self, name: str) -> list[tuple[int, int, int]]:
-        """``(rank, first element, one past the last)`` of every piece of ``name``, by the layout."""
+        """``(rank, first element, one past the last)`` of every piece of ``name``, by the
+        layout.
+        """
         return self._holders.get(name, [])
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""
-        found = [self.piece(rank, name) for rank, first, last in self.holders(name) if first < stop and start < last]
+        found = [
+            self.piece(rank, name)
+            for rank, first, last in self.holders(name)
+            if first < stop and start < last
+        ]
         return sorted(found, key=lambda piece: piece.param_start)
 
     def piece(self, rank: int, name: str) -> PieceRecord:
@@ -279,17 +339,28 @@ class RegularCheckpoint:
         holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
         param_start = state_dict[KEY]["param_starts"].get(name)
         if fragment is None or holds != (param_start, param_start + fragment.numel):
-            raise LayerWiseError(f"{self.path(rank)} does not hold the part of {name} that its layout says; the files "
-                                 "are not of one save")
+            raise LayerWiseError(
+                f"{self.path(rank)} does not hold the part of {name} that its layout says; the "
+                "files are not of one save"
+            )
         states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
         extra = state_dict[KEY]["extra_states"].get(name, {})
         names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
-        state = {"": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
-                 **{key: states[carried] for key, carried in names.items()}}
+        state = {
+            "": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
+            **{key: states[carried] for key, carried in names.items()},
+        }
         for key, value in {**state, **extra}.items():
-            if not isinstance(value, Tensor) or key not in extra and key != "step" and value.shape != (fragment.numel,):
-                raise ValueError(f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, and "
-                                 f"{fragment.numel} elements by its own list")
+            if (
+                not isinstance(value, Tensor)
+                or key not in extra
+                and key != "step"
+                and value.shape != (fragment.numel,)
+            ):
+                raise ValueError(
+                    f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
+                    f"and {fragment.numel} elements by its own list"
+                )
         return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
 
     def _index(self, name: str) -> int:
@@ -299,10 +370,20 @@ class RegularCheckpoint:
 
 
 def mp_size(folder: Path) -> int:
-    """How many parts the model in ``folder`` is cut into; 1 also where that is not known, or put together."""
+    """How many parts the model in ``folder`` is cut into; 1 also where that is not known, or put
+    together.
+    """
     if (folder / "zero").is_dir():
         return 1
-    return len({path.name.rpartition("mp_rank_")[2] for path in folder.glob("*mp_rank_*_model_states.pt")}) or 1
+    return (
+        len(
+            {
+                path.name.rpartition("mp_rank_")[2]
+                for path in folder.glob("*mp_rank_*_model_states.pt")
+            }
+        )
+        or 1
+    )
 
 
 def refuse_parts(folder: Path) -> None:
@@ -312,18 +393,24 @@ def refuse_parts(folder: Path) -> None:
         LayerWiseError: ``folder`` holds one.
     """
     if (pieces := mp_size(folder)) > 1:
-        raise LayerWiseError(f"{folder} holds a model that is cut into {pieces} parts; put them together with "
-                             "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
-                             "universal_checkpoint_info")
+        raise LayerWiseError(
+            f"{folder} holds a model that is cut into {pieces} parts; put them together with "
+            "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
+            "universal_checkpoint_info"
+        )
 
 
 def _prefix(folder: Path, ending: str) -> str:
     """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
-    found = {path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")}
+    found = {
+        path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")
+    }
     if len(found) != 1:
-        raise LayerWiseError(f"{folder} has {'two kinds of' if found else 'no'} files named *zero_pp_rank_*{ending}"
-                             ", so no optimizer states to load; for the weights alone, load_checkpoint(..., "
-                             "load_optimizer_states=False)")
+        raise LayerWiseError(
+            f"{folder} has {'two kinds of' if found else 'no'} files named "
+            f"*zero_pp_rank_*{ending}, so no optimizer states to load; for the weights alone, "
+            "load_checkpoint(..., load_optimizer_states=False)"
+        )
     return found.pop()
 
 
@@ -335,7 +422,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     content = load_safely(path, with_objects=True)
     if not isinstance(content, dict) or not isinstance(content.get(OPTIMIZER_STATE_DICT), dict):
-        raise LayerWiseError(f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint")
+        raise LayerWiseError(
+            f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint"
+        )
     found: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
     return found
 
@@ -351,11 +440,15 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
         unreadable = list(header_of(state_dict).unreadable)
     unreadable += [LOSS_SCALER] if isinstance(state_dict.get(LOSS_SCALER), Unreadable) else []
     if unreadable:
-        raise LayerWiseError(f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code could "
-                             "restore; what was saved before is still there")
+        raise LayerWiseError(
+            f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code "
+            "could restore; what was saved before is still there"
+        )
 
 
-def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint") -> dict[str, Any]:
+def ours_of(
+    state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint"
+) -> dict[str, Any]:
     """What this package wrote beside DeepSpeed's own keys.
 
     Raises:
@@ -363,12 +456,20 @@ def ours_of(state_dict: Mapping[str, Any], where: object = "this optimizer check
     """
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:
-        raise LayerWiseError(f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
-                             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-                             "FOLDER --output_folder NEW` and load NEW; stock Muon's it does not convert: load the "
-                             "weights alone with load_checkpoint(..., load_optimizer_states=False)")
+        raise LayerWiseError(
+            f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
+            "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+            "FOLDER --output_folder NEW` and load NEW; stock Muon's it does not convert: load the "
+            "weights alone with load_checkpoint(..., load_optimizer_states=False)"
+        )
     if ours["format"] != FORMAT:
-        way_out = "upgrade ds_layerwise" if ours["format"] > FORMAT else "resume with the version that wrote it"
-        raise LayerWiseError(f"{where} has format {ours['format']}, and this version of ds_layerwise reads {FORMAT}; "
-                             f"{way_out}")
+        way_out = (
+            "upgrade ds_layerwise"
+            if ours["format"] > FORMAT
+            else "resume with the version that wrote it"
+        )
+        raise LayerWiseError(
+            f"{where} has format {ours['format']}, and this version of ds_layerwise reads "
+            f"{FORMAT}; {way_out}"
+        )
     return ours

@@ -15,8 +15,10 @@ from ds_layerwise.errors import LayerWiseError
 #: Where to, and where from.
 Copy = tuple[Tensor, Tensor]
 
-_WEIGHTS_ALONE = ("load the weights alone with load_checkpoint(..., load_optimizer_states=False), or with states=False "
-                  "where they come from one file or a sharded checkpoint")
+_WEIGHTS_ALONE = (
+    "load the weights alone with load_checkpoint(..., load_optimizer_states=False), or with "
+    "states=False where they come from one file or a sharded checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,16 @@ class LoadPlan:
     """By parameter, why its state is not the checkpoint's."""
 
 
-def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *, masters: bool, states: bool,
-              on_missing_state: OnMissingState, on_optimizer_change: OnOptimizerChange) -> LoadPlan:
+def plan_load(
+    own: ShardRecord,
+    saved: Saved,
+    rules: Mapping[str, RuleRecord],
+    *,
+    masters: bool,
+    states: bool,
+    on_missing_state: OnMissingState,
+    on_optimizer_change: OnOptimizerChange,
+) -> LoadPlan:
     """What to do so that ``own`` holds what ``saved`` says.
 
     Args:
@@ -42,8 +52,8 @@ def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *
         masters, states: which of the two are wanted.
 
     Raises:
-        LayerWiseError: a parameter has another size, lacks some of its elements, or has a state that ``own`` cannot
-            go on from and the two policies do not allow to start afresh.
+        LayerWiseError: a parameter has another size, lacks some of its elements, or has a state
+            that ``own`` cannot go on from and the two policies do not allow to start afresh.
     """
     plan, shapes = LoadPlan(), saved.header.shapes
     for piece in own.pieces:
@@ -55,8 +65,14 @@ def plan_load(own: ShardRecord, saved: Saved, rules: Mapping[str, RuleRecord], *
         elif masters:
             plan.masters_from_model.append(piece.name)
         if states:
-            kept, why = _kept(piece, saved.header.rules.get(piece.name), rules[piece.name], sources,
-                              on_missing_state=on_missing_state, on_optimizer_change=on_optimizer_change)
+            kept, why = _kept(
+                piece,
+                saved.header.rules.get(piece.name),
+                rules[piece.name],
+                sources,
+                on_missing_state=on_missing_state,
+                on_optimizer_change=on_optimizer_change,
+            )
             plan.copies.extend(_copies(piece, kept, sources, numel))
             if restarts := tuple(key for key in piece.state if key not in kept):
                 plan.restarts[piece.name] = restarts
@@ -69,25 +85,38 @@ def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
     """Compare the shapes of the parameters that both have.
 
     Raises:
-        LayerWiseError: one differs. Where ``saved`` is flat, as DeepSpeed's converter leaves parameters of ZeRO-3,
-            their number of elements decides.
+        LayerWiseError: one differs. Where ``saved`` is flat, as DeepSpeed's converter leaves
+            parameters of ZeRO-3, their number of elements decides.
     """
     for name, shape in own.items():
         if name in saved and tuple(saved[name]) not in (tuple(shape), (math.prod(shape),)):
-            raise LayerWiseError(f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
-                                 "parameter that changed its shape needs another name, or a checkpoint without it")
+            raise LayerWiseError(
+                f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
+                "parameter that changed its shape needs another name, or a checkpoint without it"
+            )
 
 
-def _kept(piece: PieceRecord, old: RuleRecord | None, new: RuleRecord, sources: Sequence[PieceRecord], *,
-          on_missing_state: OnMissingState, on_optimizer_change: OnOptimizerChange) -> tuple[dict[str, str], str]:
-    """Which of the states that ``new`` needs come from which of ``old``, and why the others start fresh."""
+def _kept(
+    piece: PieceRecord,
+    old: RuleRecord | None,
+    new: RuleRecord,
+    sources: Sequence[PieceRecord],
+    *,
+    on_missing_state: OnMissingState,
+    on_optimizer_change: OnOptimizerChange,
+) -> tuple[dict[str, str], str]:
+    """Which of the states that ``new`` needs come from which of ``old``, and why the others start
+    fresh.
+    """
     name = piece.name
     if not new.state_keys:
         return {}, ""
     if old is None:
         if on_missing_state == "error":
-            raise LayerWiseError(f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to 'fresh' "
-                                 f"to start it from zeros, or {_WEIGHTS_ALONE}")
+            raise LayerWiseError(
+                f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to "
+                f"'fresh' to start it from zeros, or {_WEIGHTS_ALONE}"
+            )
         return {}, "no state in the checkpoint"
     if new.has_states_of(old):
         changed, what = _of_other_shapes(piece, new.state_keys, sources), "other shapes"
@@ -98,18 +127,23 @@ def _kept(piece: PieceRecord, old: RuleRecord | None, new: RuleRecord, sources: 
         if not told:
             return {key: key for key in new.state_keys}, ""
         if on_optimizer_change == "error":
-            raise LayerWiseError(f"{name} was updated by {old.family} with other settings, with which its states "
-                                 f"have {what} ({told}); set layerwise.on_optimizer_change to 'reset' or "
-                                 "'keep_shared', resume with the settings of the checkpoint (what optimizer.params and "
-                                 f"layerwise.overrides say of its heads, parts and averages), or {_WEIGHTS_ALONE}")
+            raise LayerWiseError(
+                f"{name} was updated by {old.family} with other settings, with which its states "
+                f"have {what} ({told}); set layerwise.on_optimizer_change to 'reset' or "
+                "'keep_shared', resume with the settings of the checkpoint (what optimizer.params "
+                "and layerwise.overrides say of its heads, parts and averages), or "
+                f"{_WEIGHTS_ALONE}"
+            )
         shared = _shared(old, new, on_optimizer_change)
         return shared, f"{old.family} with states of {what} before ({told}){_went_on(shared)}"
     if on_optimizer_change == "error":
-        raise LayerWiseError(f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), this "
-                             f"run updates it by {new.family} ({', '.join(new.state_keys)}); set "
-                             "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the optimizers "
-                             "of the checkpoint (layerwise.overrides sends a parameter to the one or the other), or "
-                             f"{_WEIGHTS_ALONE}")
+        raise LayerWiseError(
+            f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), "
+            f"this run updates it by {new.family} ({', '.join(new.state_keys)}); set "
+            "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the "
+            "optimizers of the checkpoint (layerwise.overrides sends a parameter to the one or "
+            f"the other), or {_WEIGHTS_ALONE}"
+        )
     why, shared = f"{old.family} before, {new.family} now", _shared(old, new, on_optimizer_change)
     return shared, f"{why}{_went_on(shared)}"
 
@@ -118,17 +152,24 @@ def _went_on(shared: Mapping[str, str]) -> str:
     return "".join(f", went on from {key}" for key in shared.values())
 
 
-def _shared(old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange) -> dict[str, str]:
+def _shared(
+    old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange
+) -> dict[str, str]:
     """The average of gradients that ``new`` goes on from, and what ``old`` calls it."""
     # Moments that are corrected for their bias by a count of steps say nothing without each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
-    if on_optimizer_change == "reset" or counts or not (old.gradient_average and new.gradient_average):
+    if (
+        on_optimizer_change == "reset"
+        or counts
+        or not (old.gradient_average and new.gradient_average)
+    ):
         return {}
     return {new.gradient_average: old.gradient_average}
 
 
-def _of_other_shapes(piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]) -> dict[
-        str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def _of_other_shapes(
+    piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Those of ``keys`` that ``sources`` have in another shape than ``piece``, with both shapes."""
     found = {}
     for key in keys:
@@ -136,14 +177,18 @@ def _of_other_shapes(piece: PieceRecord, keys: Sequence[str], sources: Sequence[
             continue
         was, now = tuple(_values(piece.name, sources[0], key).shape), tuple(piece.state[key].shape)
         # A square matrix has factors of as many elements as itself, which count as elements of it.
-        if was != now and not (piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()):
+        if was != now and not (
+            piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()
+        ):
             found[key] = (was, now)
     return found
 
 
-def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord],
-            numel: int) -> Iterator[Copy]:
-    """``names`` says for each key of ``piece`` under which one ``sources`` hold it; the key of the master is empty.
+def _copies(
+    piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord], numel: int
+) -> Iterator[Copy]:
+    """``names`` says for each key of ``piece`` under which one ``sources`` hold it; the key of the
+    master is empty.
 
     Args:
         numel: how many elements the parameter has, by its shape in the checkpoint.
@@ -153,8 +198,10 @@ def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[Piec
         if key and not piece.is_elementwise(key):
             value = _values(piece.name, sources[0], saved_key)
             if value.shape != into.shape:
-                raise LayerWiseError(f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
-                                     f"{tuple(into.shape)} in this run")
+                raise LayerWiseError(
+                    f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
+                    f"{tuple(into.shape)} in this run"
+                )
             yield into, value
             continue
         start, stop, covered = piece.param_start, piece.param_start + into.numel(), 0
@@ -162,21 +209,32 @@ def _copies(piece: PieceRecord, names: Mapping[str, str], sources: Sequence[Piec
             # A universal checkpoint has those of a parameter without axes without axes, too.
             value = _values(piece.name, source, saved_key).reshape(-1)
             if source.param_start + value.numel() > numel:
-                raise LayerWiseError(f"the checkpoint's files hold {source.param_start + value.numel()} elements of "
-                                     f"{saved_key or 'the weights'} of {piece.name}, and its shape has {numel}; one "
-                                     "belongs to another save")
-            first, last = max(start, source.param_start), min(stop, source.param_start + value.numel())
+                raise LayerWiseError(
+                    f"the checkpoint's files hold {source.param_start + value.numel()} elements of "
+                    f"{saved_key or 'the weights'} of {piece.name}, and its shape has {numel}; one "
+                    "belongs to another save"
+                )
+            first, last = (
+                max(start, source.param_start),
+                min(stop, source.param_start + value.numel()),
+            )
             covered += max(0, last - first)
             if first < last:
-                yield (into[first - start:last - start],
-                       value[first - source.param_start:last - source.param_start])
+                yield (
+                    into[first - start : last - start],
+                    value[first - source.param_start : last - source.param_start],
+                )
         if covered != stop - start:
-            raise LayerWiseError(f"the checkpoint's files hold {covered} of the {stop - start} elements of "
-                                 f"{saved_key or 'the weights'} of {piece.name} from {start} on; a file is missing or "
-                                 "belongs to another save")
+            raise LayerWiseError(
+                f"the checkpoint's files hold {covered} of the {stop - start} elements of "
+                f"{saved_key or 'the weights'} of {piece.name} from {start} on; a file is missing "
+                "or belongs to another save"
+            )
 
 
 def _values(name: str, source: PieceRecord, key: str) -> Tensor:
     if key and key not in source.state:
-        raise LayerWiseError(f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it")
+        raise LayerWiseError(
+            f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it"
+        )
     return source.state[key] if key else source.master

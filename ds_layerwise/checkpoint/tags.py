@@ -1,4 +1,6 @@
-"""What a checkpoint may be called: a folder below the one that is saved to, and what a pointer to it can hold."""
+"""What a checkpoint may be called: a folder below the one that is saved to, and what a pointer to
+it can hold.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,8 @@ def check_tag(tag: object) -> str:
     elif (longest := max(len(part.encode()) for part in parts)) > _LONGEST:
         reason = f"has a part of {longest} bytes, and {_LONGEST} are the most"
     if reason:
-        raise LayerWiseError(f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' or "
-                             "'run/step10'")
+        raise LayerWiseError(
+            f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' "
+            "or 'run/step10'"
+        )
     return text

@@ -1,5 +1,5 @@
-"""Frozen parameters and buffers out of files of which DeepSpeed's engine loads nothing: a universal checkpoint, and the
-one file of whole parameters, which has what was trained where it was saved."""
+"""Frozen parameters and buffers out of files of which DeepSpeed's engine loads nothing: a universal
+checkpoint, and the one file of whole parameters, which has what was trained where it was saved."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from ds_layerwise.checkpoint.reshard import check_shapes
 from ds_layerwise.errors import LayerWiseError
 
 
-def find_others(saved: Renamed, folder: Path, model: nn.Module, *, trained: Collection[str], rename: Mapping[str, str],
-                strict: bool) -> dict[str, Tensor]:
+def find_others(
+    saved: Renamed,
+    folder: Path,
+    model: nn.Module,
+    *,
+    trained: Collection[str],
+    rename: Mapping[str, str],
+    strict: bool,
+) -> dict[str, Tensor]:
     """Everything in the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
 
     Args:
@@ -29,7 +36,8 @@ def find_others(saved: Renamed, folder: Path, model: nn.Module, *, trained: Coll
     exact = _in_model_file(folder, rename)
     others: dict[str, Tensor] = {}
     held = model.state_dict(keep_vars=True)
-    # A parameter may have several names, and a module that recomputes is in those of parameters, and not in these.
+    # A parameter may have several names, and a module that recomputes is in those of parameters,
+    # and not in these.
     names: dict[int, list[str]] = {}
     for name, value in (*held.items(), *model.named_parameters(remove_duplicate=False)):
         names.setdefault(id(value), []).append(name)
@@ -38,24 +46,29 @@ def find_others(saved: Renamed, folder: Path, model: nn.Module, *, trained: Coll
             continue
         if name in exact and exact[name].shape == value.shape:
             others[name] = exact[name]
-        elif (known := next((each for each in names[id(value)] if each in saved.header.shapes), None)) is not None:
+        elif (
+            known := next((each for each in names[id(value)] if each in saved.header.shapes), None)
+        ) is not None:
             check_shapes({known: tuple(value.shape)}, saved.header.shapes)
             others[name] = saved.pieces(known, 0, value.numel())[0].master
         elif strict:
-            raise LayerWiseError(f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not trained, "
-                                 "cannot be restored; with load_module_strict=False it keeps its value")
+            raise LayerWiseError(
+                f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
+                "trained, cannot be restored; with load_module_strict=False it keeps its value"
+            )
         # Its other names, if it is tied, stand for it.
         restored.add(id(value))
     return others
 
 
 def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
-    """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to float32, and leaves
-    out those of ZeRO-3."""
+    """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to
+    float32, and leaves out those of ZeRO-3."""
     try:
         model = ModelFile.read(folder, trust=False)
     except LayerWiseError:
-        # A client may have put anything into it. The engine loads it next, and that is the user's decision.
+        # A client may have put anything into it. The engine loads it next, and that is the user's
+        # decision.
         return {}
     renamed = new_names(model.module, rename) if model else {}
     return {renamed[name]: value for name, value in model.module.items()} if model else {}

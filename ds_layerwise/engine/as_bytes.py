@@ -10,7 +10,9 @@ from torch import nn
 
 @contextmanager
 def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Make ``params`` contiguous, for good, and those without axes 1-D, for as long as this is open."""
+    """Make ``params`` contiguous, for good, and those without axes 1-D, for as long as this is
+    open.
+    """
     scalars = []
     for param in params:
         if not param.dim():

@@ -1,4 +1,6 @@
-"""The end of a script: saves that go on beside the training are committed, and the processes that write are ended."""
+"""The end of a script: saves that go on beside the training are committed, and the processes that
+write are ended.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,34 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.ranks.leaving import Attempt, leave
 
-#: Where ranks count that are at the end of their scripts, what is decided there, and that all may commit.
-_AT_EXIT, _DECIDED, _ALL_THERE = "ds_layerwise/at_exit", "ds_layerwise/at_exit/decided", "all are there"
+#: Where ranks count that are at the end of their scripts, what is decided there, and that all may
+#: commit.
+_AT_EXIT, _DECIDED, _ALL_THERE = (
+    "ds_layerwise/at_exit",
+    "ds_layerwise/at_exit/decided",
+    "all are there",
+)
 
 #: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
 def end_at_exit(engine: DeepSpeedEngine) -> None:
-    """Let what ``engine`` saves beside the training be committed, and its process end, at the end of the script."""
+    """Let what ``engine`` saves beside the training be committed, and its process end, at the end
+    of the script.
+    """
     _engines.add(engine)
     # What is registered last is called first: before Python waits for processes.
     atexit.register(_end_at_exit)
-    # Processes that multiprocessing has started call nothing of atexit. What a writer starts with is given back at 0.
+    # Processes that multiprocessing has started call nothing of atexit. What a writer starts with
+    # is given back at 0.
     Finalize(None, _end_at_exit, exitpriority=1)
 
 
 def _end_at_exit() -> None:
-    """Commit what a script has left at its end; a process that cannot ends with another exit code than 0."""
+    """Commit what a script has left at its end; a process that cannot ends with another exit code
+    than 0.
+    """
     unfinished, engines, failed = list(saving.unfinished), list(_engines), False
     # Leaving below calls this once more, and so does Python itself after Ctrl-C in here.
     saving.unfinished.clear()
@@ -51,8 +63,11 @@ def _end_at_exit() -> None:
         if attempt.error is not None:
             failed = True
             if alone or engine.global_rank == 0:
-                say(f"ds_layerwise: rank {engine.global_rank}: the last checkpoint was not committed at the end of the "
-                    f"script: {attempt.error}", sys.stderr)
+                say(
+                    f"ds_layerwise: rank {engine.global_rank}: the last checkpoint was not "
+                    f"committed at the end of the script: {attempt.error}",
+                    sys.stderr,
+                )
     for engine in engines:
         # One whose construction has failed has none.
         writer = getattr(engine, "checkpoint_engine", None)
@@ -63,11 +78,13 @@ def _end_at_exit() -> None:
 
 
 def _alone_at_exit() -> str:
-    """Wait for the other ranks at the end of the script, and say why the last save cannot be committed with them.
+    """Wait for the other ranks at the end of the script, and say why the last save cannot be
+    committed with them.
 
-    It is empty if all ranks are there. The first rank to know decides for all, so that none begins a commit without
-    another: the last one to arrive, one that an error has ended, or one that has waited as long as a collective may.
-    The others may be in one, and wait for this rank, where ``sys.exit`` has ended it alone.
+    It is empty if all ranks are there. The first rank to know decides for all, so that none begins
+    a commit without another: the last one to arrive, one that an error has ended, or one that has
+    waited as long as a collective may. The others may be in one, and wait for this rank, where
+    ``sys.exit`` has ended it alone.
     """
     if not dist.is_initialized():
         return "the process groups are gone; call engine.destroy() before destroy_process_group()"
@@ -83,7 +100,9 @@ def _alone_at_exit() -> str:
         with suppress(KeyboardInterrupt):
             # The store has the timeout of the process group.
             wait_for(store, [_DECIDED], store.timeout.total_seconds())
-        decided: str = decide(f"rank {rank} has given up waiting for the others to come to the end of theirs").decode()
+        decided: str = decide(
+            f"rank {rank} has given up waiting for the others to come to the end of theirs"
+        ).decode()
     except RuntimeError as e:
         return f"another rank has ended before ({e})"
     return "" if decided == _ALL_THERE else decided

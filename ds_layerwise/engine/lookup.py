@@ -29,14 +29,18 @@ def find(path: str) -> Any:
     for done, part in enumerate(parts):
         if found is None or isinstance(found, ModuleType):
             # As import statements do, and a module may have an attribute of the same name.
-            module = ".".join(parts[:done + 1])
+            module = ".".join(parts[: done + 1])
             if (imported := _imported(module)) is not None:
                 found = imported
                 continue
         found = getattr(found, part, _NOTHING)
         # A module may still hold one that it imported, and that cannot be imported.
-        if found is _NOTHING or getattr(found, "__name__", None) == module and isinstance(found, ModuleType):
-            raise Absent(".".join(parts[:done + 1]))
+        if (
+            found is _NOTHING
+            or getattr(found, "__name__", None) == module
+            and isinstance(found, ModuleType)
+        ):
+            raise Absent(".".join(parts[: done + 1]))
     return found
 
 
@@ -62,12 +66,19 @@ def _imported(module: str) -> ModuleType | None:
 
 
 def defines(owner: Any, name: str) -> bool:
-    """Whether ``owner``, a module or a class with the bases that are of its package, defines ``name``."""
-    return any(name in vars(base) for base in bases_of(owner)) if isinstance(owner, type) else hasattr(owner, name)
+    """Whether ``owner``, a module or a class with the bases that are of its package, defines
+    ``name``.
+    """
+    return (
+        any(name in vars(base) for base in bases_of(owner))
+        if isinstance(owner, type)
+        else hasattr(owner, name)
+    )
 
 
 def difference(found: Any, expected: Sequence[str]) -> str | None:
-    """How ``found`` differs from what is called with ``expected``, in this order or by name; None if it does not.
+    """How ``found`` differs from what is called with ``expected``, in this order or by name; None
+    if it does not.
 
     It may take more, by default.
     """
@@ -78,8 +89,12 @@ def difference(found: Any, expected: Sequence[str]) -> str | None:
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     # A decorator that takes anything does not say what is inside.
     takes_anything = not named and len(parameters) == 2
-    as_expected = [p.name for p in named[:len(expected)]] == list(expected)
-    if takes_anything or as_expected and all(p.default is not p.empty for p in named[len(expected):]):
+    as_expected = [p.name for p in named[: len(expected)]] == list(expected)
+    if (
+        takes_anything
+        or as_expected
+        and all(p.default is not p.empty for p in named[len(expected) :])
+    ):
         return None
     return f"takes {inspect.signature(found)}, not ({', '.join(expected)})"
 

@@ -1,9 +1,11 @@
-"""What of DeepSpeed is wrapped while this backend is registered, and what stays as long as an engine needs it.
+"""What of DeepSpeed is wrapped while this backend is registered, and what stays as long as an
+engine needs it.
 
 Note: who changes patches
-    One thread at a time, inside :func:`changing`. When Python collects an engine, it calls from within whatever code is
-    running, in any thread, and inside a change, too. What is then to be put back waits for the end of the change: the
-    one who collects must not wait for a lock that it may hold itself.
+    One thread at a time, inside :func:`changing`. When Python collects an engine, it calls from
+    within whatever code is running, in any thread, and inside a change, too. What is then to be put
+    back waits for the end of the change: the one who collects must not wait for a lock that it may
+    hold itself.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from ds_layerwise.zero.takeover import is_trained
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 #: What is added to lists of DeepSpeed, by their names in the contract.
-_ADDED: dict[str, tuple[object, ...]] = {"DEEPSPEED_OPTIMIZERS": OPTIMIZER_TYPES,
-                                         "ZERO_SUPPORTED_OPTIMIZERS": (LayerWiseOptimizer,)}
+_ADDED: dict[str, tuple[object, ...]] = {
+    "DEEPSPEED_OPTIMIZERS": OPTIMIZER_TYPES,
+    "ZERO_SUPPORTED_OPTIMIZERS": (LayerWiseOptimizer,),
+}
 
 _NOTHING = object()
 
@@ -57,7 +61,9 @@ class _Patch:
         setattr(self.owner, self.name, self.ours)
 
     def undo(self) -> bool:
-        """Put back what was there, unless somebody has replaced it since; returns whether it is there."""
+        """Put back what was there, unless somebody has replaced it since; returns whether it is
+        there.
+        """
         if self.now() is self.ours:
             if self.original is _NOTHING:
                 delattr(self.owner, self.name)
@@ -81,7 +87,8 @@ class _Changes:
     """Who changes patches now, and whether an engine was collected meanwhile."""
 
     def __init__(self) -> None:
-        # The thread that imports DeepSpeed to look names up may run code of somebody who registers, too.
+        # The thread that imports DeepSpeed to look names up may run code of somebody who registers,
+        # too.
         self.lock = threading.RLock()
         self.depth = 0
         """How many changes are within each other, all of one thread."""
@@ -143,8 +150,10 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
         if patch.now() is patch.original:
             patch.put()
     if lost := [patch.path for patch in _patches.values() if not patch.is_called()]:
-        raise ConfigError(f"{_were_replaced(lost)}, by what does not say that it calls what was there; undo that, or "
-                          "write it with functools.wraps")
+        raise ConfigError(
+            f"{_were_replaced(lost)}, by what does not say that it calls what was there; undo "
+            "that, or write it with functools.wraps"
+        )
     for key, values in _ADDED.items():
         there = _list(key)
         there.extend(value for value in values if value not in there)
@@ -153,8 +162,13 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
         if key not in _patches:
             owner, name = targets[key]
             original = getattr(owner, name)
-            _replace(key, owner, name, _wrapped(original, wrapper, is_method=inspect.isclass(owner)),
-                     for_life=key in for_life)
+            _replace(
+                key,
+                owner,
+                name,
+                _wrapped(original, wrapper, is_method=inspect.isclass(owner)),
+                for_life=key in for_life,
+            )
 
 
 def unwrap() -> None:
@@ -165,7 +179,9 @@ def unwrap() -> None:
     """
     if not is_registered():
         return
-    if lost := [patch.path for patch in _patches.values() if patch.now() not in (patch.ours, patch.original)]:
+    if lost := [
+        patch.path for patch in _patches.values() if patch.now() not in (patch.ours, patch.original)
+    ]:
         raise ConfigError(f"{_were_replaced(lost)}; undo that first")
     for key, values in _ADDED.items():
         there = _list(key)
@@ -179,7 +195,8 @@ def unwrap() -> None:
 
 
 def _were_replaced(paths: Sequence[str]) -> str:
-    return f"{', '.join(paths)} {'were' if len(paths) > 1 else 'was'} replaced after ds_layerwise.register()"
+    verb = "were" if len(paths) > 1 else "was"
+    return f"{', '.join(paths)} {verb} replaced after ds_layerwise.register()"
 
 
 def _list(key: str) -> list[Any]:
@@ -189,7 +206,9 @@ def _list(key: str) -> list[Any]:
 
 def _put_back() -> None:
     """Put back what no engine needs, unless somebody has registered again, or wrapped it since."""
-    if is_registered() or any(is_trained(param) for engine in engines for param in engine.module.parameters()):
+    if is_registered() or any(
+        is_trained(param) for engine in engines for param in engine.module.parameters()
+    ):
         return
     for key, patch in list(_patches.items()):
         if patch.undo():
@@ -201,7 +220,9 @@ def _replace(key: str, owner: Any, name: str, ours: Any, *, for_life: bool) -> N
     _patches[key].put()
 
 
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
+def _wrapped(
+    original: Callable[..., Any], wrapper: Callable[..., Any], *, is_method: bool
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return wrapper(functools.partial(original, owner), owner, *args, **kwargs)

@@ -1,4 +1,6 @@
-"""The hook into DeepSpeed's reading of a config: what it stumbles over there is told in the words of this package."""
+"""The hook into DeepSpeed's reading of a config: what it stumbles over there is told in the words
+of this package.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def has_client(config: Mapping[str, Any]) -> bool:
 
 
 def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
-    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at stage 3 alone.
+    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at
+    stage 3 alone.
 
     Raises:
         ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
@@ -37,19 +40,28 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     if ratio == "auto":
         return original(given)
     checked = checked_ratio(ratio)
-    rest = {**given["zero_optimization"], "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"}}
+    rest = {
+        **given["zero_optimization"],
+        "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"},
+    }
     config = original({**given, "zero_optimization": rest})
     config.offload_optimizer.ratio = checked
     return config
 
 
-def _initialize_params(original: Callable[[Any], Any], _: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
-    """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it, too."""
+def _initialize_params(
+    original: Callable[[Any], Any], _: ds_config_module.DeepSpeedConfig, given: Any
+) -> Any:
+    """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it,
+    too.
+    """
     # torch has put a hook of its own around what was there, when the ranks found each other.
     last_words.begin()
     optimizer = given.get("optimizer")
     if not is_for_us(given) and not (isinstance(optimizer, str) and is_ours(optimizer)):
-        if any(isinstance(each, Mapping) and is_ours(str(each.get("type"))) for each in given.values()):
+        if any(
+            isinstance(each, Mapping) and is_ours(str(each.get("type"))) for each in given.values()
+        ):
             refuse_misplaced(given)
         return original(given)
     # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
@@ -65,13 +77,21 @@ def _initialize_params(original: Callable[[Any], Any], _: ds_config_module.DeepS
         raise
 
 
-def _configure_train_batch_size(original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig) -> Any:
+def _configure_train_batch_size(
+    original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig
+) -> Any:
     if is_for_us(config._param_dict):
         config._param_dict = with_plain_numbers(config._param_dict)
-        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        ):
             if config._param_dict.get(key) == "auto":
-                raise ConfigError(f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
-                                  "Accelerate do; give it a whole number, or remove it")
+                raise ConfigError(
+                    f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
+                    "Accelerate do; give it a whole number, or remove it"
+                )
     try:
         return original()
     except AssertionError as error:

@@ -15,18 +15,18 @@ from ds_layerwise.recipes.param_keys import ParamKey
 def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -> None:
     """Make ``"type": "LayerWiseMuon"`` and ``"LayerWise"`` known to DeepSpeed.
 
-    Call it in every process before ``deepspeed.initialize``, from any thread. :func:`unregister` undoes it. A second
-    call puts back what somebody has undone since, and else does nothing. Who wraps what this has wrapped does so by
-    ``functools.wraps``, which shows what is called inside.
+    Call it in every process before ``deepspeed.initialize``, from any thread. :func:`unregister`
+    undoes it. A second call puts back what somebody has undone since, and else does nothing. Who
+    wraps what this has wrapped does so by ``functools.wraps``, which shows what is called inside.
 
     Args:
-        overrides: what differs for which parameters in every engine that is made from now on, beside
-            ``layerwise.overrides`` of its config; None for what an earlier call has said.
+        overrides: what differs for which parameters in every engine that is made from now on,
+            beside ``layerwise.overrides`` of its config; None for what an earlier call has said.
 
     Raises:
-        ConfigError: the installed DeepSpeed lacks some of :data:`.contract.CONTRACT`, or has changed it; names all of
-            that, and nothing was patched. Or somebody has replaced since what an earlier call has wrapped. Or
-            ``overrides`` say what no override can say.
+        ConfigError: the installed DeepSpeed lacks some of :data:`.contract.CONTRACT`, or has
+            changed it; names all of that, and nothing was patched. Or somebody has replaced since
+            what an earlier call has wrapped. Or ``overrides`` say what no override can say.
     """
     last_words.begin()
     given = None if overrides is None else overrides_of(overrides)
@@ -35,6 +35,7 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             contract.check()
         # It imports names that are only known to be there now.
         from ds_layerwise.engine import wraps
+
         patches.wrap(wraps.WRAPS, for_life=wraps.FOR_LIFE)
         if given is not None:
             own_overrides.keep(given)
@@ -43,7 +44,8 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
 def unregister() -> None:
     """Leave DeepSpeed as it was before :func:`register`.
 
-    Engines that exist keep working: what they need of it, which asks first whose engine it is, goes with the last one.
+    Engines that exist keep working: what they need of it, which asks first whose engine it is, goes
+    with the last one.
 
     Raises:
         ConfigError: somebody else has wrapped the engine since; undo that first.
@@ -54,15 +56,18 @@ def unregister() -> None:
         own_overrides.keep(())
 
 
-def initialize(*args: Any, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None, **kwargs: Any) -> Any:
+def initialize(
+    *args: Any, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None, **kwargs: Any
+) -> Any:
     """``deepspeed.initialize``, same arguments and results, after :func:`register`.
 
     Args:
-        overrides: what differs for which parameters of this model, beside ``layerwise.overrides`` of its config and
-            what :func:`register` was given.
+        overrides: what differs for which parameters of this model, beside ``layerwise.overrides``
+            of its config and what :func:`register` was given.
 
     Raises:
-        ConfigError: ``overrides`` say what no override can say; and all that :func:`register` and the engine raise.
+        ConfigError: ``overrides`` say what no override can say; and all that :func:`register` and
+            the engine raise.
     """
     last_words.begin()
     given = overrides_of(overrides)

@@ -1,9 +1,11 @@
-"""The schedule of an engine: made of what torch takes for an optimizer, and moving the rates that were chosen.
+"""The schedule of an engine: made of what torch takes for an optimizer, and moving the rates that
+were chosen.
 
 Note: what is wrapped, and why there
-    ``_scheduler_from_config`` hands the engine's wrapper to the schedule that the config names: DeepSpeed's own find
-    their optimizer in it, and torch's take nothing that is not a ``torch.optim.Optimizer``.
-    ``_configure_lr_scheduler`` is where a script's schedule is first there.
+    ``_scheduler_from_config`` hands the engine's wrapper to the schedule that the config names:
+    DeepSpeed's own find their optimizer in it, and torch's take nothing that is not a
+    ``torch.optim.Optimizer``. ``_configure_lr_scheduler`` is where a script's schedule is first
+    there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from ds_layerwise.ranks import comm
 from ds_layerwise.zero.optimizer import uses_us
 
 
-def _scheduler_from_config(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
+def _scheduler_from_config(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any
+) -> Any:
     kind = (engine._config._param_dict.get("scheduler") or {}).get("type")
     if not uses_us(engine) or kind is None or hasattr(lr_schedules, kind):
         return original(optimizer)
@@ -44,9 +48,11 @@ def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
     moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     if moved is not None and not any(id(group) in known for group in moved):
         kind = type(schedule).__name__
-        raise ConfigError(f"lr_scheduler is a {kind} of another optimizer ({type(schedule.optimizer).__name__}), so "
-                          "that no rate of this engine would ever move; give a function: "
-                          f"lr_scheduler=lambda optimizer: {kind}(optimizer, ...)")
+        raise ConfigError(
+            f"lr_scheduler is a {kind} of another optimizer ({type(schedule.optimizer).__name__}), "
+            "so that no rate of this engine would ever move; give a function: lr_scheduler=lambda "
+            f"optimizer: {kind}(optimizer, ...)"
+        )
     engine.optimizer.optimizer.require_schedule_of_rates(schedule, engine.optimizer.routes)
 
 

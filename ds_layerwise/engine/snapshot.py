@@ -1,4 +1,6 @@
-"""A copy of what is handed to a process that writes beside the training, which changes what is live."""
+"""A copy of what is handed to a process that writes beside the training, which changes what is
+live.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Value = TypeVar("Value")
 
 
 def snapshot(value: Value) -> Value:
-    """Copy ``value`` with all tensors in it, in objects too, to the host; what can be saved can be copied."""
+    """Copy ``value`` with all tensors in it, in objects too, to the host; what can be saved can be
+    copied.
+    """
     stream, copies = io.BytesIO(), list[Tensor]()
     # Each is held, so that no other gets its place in memory.
     known: dict[Hashable, tuple[int, Tensor]] = {}
@@ -39,14 +43,24 @@ def snapshot(value: Value) -> Value:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """The key under which a tensor is copied once: the same for two that stand for the same values, as tied weights do.
+    """The key under which a tensor is copied once: the same for two that stand for the same values,
+    as tied weights do.
 
-    A tensor without an address is like no other: one without elements, on no device, or around others, as of torchao.
+    A tensor without an address is like no other: one without elements, on no device, or around
+    others, as of torchao.
     """
     if tensor.layout != torch.strided or not tensor.data_ptr():
         return id(tensor)
-    return (type(tensor), tensor.requires_grad, tensor.dtype, tensor.shape, tensor.stride(),
-            tensor.data_ptr(), tensor.is_conj(), tensor.is_neg())
+    return (
+        type(tensor),
+        tensor.requires_grad,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.data_ptr(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """The hook: how DeepSpeed's engine comes to build this backend.
 
 Note: what is wrapped, and why there
-    ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is the first thing that
-    an engine does with its config, so a mistake is found before memory is spent; :mod:`.reading` is before.
-    ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find out before it.
-    ``_configure_basic_optimizer`` builds the optimizer that the config names; ``_do_optimizer_sanity_check`` would pick
-    another wrapper class for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper.
-    ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what ``offload_optimizer`` left on the
-    device. The other modules of this folder have more. Every wrap asks first whether it is for us.
+    ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is
+    the first thing that an engine does with its config, so a mistake is found before memory is
+    spent; :mod:`.reading` is before. ``_broadcast_model`` is the first collective on the model:
+    ranks whose models differ must find out before it. ``_configure_basic_optimizer`` builds the
+    optimizer that the config names; ``_do_optimizer_sanity_check`` would pick another wrapper class
+    for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper.
+    ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what
+    ``offload_optimizer`` left on the device. The other modules of this folder have more. Every wrap
+    asks first whether it is for us.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ from ds_layerwise.engine import (
 )
 from ds_layerwise.engine.as_bytes import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.client import ClientOptimizer, given_by, must_be_optimizer, pointing_to_ours
+from ds_layerwise.optimizers.client import (
+    ClientOptimizer,
+    given_by,
+    must_be_optimizer,
+    pointing_to_ours,
+)
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
@@ -71,15 +78,23 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
     """What the engine's config says to this backend; read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
-        found = RunConfig.from_ds_config(config._param_dict, client=reading.has_client(config._param_dict))
-        layerwise = found.layerwise.model_copy(update={"overrides": (*found.layerwise.overrides, *own_overrides.now())})
+        found = RunConfig.from_ds_config(
+            config._param_dict, client=reading.has_client(config._param_dict)
+        )
+        layerwise = found.layerwise.model_copy(
+            update={"overrides": (*found.layerwise.overrides, *own_overrides.now())}
+        )
         config._layerwise_run = replace(found, layerwise=layerwise)
     run: RunConfig = config._layerwise_run
     return run
 
 
-def _configure_with_arguments(original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any) -> Any:
-    """Choose the device where DeepSpeed will, but before anything can use the one that all processes start with."""
+def _configure_with_arguments(
+    original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any
+) -> Any:
+    """Choose the device where DeepSpeed will, but before anything can use the one that all
+    processes start with.
+    """
     result = original(args, mpu)
     device_rank = getattr(args, "device_rank", engine.local_rank)
     if _uses_us(engine) and device_rank >= 0:
@@ -90,13 +105,21 @@ def _configure_with_arguments(original: Callable[..., Any], engine: DeepSpeedEng
 def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
     given = engine._config._param_dict
     if not _uses_us(engine):
-        unknown = engine.client_optimizer is None and engine._config.optimizer_name not in (
-            None, *ds_config_module.DEEPSPEED_OPTIMIZERS) and not hasattr(torch.optim, engine._config.optimizer_name)
+        unknown = (
+            engine.client_optimizer is None
+            and engine._config.optimizer_name not in (None, *ds_config_module.DEEPSPEED_OPTIMIZERS)
+            and not hasattr(torch.optim, engine._config.optimizer_name)
+        )
         if unknown and (meant := type_meant(engine._config.optimizer_name)):
-            raise ConfigError(f"optimizer.type {engine._config.optimizer_name!r} is not known; did you mean {meant!r}?")
+            raise ConfigError(
+                f"optimizer.type {engine._config.optimizer_name!r} is not known; did you mean "
+                f"{meant!r}?"
+            )
         if "layerwise" in given:
-            raise ConfigError(f"the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
-                              f"{engine._config.optimizer_name!r}; change it, or remove the section")
+            raise ConfigError(
+                "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
+                f"{engine._config.optimizer_name!r}; change it, or remove the section"
+            )
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
         engine.mpu = sequence.MeshGroups(engine.mesh_device)
@@ -104,9 +127,14 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         _check_config(engine, given)
     if dist.is_initialized():
         described = what_ranks_share(given)
-        described.append(f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}")
-        described += [f"{override.label(i)} = {override.changes()}"
-                      for i, override in enumerate(_run(engine).layerwise.overrides) if override.key is not None]
+        described.append(
+            f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}"
+        )
+        described += [
+            f"{override.label(i)} = {override.changes()}"
+            for i, override in enumerate(_run(engine).layerwise.overrides)
+            if override.key is not None
+        ]
         comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
     try:
         return original()
@@ -130,36 +158,51 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     _refuse_what_is_not_read(engine._config, given)
     if reading.has_client(given):
         if engine.client_optimizer is None:
-            raise ConfigError("the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
-                              "optimizer given to initialize(), and there is none of these; name one, or remove the "
-                              "section")
+            raise ConfigError(
+                "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
+                "optimizer given to initialize(), and there is none of these; name one, or remove "
+                "the section"
+            )
         if not callable(engine.client_optimizer):
             must_be_optimizer(engine.client_optimizer)
         _refuse_what_clients_lack(run)
     else:
         check_recipes(run.optimizer.recipes)
     if not reading.has_client(given) and engine.client_optimizer is not None:
-        raise ConfigError("the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
-                          f"{given['optimizer']['type']!r} in the config; remove one")
-    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(engine.mpu):
+        raise ConfigError(
+            "the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
+            f"{given['optimizer']['type']!r} in the config; remove one"
+        )
+    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(
+        engine.mpu
+    ):
         check_mpu(engine.mpu, autotp_size=engine.autotp_size())
     elif engine.mpu is not None and engine.autotp_size() > 1:
-        raise ConfigError(f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
-                          "sequence parallelism, which this optimizer does not support; remove one of the two")
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
+            "sequence parallelism, which this optimizer does not support; remove one of the two"
+        )
 
 
 def _refuse_what_clients_lack(run: RunConfig) -> None:
     default = type(run.layerwise)()
     for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "mup"):
         if getattr(run.layerwise, key) != getattr(default, key):
-            raise ConfigError(f"layerwise.{key} is set, and the groups of the optimizer that was given to initialize() "
-                              "say what it would; remove it, and make a group of those parameters")
+            raise ConfigError(
+                f"layerwise.{key} is set, and the groups of the optimizer that was given to "
+                "initialize() say what it would; remove it, and make a group of those parameters"
+            )
 
 
-#: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by default.
-_NOT_IN_EVERY_RELEASE = {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True,
-                         "data_types.param_dtype": None, "data_types.buffer_dtype": None,
-                         "data_types.keep_in_fp32_modules": "auto"}
+#: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by
+#: default.
+_NOT_IN_EVERY_RELEASE = {
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "data_types.param_dtype": None,
+    "data_types.buffer_dtype": None,
+    "data_types.keep_in_fp32_modules": "auto",
+}
 
 
 def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
@@ -167,8 +210,10 @@ def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
         *sections, key = path.split(".")
         section = given.get(sections[0]) or {} if sections else given
         if section.get(key, default) != default and not hasattr(config, key):
-            raise ConfigError(f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
-                              "remove it, or install a newer DeepSpeed")
+            raise ConfigError(
+                f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
+                "remove it, or install a newer DeepSpeed"
+            )
 
 
 def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
@@ -179,14 +224,25 @@ def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
             if pipeline.is_pipeline(engine.module):
                 pipeline.check(engine, engine.module, _run(engine).layerwise)
         if dist.is_initialized():
-            described = [f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' (frozen)'}"
-                         f"{' (trained by another engine before)' * takeover.is_trained(param)}"
-                         for name, param in engine.module.named_parameters()]
-            what = "the model, of which parts have to be of equal size," if engine.mp_world_size > 1 else "the model"
+            described = [
+                f"{name} {tuple(param.shape)} "
+                f"{param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+                f"{' (trained by another engine before)' * takeover.is_trained(param)}"
+                for name, param in engine.module.named_parameters()
+            ]
+            what = (
+                "the model, of which parts have to be of equal size,"
+                if engine.mp_world_size > 1
+                else "the model"
+            )
             staged = pipeline.is_pipeline(engine.module)
             with comm.Alike(None):
-                comm.check_alike("the model" if staged else what, comm.digest_of(described), described,
-                                 group=engine.seq_data_parallel_group if staged else None)
+                comm.check_alike(
+                    "the model" if staged else what,
+                    comm.digest_of(described),
+                    described,
+                    group=engine.seq_data_parallel_group if staged else None,
+                )
         with viewable_as_bytes(engine.module.parameters()):
             return original()
     return original()
@@ -196,34 +252,49 @@ def _check_model(engine: DeepSpeedEngine) -> None:
     """Refuse what one rank can see to be wrong with the model.
 
     Raises:
-        ConfigError: it has experts, and is cut over ranks otherwise, too, or its checkpoints are on several disks.
+        ConfigError: it has experts, and is cut over ranks otherwise, too, or its checkpoints are on
+            several disks.
     """
     model = engine.module
     is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
     has_experts = any(isinstance(module, MoE) for module in model.modules())
     if has_experts and engine.use_node_local_storage():
-        raise ConfigError("checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank reads "
-                          "what those of other nodes have saved of them; remove it")
+        raise ConfigError(
+            "checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank "
+            "reads what those of other nodes have saved of them; remove it"
+        )
     if has_experts and (is_cut or engine.sequence_parallel_size > 1):
-        raise ConfigError("deepspeed.moe layers together with model or sequence parallelism are not supported by this "
-                          "optimizer: it knows no order of experts for that")
+        raise ConfigError(
+            "deepspeed.moe layers together with model or sequence parallelism are not supported by "
+            "this optimizer: it knows no order of experts for that"
+        )
 
 
-def _configure_basic_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any) -> Any:
+def _configure_basic_optimizer(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any
+) -> Any:
     if not _uses_us(engine):
         return original(model_parameters)
     with _alike():
-        section = None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
+        section = (
+            None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
+        )
         return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
-def _configure_optimizer(original: Callable[[Any, Any], Any], engine: DeepSpeedEngine, client_optimizer: Any,
-                         model_parameters: Any) -> Any:
+def _configure_optimizer(
+    original: Callable[[Any, Any], Any],
+    engine: DeepSpeedEngine,
+    client_optimizer: Any,
+    model_parameters: Any,
+) -> Any:
     if not _uses_us(engine) or client_optimizer is None:
         return original(client_optimizer, model_parameters)
     with _alike(), pointing_to_ours(client_optimizer):
-        ours = ClientOptimizer(given_by(client_optimizer, model_parameters),
-                               split=_run(engine).layerwise.client_optimizer.split)
+        ours = ClientOptimizer(
+            given_by(client_optimizer, model_parameters),
+            split=_run(engine).layerwise.client_optimizer.split,
+        )
         check_recipes(ours.recipes_by_group)
     result = original(ours, model_parameters)
     # What is called with it next makes schedulers.
@@ -231,31 +302,49 @@ def _configure_optimizer(original: Callable[[Any, Any], Any], engine: DeepSpeedE
     return result
 
 
-def _do_optimizer_sanity_check(original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any) -> Any:
+def _do_optimizer_sanity_check(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any
+) -> Any:
     if isinstance(basic_optimizer, LayerWiseOptimizer):
         return "zero_optimization"
     # Ours would take the gradients before another optimizer sees them.
-    takeover.retire_owners(param for group in getattr(basic_optimizer, "param_groups", ()) for param in group["params"])
+    takeover.retire_owners(
+        param for group in getattr(basic_optimizer, "param_groups", ()) for param in group["params"]
+    )
     return original(basic_optimizer)
 
 
-def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any) -> Any:
+def _configure_zero_optimizer(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any
+) -> Any:
     if not isinstance(optimizer, LayerWiseOptimizer):
         return original(optimizer)
     optimizer.restore_groups()
     settings, layerwise = _settings(engine), _run(engine).layerwise
     if settings.tensor_group is not None and layerwise.save_universal:
-        raise ConfigError("layerwise.save_universal is true, and tensor parallelism has cut the model into "
-                          f"{engine.mp_world_size} parts, which the universal format would have whole; remove it")
-    if layerwise.verify_first_step and settings.model_group is not None and comm.size_of(settings.model_group) > 1:
-        raise ConfigError("layerwise.verify_first_step is true, and tensor or pipeline parallelism has cut the model: "
-                          "what is compared is an update of whole parameters, which no rank has; remove it, or verify "
-                          "the same config with a model that is not cut")
+        raise ConfigError(
+            "layerwise.save_universal is true, and tensor parallelism has cut the model into "
+            f"{engine.mp_world_size} parts, which the universal format would have whole; remove it"
+        )
+    if (
+        layerwise.verify_first_step
+        and settings.model_group is not None
+        and comm.size_of(settings.model_group) > 1
+    ):
+        raise ConfigError(
+            "layerwise.verify_first_step is true, and tensor or pipeline parallelism has cut the "
+            "model: what is compared is an update of whole parameters, which no rank has; remove "
+            "it, or verify the same config with a model that is not cut"
+        )
     built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
-    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the engine copies it into. Of
-    # a model that is cut it would say that nothing is.
+    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the
+    # engine copies it into. Of a model that is cut it would say that nothing is.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
-        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, told_the_converter(built.checkpointing.planned.saved_shapes))
+        setattr(
+            engine.module,
+            UNIVERSAL_CHECKPOINT_INFO,
+            told_the_converter(built.checkpointing.planned.saved_shapes),
+        )
     param_map.write(built)
     patches.engines.add(engine)
     at_exit.end_at_exit(engine)
@@ -270,11 +359,16 @@ def _configure_zero_optimizer(original: Callable[[Any], Any], engine: DeepSpeedE
     return built
 
 
-def _clip_grad_norm_(original: Callable[..., Any], parameters: Any, *args: Any, **options: Any) -> Any:
+def _clip_grad_norm_(
+    original: Callable[..., Any], parameters: Any, *args: Any, **options: Any
+) -> Any:
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(takeover.is_trained(param) and param.grad is None for param in given):
-        warn_once("clip_grad_norm_() of the script finds no gradients, and clips none: they stay in the engine; set "
-                  "gradient_clipping in the config, and ask engine.get_global_grad_norm() for the norm")
+        warn_once(
+            "clip_grad_norm_() of the script finds no gradients, and clips none: they stay in the "
+            "engine; set gradient_clipping in the config, and ask engine.get_global_grad_norm() "
+            "for the norm"
+        )
     return original(given, *args, **options)
 
 
@@ -289,7 +383,8 @@ def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine
     return False if _uses_us(engine) else original()
 
 
-#: What an engine of this backend needs after it was made. Here and below by keys of :mod:`.engine.contract`.
+#: What an engine of this backend needs after it was made. Here and below by keys of
+#: :mod:`.engine.contract`.
 FOR_LIFE: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
     "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
@@ -307,12 +402,18 @@ WRAPS: dict[str, Callable[..., Any]] = {
     "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
-    **reference.WRAPS, **schedules.WRAPS, **FOR_LIFE,
+    **reference.WRAPS,
+    **schedules.WRAPS,
+    **FOR_LIFE,
 }
 
 
 def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
-    return engine.tensor_parallel_config().tensor_parallel.tp_group if engine.autotp_size() > 1 else None
+    return (
+        engine.tensor_parallel_config().tensor_parallel.tp_group
+        if engine.autotp_size() > 1
+        else None
+    )
 
 
 def _settings(engine: DeepSpeedEngine) -> Settings:
@@ -323,10 +424,17 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
     # 0.18.9 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
-    # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to look at.
-    check_overflow = (config.bfloat16_config.check_grad_overflow if engine.bfloat16_enabled()
-                      else compute_dtype == torch.float16 or compute_grad_norm)
-    group, mpu = engine.seq_data_parallel_group, None if sequence.is_ulysses(engine.mpu) else engine.mpu
+    # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to
+    # look at.
+    check_overflow = (
+        config.bfloat16_config.check_grad_overflow
+        if engine.bfloat16_enabled()
+        else compute_dtype == torch.float16 or compute_grad_norm
+    )
+    group, mpu = (
+        engine.seq_data_parallel_group,
+        None if sequence.is_ulysses(engine.mpu) else engine.mpu,
+    )
     model_group = None if mpu is None else mpu.get_model_parallel_group()
     expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
@@ -338,10 +446,13 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         expert_groups=expert_groups,
         model_group=model_group,
         mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
-        tensor_group=None if pipeline.is_pipeline(engine.module) else tensor_group(
-            mpu, autotp_group=_autotp_group(engine)),
+        tensor_group=None
+        if pipeline.is_pipeline(engine.module)
+        else tensor_group(mpu, autotp_group=_autotp_group(engine)),
         compute_dtype=compute_dtype,
-        accumulation_dtype=None if run.accumulation_dtype is None else DTYPES[run.accumulation_dtype],
+        accumulation_dtype=None
+        if run.accumulation_dtype is None
+        else DTYPES[run.accumulation_dtype],
         # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
         wire_dtype=config.communication_data_type,
         autocast=autocast_dtype is not None,

@@ -15,16 +15,19 @@ from ds_layerwise.recipes.adamuon import AdaMuon as Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaMuon(Scaled):
-    """Muon divided by the root of an average of its own squares, with the norm of an orthogonal matrix.
+    """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
+    matrix.
 
-    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), then sqrt(min(rows, cols)) / |u| times u,
-    so that with ``scale_mode`` "match_rms_adamw" every update has an RMS of 0.2. State ``moment2_buffer``: v.
+    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), then sqrt(min(rows,
+    cols)) / |u| times u, so that with ``scale_mode`` "match_rms_adamw" every update has an RMS of
+    0.2. State ``moment2_buffer``: v.
 
-    Reference: arXiv 2507.11005 as the authors' own code has it (Chongjie-Si/AdaMuon at 3b84e03) and pytorch_optimizer
-    4.1.0; both also correct v for its bias, which the norm takes back but for eps. The paper's second version
-    orthogonalises the signs of the momentum (``sign_momentum``). Without ``moment2_rescale`` it is what
-    Emerging-Optimizers 0.3.0 calls adamuon: an element's first update is 1 / sqrt(1 - beta) whatever its gradient, so
-    that with ``scale_mode`` "spectral" updates begin at an RMS of 72 (64 x 256) and end near 16.
+    Reference: arXiv 2507.11005 as the authors' own code has it (Chongjie-Si/AdaMuon at 3b84e03) and
+    pytorch_optimizer 4.1.0; both also correct v for its bias, which the norm takes back but for
+    eps. The paper's second version orthogonalises the signs of the momentum (``sign_momentum``).
+    Without ``moment2_rescale`` it is what Emerging-Optimizers 0.3.0 calls adamuon: an element's
+    first update is 1 / sqrt(1 - beta) whatever its gradient, so that with ``scale_mode`` "spectral"
+    updates begin at an RMS of 72 (64 x 256) and end near 16.
     """
 
     recipe: Recipe

@@ -21,18 +21,21 @@ from ds_layerwise.recipes import any_torch as recipes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnyTorch(UpdateRule):
-    """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on 1-D pieces.
+    """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on
+    1-D pieces.
 
-    State: what the class keeps, found by :mod:`.optimizers.probe`, and ``step``. Every parameter has an optimizer of
-    its own, for as long as its state lives, and that works in the memory of the state, as far as the class writes in
-    place; what it makes anew is copied there.
+    State: what the class keeps, found by :mod:`.optimizers.probe`, and ``step``. Every parameter
+    has an optimizer of its own, for as long as its state lives, and that works in the memory of the
+    state, as far as the class writes in place; what it makes anew is copied there.
 
-    ``lr`` and, where the class has one, ``weight_decay`` are those of the group. Where it has none, weight decay is
-    decoupled: ``W -= lr * weight_decay * W`` before the step.
+    ``lr`` and, where the class has one, ``weight_decay`` are those of the group. Where it has none,
+    weight decay is decoupled: ``W -= lr * weight_decay * W`` before the step.
     """
 
     recipe: recipes.AnyTorch
-    _optimizers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, init=False, repr=False)
+    _optimizers: WeakTensorKeyDictionary = field(
+        default_factory=WeakTensorKeyDictionary, init=False, repr=False
+    )
 
     @classmethod
     def of(cls, recipe: recipes.AnyTorch) -> AnyTorch:
@@ -44,8 +47,13 @@ class AnyTorch(UpdateRule):
         probe_checks.check(recipe, lambda: cls(recipe))
         return cls(recipe)
 
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
         """One step of each parameter.
 
         Raises:
@@ -59,10 +67,12 @@ class AnyTorch(UpdateRule):
 
     def _update(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
         step, kept = int(state[COUNT]), probe.kept_of(self.recipe, tuple(param.shape))
-        optimizer: Optimizer | None = self._optimizers.get(state[COUNT])  # type: ignore[no-untyped-call]
+        optimizer: Optimizer | None = self._optimizers.get(  # type: ignore[no-untyped-call]
+            state[COUNT]
+        )
         if optimizer is None or not step:
             optimizer = self._optimizers[state[COUNT]] = probe.make(self.recipe, param)
-        group, = optimizer.param_groups
+        (group,) = optimizer.param_groups
         group.update(hyper.of_client)
         group["params"] = [param]
         set_rate(group, hyper.lr)
@@ -73,7 +83,9 @@ class AnyTorch(UpdateRule):
         if step:
             group.update({key: _value(leaf, state, step) for key, leaf in kept.groups.items()})
             optimizer.state[param] = probe.rebuilt(
-                kept.after(step), lambda _, leaf: _value(leaf, state, step) if isinstance(leaf, Leaf) else leaf)
+                kept.after(step),
+                lambda _, leaf: _value(leaf, state, step) if isinstance(leaf, Leaf) else leaf,
+            )
         # A class may write to the gradient, which somebody may look at after the step.
         param.grad = grad.clone()
         try:
@@ -86,13 +98,20 @@ class AnyTorch(UpdateRule):
             group["params"] = []
             optimizer.state.clear()
 
-    def _keep(self, optimizer: Optimizer, param: Tensor, kept: Kept, state: State, step: int) -> None:
-        found, expected = dict(probe.walk(dict(optimizer.state.get(param, {})))), dict(probe.walk(kept.after(step)))
+    def _keep(
+        self, optimizer: Optimizer, param: Tensor, kept: Kept, state: State, step: int
+    ) -> None:
+        found, expected = (
+            dict(probe.walk(dict(optimizer.state.get(param, {})))),
+            dict(probe.walk(kept.after(step))),
+        )
         for path, value in found.items():
             if isinstance(value, Tensor) and not isinstance(expected.get(path), Leaf):
-                raise StepError(f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of a "
-                                f"parameter of {tuple(param.shape)} after {step} steps, which it did not in its probe; "
-                                "nothing has a place for it: this class cannot be used here")
+                raise StepError(
+                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of "
+                    f"a parameter of {tuple(param.shape)} after {step} steps, which it did not in "
+                    "its probe; nothing has a place for it: this class cannot be used here"
+                )
         for path, leaf in expected.items():
             if isinstance(leaf, Leaf) and leaf.ahead is None:
                 self._keep_one(leaf, found.get(path), param, state, step)
@@ -102,11 +121,21 @@ class AnyTorch(UpdateRule):
             state[leaf.key].fill_(value)
             return
         place = state[leaf.key]
-        if not isinstance(value, Tensor) or value.shape != place.shape or value.dtype != place.dtype:
-            told = f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else repr(value)
-            raise StepError(f"{self.recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} as {told} "
-                            f"after {step} steps, and its probe said {tuple(place.shape)} in {place.dtype}: this class "
-                            "cannot be used here")
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != place.shape
+            or value.dtype != place.dtype
+        ):
+            told = (
+                f"{tuple(value.shape)} in {value.dtype}"
+                if isinstance(value, Tensor)
+                else repr(value)
+            )
+            raise StepError(
+                f"{self.recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} as "
+                f"{told} after {step} steps, and its probe said {tuple(place.shape)} in "
+                f"{place.dtype}: this class cannot be used here"
+            )
         if value.data_ptr() != place.data_ptr():
             place.copy_(value)
 

@@ -1,19 +1,21 @@
-"""Weight decay: how weights are drawn towards zero beside what a rule does with them, the same for all rules.
+"""Weight decay: how weights are drawn towards zero beside what a rule does with them, the same for
+all rules.
 
-With W the weights, wd ``weight_decay``, lr the learning rate that the rule updates W with, and u the direction of the
-update, W <- W - lr u:
+With W the weights, wd ``weight_decay``, lr the learning rate that the rule updates W with, and u
+the direction of the update, W <- W - lr u:
 
-============= ============================================================== =========================================
-decoupled     W <- W - lr wd W                                               AdamW, arXiv 1711.05101
-independent   W <- W - wd W                                                  arXiv 1711.05101 with its own schedule
-l2            g <- g + wd W, before moments and momentum                     :class:`torch.optim.Adam`
-palm          W <- W - lr^2 wd W                                             PaLM, arXiv 2204.02311
-============= ============================================================== =========================================
+============= ==============================================================
+========================================= decoupled     W <- W - lr wd W
+AdamW, arXiv 1711.05101 independent   W <- W - wd W
+arXiv 1711.05101 with its own schedule l2            g <- g + wd W, before moments and momentum
+:class:`torch.optim.Adam` palm          W <- W - lr^2 wd W
+PaLM, arXiv 2204.02311 ============= ==============================================================
+=========================================
 
-``cautious``: an element decays only where sign(u) sign(W) >= 0 (arXiv 2510.12402), which is where u draws it towards
-zero, too, or is zero: as the paper and microsoft/dion have it for every rule, and modded-nanogpt for its matrices (its
-Adam leaves elements alone whose u is zero). u is that of this step, and W what it was before: decay and update are both
-subtracted from the same W.
+``cautious``: an element decays only where sign(u) sign(W) >= 0 (arXiv 2510.12402), which is where u
+draws it towards zero, too, or is zero: as the paper and microsoft/dion have it for every rule, and
+modded-nanogpt for its matrices (its Adam leaves elements alone whose u is zero). u is that of this
+step, and W what it was before: decay and update are both subtracted from the same W.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from ds_layerwise.recipes.recipe import Recipe, WeightDecayMethod
 
 @dataclass(frozen=True, slots=True)
 class WeightDecay:
-    """One way to decay. A rule that knows its directions calls :meth:`gradients`, then :meth:`shrink_`."""
+    """One way to decay. A rule that knows its directions calls :meth:`gradients`, then
+    :meth:`shrink_`.
+    """
 
     method: WeightDecayMethod = "decoupled"
     cautious: bool = False
@@ -40,7 +44,9 @@ class WeightDecay:
         """What ``recipe`` says."""
         return cls(recipe.weight_decay_method, recipe.cautious_weight_decay)
 
-    def gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], hyper: Hyper) -> list[Tensor]:
+    def gradients(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], hyper: Hyper
+    ) -> list[Tensor]:
         """What a rule takes for the gradients: ``grads`` themselves or, with l2, new tensors."""
         if self.method != "l2" or not hyper.weight_decay:
             return list(grads)
@@ -50,8 +56,8 @@ class WeightDecay:
         """Let ``params`` decay in place; with l2 they have, in :meth:`gradients`.
 
         Args:
-            directions: what is subtracted from ``params`` next, but for a factor that is not negative; read only, and
-                only if ``cautious``.
+            directions: what is subtracted from ``params`` next, but for a factor that is not
+                negative; read only, and only if ``cautious``.
         """
         kept = 1 - self._share(hyper)
         if kept == 1:
@@ -59,18 +65,21 @@ class WeightDecay:
         if not self.cautious:
             torch._foreach_mul_(list(params), kept)
             return
-        # One after another, so that what it takes beside them is no more than twice the largest of them.
+        # One after another, so that what it takes beside them is no more than twice the largest of
+        # them.
         for param, direction in zip(params, directions, strict=True):
             # Of signs, because a product of small numbers may round to zero.
             agree = torch.sign(param).mul_(torch.sign(direction)) >= 0
             param.mul_(torch.where(agree, param.new_full((), kept), 1.0))
 
-    def update_(self, params: Sequence[Tensor], hyper: Hyper, move_: Callable[[list[Tensor], float], None]) -> None:
+    def update_(
+        self, params: Sequence[Tensor], hyper: Hyper, move_: Callable[[list[Tensor], float], None]
+    ) -> None:
         """Let ``params`` decay, then update them, for a rule that does not tell its directions.
 
         Args:
-            move_: subtracts directions times a learning rate from a list like ``params``, in place, and updates the
-                states; it is called once.
+            move_: subtracts directions times a learning rate from a list like ``params``, in place,
+                and updates the states; it is called once.
         """
         if not (self.cautious and self._share(hyper)):
             self.shrink_(params, (), hyper)
@@ -85,5 +94,7 @@ class WeightDecay:
 
     def _share(self, hyper: Hyper) -> float:
         """What part of itself a weight loses in a step."""
-        rate = {"decoupled": hyper.lr, "independent": 1.0, "palm": hyper.lr * hyper.lr, "l2": 0.0}[self.method]
+        rate = {"decoupled": hyper.lr, "independent": 1.0, "palm": hyper.lr * hyper.lr, "l2": 0.0}[
+            self.method
+        ]
         return rate * hyper.weight_decay

@@ -10,15 +10,18 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.errors import ConfigError
 
-#: How many times as fast as in float32 products must be in another dtype to count as fast. What has units for a dtype
-#: is at 1.8 and more, what has none at 1.1 and less, so that the noise of a measurement does not decide.
+#: How many times as fast as in float32 products must be in another dtype to count as fast. What has
+#: units for a dtype is at 1.8 and more, what has none at 1.1 and less, so that the noise of a
+#: measurement does not decide.
 FAST = 1.3
 
-#: Sides of the matrices that are multiplied to find out, so large that the product is what takes the time.
+#: Sides of the matrices that are multiplied to find out, so large that the product is what takes
+#: the time.
 _SIDE, _SIDE_CPU = 2048, 256
 
-#: So many rounds in a row that none of the best times has become better in, by more than a little, are enough: beside
-#: other work on the machine five rounds may all be disturbed. And so many are enough in any case.
+#: So many rounds in a row that none of the best times has become better in, by more than a little,
+#: are enough: beside other work on the machine five rounds may all be disturbed. And so many are
+#: enough in any case.
 _SAME_ROUNDS, _ROUNDS, _LITTLE = 10, 200, 0.95
 
 
@@ -33,14 +36,17 @@ def widest_float() -> torch.dtype:
 
 
 def require(dtype: torch.dtype, device: torch.device, *, key: str, value: str) -> None:
-    """Refuse a setting that takes products in a ``dtype`` that ``device`` has none for. A CPU has all of them.
+    """Refuse a setting that takes products in a ``dtype`` that ``device`` has none for. A CPU has
+    all of them.
 
     Raises:
         ConfigError: names ``key`` and its ``value``.
     """
     if not _has(dtype, device):
-        raise ConfigError(f"{key} is {value!r}, and {device} has no products in {str(dtype).removeprefix('torch.')}; "
-                          "set it to 'auto'")
+        raise ConfigError(
+            f"{key} is {value!r}, and {device} has no products in "
+            f"{str(dtype).removeprefix('torch.')}; set it to 'auto'"
+        )
 
 
 def _has(dtype: torch.dtype, device: torch.device) -> bool:
@@ -55,22 +61,35 @@ def _has(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
-    """In which dtypes of half precision ``device`` multiplies at least :data:`FAST` times as fast as in float32.
+    """In which dtypes of half precision ``device`` multiplies at least :data:`FAST` times as fast
+    as in float32.
 
-    Measured in some tens of milliseconds, once a process and device. float16 is a candidate on CUDA alone: elsewhere
-    torch multiplies in bfloat16 wherever that is the faster one, or does not say whether subnormals are numbers.
+    Measured in some tens of milliseconds, once a process and device. float16 is a candidate on CUDA
+    alone: elsewhere torch multiplies in bfloat16 wherever that is the faster one, or does not say
+    whether subnormals are numbers.
     """
-    candidates = {"cuda": [torch.float16, torch.bfloat16], "meta": []}.get(device.type, [torch.bfloat16])
-    return frozenset(dtype for dtype in candidates if _has(dtype, device) and speed_over_float32(dtype, device) >= FAST)
+    candidates = {"cuda": [torch.float16, torch.bfloat16], "meta": []}.get(
+        device.type, [torch.bfloat16]
+    )
+    return frozenset(
+        dtype
+        for dtype in candidates
+        if _has(dtype, device) and speed_over_float32(dtype, device) >= FAST
+    )
 
 
 @lru_cache(maxsize=None)
 def speed_over_float32(dtype: torch.dtype, device: torch.device) -> float:
-    """How many times as fast as in float32 a product of two matrices is in ``dtype``; the same in the whole process."""
+    """How many times as fast as in float32 a product of two matrices is in ``dtype``; the same in
+    the whole process.
+    """
     side = _SIDE_CPU if device.type == "cpu" else _SIDE
-    operands = {kind: torch.ones(side, side, dtype=kind, device=device) for kind in (torch.float32, dtype)}
+    operands = {
+        kind: torch.ones(side, side, dtype=kind, device=device) for kind in (torch.float32, dtype)
+    }
     best = dict.fromkeys(operands, float("inf"))
-    # In turns, so that a disturbance hits both, and the best of each: the first round also loads what computes them.
+    # In turns, so that a disturbance hits both, and the best of each: the first round also loads
+    # what computes them.
     same = 0
     for _ in range(_ROUNDS):
         same += 1

@@ -1,4 +1,6 @@
-"""What Shampoo and SOAP compute alike: factors, their eigenvectors, and updates that are not too large."""
+"""What Shampoo and SOAP compute alike: factors, their eigenvectors, and updates that are not too
+large.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ _RMS_EPS = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Kronecker(UpdateRule):
-    """A rule that preconditions each matrix of (rows, cols) from factors ``L`` (rows, rows) and ``R`` (cols, cols).
+    """A rule that preconditions each matrix of (rows, cols) from factors ``L`` (rows, rows) and
+    ``R`` (cols, cols).
 
-    All of it is computed in the dtype of the master, float32. Of a stack, every matrix has factors of its own; a few
-    small ones go through the linear algebra together, see :meth:`.recipes.kronecker.Kronecker.together`.
+    All of it is computed in the dtype of the master, float32. Of a stack, every matrix has factors
+    of its own; a few small ones go through the linear algebra together, see
+    :meth:`.recipes.kronecker.Kronecker.together`.
     """
 
     recipe: recipes.Kronecker
@@ -43,8 +47,10 @@ class Kronecker(UpdateRule):
         try:
             torch.linalg.qr(torch.linalg.eigh(torch.eye(2, device=device, dtype=torch.float32))[1])
         except (RuntimeError, NotImplementedError) as error:
-            raise ConfigError(f"{self.recipe.rule} needs torch.linalg.eigh and qr, and {device} has them not "
-                              f"({str(error).partition(chr(10))[0]}); use 'muon', which multiplies alone") from error
+            raise ConfigError(
+                f"{self.recipe.rule} needs torch.linalg.eigh and qr, and {device} has them not "
+                f"({str(error).partition(chr(10))[0]}); use 'muon', which multiplies alone"
+            ) from error
 
     @property
     def products_in(self) -> torch.dtype:
@@ -57,11 +63,18 @@ class Kronecker(UpdateRule):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{self.recipe.rule} needs whole matrices, and these are cut by tensor parallelism; send "
-                          "them to 'muon' or 'adamw' with layerwise.overrides")
+        raise ConfigError(
+            f"{self.recipe.rule} needs whole matrices, and these are cut by tensor parallelism; "
+            "send them to 'muon' or 'adamw' with layerwise.overrides"
+        )
 
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
         """Update states, then the parameters, each matrix by itself.
 
         Raises:
@@ -72,7 +85,7 @@ class Kronecker(UpdateRule):
             state["step"] += 1
             step = int(state["step"])
             try:
-                given, = decay.gradients([param], [grad], hyper)
+                (given,) = decay.gradients([param], [grad], hyper)
                 for matrices, gradients, some in self._in_batches(param, given, state):
                     update = self._update(gradients, some, step, hyper)
                     if update is None:
@@ -82,32 +95,50 @@ class Kronecker(UpdateRule):
                     matrices.add_(update, alpha=-hyper.lr)
                     del update
             except LinAlgError as error:
-                raise UpdateError(index, f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its "
-                                  f"step {step} ({str(error).partition(chr(10))[0]}); "
-                                  f"{self._hint(hyper)}gradients beyond 1e18 have no finite squares: clip them "
-                                  "(gradient_clipping), or send the parameter to 'adamw' with layerwise.overrides"
-                                  ) from error
+                raise UpdateError(
+                    index,
+                    f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its step "
+                    f"{step} ({str(error).partition(chr(10))[0]}); {self._hint(hyper)}gradients "
+                    "beyond 1e18 have no finite squares: clip them (gradient_clipping), or send "
+                    "the parameter to 'adamw' with layerwise.overrides",
+                ) from error
 
     def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
-        """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of its own; None if
-        they stay as they are."""
+        """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of
+        its own; None if they stay as they are."""
         raise NotImplementedError
 
     def _hint(self, hyper: Hyper) -> str:
-        """What else than gradients may have made a factor that has no eigenvectors, and the way out of it."""
+        """What else than gradients may have made a factor that has no eigenvectors, and the way out
+        of it.
+        """
         return ""
 
-    def _in_batches(self, param: Tensor, grad: Tensor, state: State) -> Iterator[tuple[Tensor, Tensor, State]]:
-        """Views of as many matrices as go together, (batch, rows, cols), with those of their gradients and states."""
+    def _in_batches(
+        self, param: Tensor, grad: Tensor, state: State
+    ) -> Iterator[tuple[Tensor, Tensor, State]]:
+        """Views of as many matrices as go together, (batch, rows, cols), with those of their
+        gradients and states.
+        """
         if param.dim() == 2:
-            yield param[None], grad[None], {key: value[None] for key, value in state.items() if key != "step"}
+            yield (
+                param[None],
+                grad[None],
+                {key: value[None] for key, value in state.items() if key != "step"},
+            )
             return
         for start in range(0, len(param), self.recipe.together(tuple(param.shape))):
             some = slice(start, start + self.recipe.together(tuple(param.shape)))
-            yield param[some], grad[some], {key: value[some] for key, value in state.items() if key != "step"}
+            yield (
+                param[some],
+                grad[some],
+                {key: value[some] for key, value in state.items() if key != "step"},
+            )
 
     def _kept(self, step: int) -> float:
-        """What factors keep at a step: ``shampoo_beta``, or less while they would still be too small."""
+        """What factors keep at a step: ``shampoo_beta``, or less while they would still be too
+        small.
+        """
         beta = self.recipe.shampoo_beta
         return 1 - (1 - beta) / (1 - beta**step) if self.recipe.correct_bias else beta
 
@@ -115,7 +146,7 @@ class Kronecker(UpdateRule):
         """What first and second moments are divided by."""
         if not self.recipe.correct_bias:
             return 1.0, 1.0
-        return 1 - hyper.betas[0]**step, 1 - hyper.betas[1]**step
+        return 1 - hyper.betas[0] ** step, 1 - hyper.betas[1] ** step
 
     def _is_due(self, step: int) -> bool:
         """Whether bases or roots are computed anew."""
@@ -134,7 +165,8 @@ def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
     What does not converge is tried once more in the widest dtype, whose result is rounded.
 
     Raises:
-        LinAlgError: it does not converge there, either, or on a device that does not say so has made NaN of it.
+        LinAlgError: it does not converge there, either, or on a device that does not say so has
+            made NaN of it.
     """
     try:
         values, vectors = torch.linalg.eigh(factor)

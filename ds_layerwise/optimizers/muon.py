@@ -9,7 +9,8 @@ from ds_layerwise.optimizers.orthogonalized import Scaled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(Scaled):
-    """MomentUm Orthogonalized by Newton-schulz, for whole matrices: an orthogonal matrix is the update.
+    """MomentUm Orthogonalized by Newton-schulz, for whole matrices: an orthogonal matrix is the
+    update.
 
     Reference: https://kellerjordan.github.io/posts/muon/
     """

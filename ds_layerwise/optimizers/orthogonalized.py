@@ -39,8 +39,9 @@ TINY = torch.finfo(torch.float32).tiny
 def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
     """What an orthogonalised ``(rows, cols)`` update is multiplied with.
 
-    ``original`` is Keller Jordan's and DeepSpeed's; ``spectral`` gives every shape an update of RMS 1,
-    ``match_rms_adamw`` of about AdamW's 0.2 (arXiv 2502.16982); ``unit_rms_norm`` maps RMS 1 to RMS 1.
+    ``original`` is Keller Jordan's and DeepSpeed's; ``spectral`` gives every shape an update of RMS
+    1, ``match_rms_adamw`` of about AdamW's 0.2 (arXiv 2502.16982); ``unit_rms_norm`` maps RMS 1 to
+    RMS 1.
     """
     if mode == "original":
         return math.sqrt(max(1, rows / cols))
@@ -51,7 +52,9 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Matrices of equal shape that are updated together, k of them: views of the tensors that have them."""
+    """Matrices of equal shape that are updated together, k of them: views of the tensors that have
+    them.
+    """
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -70,9 +73,10 @@ class Batch:
 class Orthogonalized(UpdateRule):
     """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
 
-    A subclass says what becomes of an orthogonal matrix (:meth:`adapted_`) and how it is scaled (:meth:`scale`).
-    State: ``momentum_buffer``, like the parameter, an exponential moving average of the gradient, and what the
-    recipe adds. The leading axis of a ``(batch, rows, cols)`` parameter counts matrices.
+    A subclass says what becomes of an orthogonal matrix (:meth:`adapted_`) and how it is scaled
+    (:meth:`scale`). State: ``momentum_buffer``, like the parameter, an exponential moving average
+    of the gradient, and what the recipe adds. The leading axis of a ``(batch, rows, cols)``
+    parameter counts matrices.
     """
 
     recipe: recipes.Orthogonalized
@@ -81,20 +85,25 @@ class Orthogonalized(UpdateRule):
     fast_dtypes: frozenset[torch.dtype] = frozenset()
     """What ``ns_dtype`` "auto" may take; see :func:`.orthogonalize.newton_schulz.compute_dtype`."""
     cut: tuple[Axis, Peers] | None = None
-    """The axis of which this rank has a part, and the ranks that have the others; None for whole matrices."""
+    """The axis of which this rank has a part, and the ranks that have the others; None for whole
+    matrices.
+    """
 
     @classmethod
     def of(cls: type[T], recipe: recipes.Orthogonalized) -> T:
         """The rule that runs ``recipe``.
 
         Raises:
-            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the ``ns_dtype`` asked for.
+            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the ``ns_dtype``
+                asked for.
         """
         rows, ns_dtype = coefficients(recipe.ns_coefficients, recipe.ns_steps), recipe.ns_dtype
         if recipe.ns_coefficients in NEED_FLOAT32:
             if ns_dtype in ("bf16", "fp16"):
-                raise ConfigError(f"ns_coefficients {recipe.ns_coefficients!r} diverges in half precision, got "
-                                  f"ns_dtype {ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'")
+                raise ConfigError(
+                    f"ns_coefficients {recipe.ns_coefficients!r} diverges in half precision, got "
+                    f"ns_dtype {ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'"
+                )
             ns_dtype = "fp32"
         return cls(recipe=recipe, ns_coefficients=rows, ns_dtype=ns_dtype)
 
@@ -125,27 +134,46 @@ class Orthogonalized(UpdateRule):
         return direction
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
-        """The update of ``batch`` before it is scaled; states of it are updated, ``orthogonal`` may be overwritten."""
+        """The update of ``batch`` before it is scaled; states of it are updated, ``orthogonal`` may
+        be overwritten.
+        """
         return orthogonal
 
     def scale(self, rows: int, cols: int) -> float:
         """What the update of whole ``(rows, cols)`` matrices is multiplied with."""
         raise NotImplementedError
 
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
         """Update momenta, then the parameters, batch by batch of equal shape."""
-        groups = batches([(*p.shape[:-2], *self._whole(p.shape)) for p in params], max_batch_numel(params[0].device))
+        groups = batches(
+            [(*p.shape[:-2], *self._whole(p.shape)) for p in params],
+            max_batch_numel(params[0].device),
+        )
         for group in groups:
             self._update_batch(group, params, grads, states, hyper)
         if self.recipe.spectral_clip is not None:
             for group in groups:
                 self._clip_([some.of(params) for some in group], self.recipe.spectral_clip)
 
-    def _update_batch(self, group: Sequence[Some], params: Sequence[Tensor], grads: Sequence[Tensor],
-                      states: Sequence[State], hyper: Hyper) -> None:
+    def _update_batch(
+        self,
+        group: Sequence[Some],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
         mine, gradients = ([some.of(tensors) for some in group] for tensors in (params, grads))
-        views = [{key: some.within(value) for key, value in states[some.tensor].items()} for some in group]
+        views = [
+            {key: some.within(value) for key, value in states[some.tensor].items()}
+            for some in group
+        ]
         decay, momenta = WeightDecay.of(self.recipe), [view["momentum_buffer"] for view in views]
         given = decay.gradients(mine, gradients, hyper)
         torch._foreach_lerp_(momenta, given, 1 - hyper.momentum)
@@ -153,29 +181,48 @@ class Orthogonalized(UpdateRule):
         if self.recipe.nesterov:
             direction = torch.lerp(stack(given), direction, hyper.momentum)
         rows, cols = self._whole(direction.shape)
-        batch = Batch(params=mine, grads=gradients, states=views, direction=direction, shape=(rows, cols))
+        batch = Batch(
+            params=mine, grads=gradients, states=views, direction=direction, shape=(rows, cols)
+        )
         update = self.adapted_(self._orthogonal(self.prepared(direction)), batch)
         decay.shrink_(mine, unstack(update, mine), hyper)
-        step_(self.recipe, mine, update, lr=hyper.lr, scale=self.scale(rows, cols), norms=self.norms)
+        step_(
+            self.recipe, mine, update, lr=hyper.lr, scale=self.scale(rows, cols), norms=self.norms
+        )
 
     def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The last two of ``shape``, of whole matrices."""
-        return whole_shape(tuple(shape[-2:]), *((None, 1) if self.cut is None else (self.cut[0], self.cut[1].size)))
+        return whole_shape(
+            tuple(shape[-2:]), *((None, 1) if self.cut is None else (self.cut[0], self.cut[1].size))
+        )
 
     def _orthogonal(self, direction: Tensor) -> Tensor:
         if self.cut is None:
-            return newton_schulz(direction, self.ns_coefficients, method=self.recipe.ns_method, dtype=self.products_in)
+            return newton_schulz(
+                direction,
+                self.ns_coefficients,
+                method=self.recipe.ns_method,
+                dtype=self.products_in,
+            )
         axis, peers = self.cut
-        return newton_schulz_of_shards(direction, self.ns_coefficients, axis=axis, peers=peers,
-                                       method=self.recipe.ns_method,
-                                       distributed=self.recipe.muon_tp_mode == "distributed", dtype=self.products_in)
+        return newton_schulz_of_shards(
+            direction,
+            self.ns_coefficients,
+            axis=axis,
+            peers=peers,
+            method=self.recipe.ns_method,
+            distributed=self.recipe.muon_tp_mode == "distributed",
+            dtype=self.products_in,
+        )
 
     def summed(self, value: Tensor) -> Tensor:
         """The sum of ``value`` over the parts of matrices; of whole ones itself."""
         return value if self.cut is None else self.cut[1].sum_(value)
 
     def norms(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The Frobenius norms of ``k`` matrices, ``(k,)``, of the whole ones where these are parts."""
+        """The Frobenius norms of ``k`` matrices, ``(k,)``, of the whole ones where these are
+        parts.
+        """
         own = frobenius_norms(matrices)
         return own if self.cut is None else self.summed(own.square_()).sqrt_()
 
@@ -184,7 +231,9 @@ class Orthogonalized(UpdateRule):
         return self.norms(list(stacked.unbind())).view(-1, 1, 1)
 
     def _clip_(self, params: list[Tensor], most: float) -> None:
-        """Cut singular values of ``params`` down to ``most``; parts of matrices are gathered for it."""
+        """Cut singular values of ``params`` down to ``most``; parts of matrices are gathered for
+        it.
+        """
         if self.cut is None:
             torch._foreach_copy_(params, unstack(capped(params, most), params))
             return

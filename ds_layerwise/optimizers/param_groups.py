@@ -1,8 +1,9 @@
 """The ``torch.optim.Optimizer`` that users, schedulers and monitors see.
 
-It carries ``param_groups`` and nothing else: as many groups as the user gave, in the same order, the same dict
-objects for the whole run. Which half of a group is a matrix is decided inside the backend, so a scheduler that
-writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to ``adam_lr``: it is a factor beside ``lr``.
+It carries ``param_groups`` and nothing else: as many groups as the user gave, in the same order,
+the same dict objects for the whole run. Which half of a group is a matrix is decided inside the
+backend, so a scheduler that writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to
+``adam_lr``: it is a factor beside ``lr``.
 """
 
 from __future__ import annotations
@@ -30,19 +31,33 @@ RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
 #: What a user's group may say. ``muon_lr`` and ``adam_lr`` become the two ratios.
 GROUP_KEYS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "use_muon")
 
-#: Switches in the groups of torch's optimizers that would change what an update does, and what they say by default.
+#: Switches in the groups of torch's optimizers that would change what an update does, and what they
+#: say by default.
 _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
-    "amsgrad": (False, ), "maximize": (False, ), "differentiable": (False, ), "dampening": (0, ),
-    "decoupled_weight_decay": (True, ), "correct_bias": (True, ), "bias_correction": (True, ), "adjust_lr_fn": (None, ),
-    "optimizer": (None, ), "max_grad_norm": (None, 0), "torch_adam": (True, ), "adam_w_mode": (True, ),
-    "fp32_optimizer_states": (True, )}
+    "amsgrad": (False,),
+    "maximize": (False,),
+    "differentiable": (False,),
+    "dampening": (0,),
+    "decoupled_weight_decay": (True,),
+    "correct_bias": (True,),
+    "bias_correction": (True,),
+    "adjust_lr_fn": (None,),
+    "optimizer": (None,),
+    "max_grad_norm": (None, 0),
+    "torch_adam": (True,),
+    "adam_w_mode": (True,),
+    "fp32_optimizer_states": (True,),
+}
 
 #: What torch's schedulers keep in a group, under names that are near to those of others.
 _OF_SCHEDULERS = ("base_momentum", "max_momentum")
 
 #: What is said of parameters by their names, but for what schedules of others keep in a group.
 _SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.change_keys())) - {
-    *GROUP_KEYS, "optimizer", *OF_OTHER_SCHEDULES}
+    *GROUP_KEYS,
+    "optimizer",
+    *OF_OTHER_SCHEDULES,
+}
 
 
 class Held(NamedTuple):
@@ -60,24 +75,31 @@ _ROUNDED = 1e-9
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
-    """Parameter groups with ``lr``, ``momentum``, ``weight_decay``, ``betas``, ``eps`` and the two ratios.
+    """Parameter groups with ``lr``, ``momentum``, ``weight_decay``, ``betas``, ``eps`` and the two
+    ratios.
 
     Args:
-        params: parameters, or groups of them; a group's own ``lr`` replaces ``muon_lr`` and ``adam_lr`` for it, as
-            in stock DeepSpeed, unless the group gives those too; a group with matrices has to give ``muon_lr``, or
-            ``use_muon``, which sends its parameters to one of the two. Keys that mean nothing here are carried along.
+        params: parameters, or groups of them; a group's own ``lr`` replaces ``muon_lr`` and
+            ``adam_lr`` for it, as in stock DeepSpeed, unless the group gives those too; a group
+            with matrices has to give ``muon_lr``, or ``use_muon``, which sends its parameters to
+            one of the two. Keys that mean nothing here are carried along.
         scheduler: the section of the config, if it counts.
 
     Raises:
-        ConfigError: a group's value is out of bounds, a key is nearly one that is known, or one that holds for the
-            whole run and says something else there.
+        ConfigError: a group's value is out of bounds, a key is nearly one that is known, or one
+            that holds for the whole run and says something else there.
     """
 
     fixed_keys: frozenset[str] = frozenset()
     """What a group may say as the whole run does, and never otherwise."""
 
-    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], config: OptimizerConfig, *,
-                 scheduler: object = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        config: OptimizerConfig,
+        *,
+        scheduler: object = None,
+    ) -> None:
         self.config = config
         self._scheduler = scheduler
         self._stepping = False
@@ -92,26 +114,43 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.fixed_keys = _of_no_group(config)
-        self.built_with = tuple({key: group[key] for key in HYPER_KEYS} for group in self.param_groups)
-        """What config and script have given each group, whatever schedules or a checkpoint make of it."""
+        self.built_with = tuple(
+            {key: group[key] for key in HYPER_KEYS} for group in self.param_groups
+        )
+        """What config and script have given each group, whatever schedules or a checkpoint make of
+        it.
+        """
         self.configured = [dict(group) for group in self.built_with]
         """The hyper-parameters of the run that this one goes on from, as far as they have won."""
         self.own_keys = [frozenset(item) for item in given]
         """What the script has given each group."""
-        self.own_decay = frozenset(i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys)
+        self.own_decay = frozenset(
+            i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys
+        )
         """The groups, by index, that say for themselves what their weight decay is."""
         # Groups whose lr would be Muon's, too, though nobody said so.
-        self._one_rate_for_both = {} if config.matrix.takes_rate_of_adamw else {
-            i: item["lr"] for i, item in enumerate(given)
-            if "lr" in item and "muon_lr" not in item and "use_muon" not in item}
+        self._one_rate_for_both = (
+            {}
+            if config.matrix.takes_rate_of_adamw
+            else {
+                i: item["lr"]
+                for i, item in enumerate(given)
+                if "lr" in item and "muon_lr" not in item and "use_muon" not in item
+            }
+        )
 
     def groups_now(self) -> list[dict[str, Any]]:
-        """What the next step takes of the groups: what they say, and ``configured_lr``, where their ``lr`` stood before
-        any schedule, in this run or in the one that it goes on from."""
+        """What the next step takes of the groups: what they say, and ``configured_lr``, where their
+        ``lr`` stood before any schedule, in this run or in the one that it goes on from."""
         # torch's schedules that move a momentum leave this mark, and move the first of betas.
-        return [{**{key: group[key] for key in HYPER_KEYS}, "configured_lr": known["lr"],
-                 **({"momentum": group["betas"][0]} if "max_momentum" in group else {})}
-                for group, known in zip(self.param_groups, self.configured, strict=True)]
+        return [
+            {
+                **{key: group[key] for key in HYPER_KEYS},
+                "configured_lr": known["lr"],
+                **({"momentum": group["betas"][0]} if "max_momentum" in group else {}),
+            }
+            for group, known in zip(self.param_groups, self.configured, strict=True)
+        ]
 
     def check_groups(self) -> None:
         """Refuse what was written into a group since the start, and what no update could take.
@@ -123,13 +162,17 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             where, known = f"param_groups[{i}]", self._checked.setdefault(i, {})
             for key, ratio in RATIOS.items():
                 if key in group:
-                    raise StepError(f"{where}.{key} is {group[key]!r}, but counts only where a group is given: since "
-                                    f"then the rate is lr times {ratio}; remove it, and set {where}[{ratio!r}] to the "
-                                    "rate divided by lr")
+                    raise StepError(
+                        f"{where}.{key} is {group[key]!r}, but counts only where a group is given: "
+                        f"since then the rate is lr times {ratio}; remove it, and set "
+                        f"{where}[{ratio!r}] to the rate divided by lr"
+                    )
             if group.get("use_muon") != use_muon:
-                raise StepError(f"{where}.use_muon is {group.get('use_muon')!r} and was {use_muon!r} when this engine "
-                                "was made; parameters keep their optimizers for the whole run; set it back, or save, "
-                                "and resume in a new engine with on_optimizer_change")
+                raise StepError(
+                    f"{where}.use_muon is {group.get('use_muon')!r} and was {use_muon!r} when this "
+                    "engine was made; parameters keep their optimizers for the whole run; set it "
+                    "back, or save, and resume in a new engine with on_optimizer_change"
+                )
             try:
                 for key in group.keys() & self.fixed_keys:
                     if key not in known or known[key] is not group[key]:
@@ -138,13 +181,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 for key in HYPER_KEYS:
                     value = group.get(key)
                     # torch's LinearLR comes down to -7e-20 in place of 0.
-                    if key == "lr" and isinstance(value, float) and -_ROUNDED * self.built_with[i]["lr"] < value < 0:
+                    if (
+                        key == "lr"
+                        and isinstance(value, float)
+                        and -_ROUNDED * self.built_with[i]["lr"] < value < 0
+                    ):
                         continue
                     # A schedule moves one of them.
                     if type(value) is not float or value != known.get(key):
-                        known[key] = check_hyper(f"{where}.{key}", "lr" if key in RATIOS.values() else key, value)
+                        known[key] = check_hyper(
+                            f"{where}.{key}", "lr" if key in RATIOS.values() else key, value
+                        )
             except ConfigError as error:
-                raise StepError(f"{error}; nothing was updated, so set it and call engine.step() again") from error
+                raise StepError(
+                    f"{error}; nothing was updated, so set it and call engine.step() again"
+                ) from error
 
     @property
     def recipes_by_group(self) -> tuple[Recipe, ...]:
@@ -152,12 +203,20 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return ()
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
-        """What of ``given``, which a group was given, a load compares: by the names that a config has for it."""
+        """What of ``given``, which a group was given, a load compares: by the names that a config
+        has for it.
+        """
         named: dict[str, object] = {"lr": float(given["lr"])}
         # As many digits as survive a product of two roundings.
-        named |= {key: float(f"{float(given[ratio]) * float(given['lr']):.12g}") for key, ratio in RATIOS.items()}
-        return named | {key: tuple(map(float, given[key])) if key == "betas" else float(given[key])
-                        for key in HYPER_KEYS if key not in ("lr", *RATIOS.values())}
+        named |= {
+            key: float(f"{float(given[ratio]) * float(given['lr']):.12g}")
+            for key, ratio in RATIOS.items()
+        }
+        return named | {
+            key: tuple(map(float, given[key])) if key == "betas" else float(given[key])
+            for key in HYPER_KEYS
+            if key not in ("lr", *RATIOS.values())
+        }
 
     def hold(self, held: Iterable[Held]) -> None:
         """Show the states of what this rank owns by parameter."""
@@ -165,20 +224,27 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self.state[each.param] = each.state
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
-        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, a schedule that makes rates
-        of two kinds what nobody chose, and a bound that is above its rate.
+        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, a
+        schedule that makes rates of two kinds what nobody chose, and a bound that is above its
+        rate.
 
         Raises:
-            ConfigError: not the first two where ``scale_mode`` is "match_rms_adamw": one rate is right for both then.
+            ConfigError: not the first two where ``scale_mode`` is "match_rms_adamw": one rate is
+                right for both then.
         """
         for route in routes.values():
             if route.whole and route.group in self._one_rate_for_both:
                 lr, kind = self._one_rate_for_both[route.group], self.config.matrix
-                one_rate = (f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
-                            if kind.as_adamw else "")
-                raise ConfigError(f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group has "
-                                  f"matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from AdamW's: "
-                                  f"give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate}")
+                one_rate = (
+                    f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
+                    if kind.as_adamw
+                    else ""
+                )
+                raise ConfigError(
+                    f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group "
+                    f"has matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from "
+                    f"AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate}"
+                )
         check_taken(self.config, routes, self.own_keys)
         check_floors(routes, self.groups_now())
         check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes))
@@ -189,11 +255,18 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: names what the schedule's class calls its peak.
         """
-        check_schedule(schedule, [given["lr"] for given in self.built_with], self.param_groups, self.config,
-                       used=_ratios_in(routes))
+        check_schedule(
+            schedule,
+            [given["lr"] for given in self.built_with],
+            self.param_groups,
+            self.config,
+            used=_ratios_in(routes),
+        )
 
     def restore_groups(self) -> None:
-        """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers count on theirs."""
+        """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers
+        count on theirs.
+        """
         self.param_groups[:] = self._built
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -203,15 +276,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             StepError: afterwards, when every parameter has its place already.
         """
         if hasattr(self, "_built"):
-            raise StepError("parameter groups cannot be added to an engine; give all of them to initialize(), frozen "
-                            "parameters too, or save, unfreeze and resume in a new engine")
+            raise StepError(
+                "parameter groups cannot be added to an engine; give all of them to initialize(), "
+                "frozen parameters too, or save, unfreeze and resume in a new engine"
+            )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Not for users: each rank has the states of some parameters, in memory that the engine updates.
+        """Not for users: each rank has the states of some parameters, in memory that the engine
+        updates.
 
         Raises:
-            StepError: always; the engine's optimizer, for which it stands, loads no such dict either.
+            StepError: always; the engine's optimizer, for which it stands, loads no such dict
+                either.
         """
         raise cannot_load()
 
@@ -219,8 +296,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Not for users: the update runs in the engine.
 
         Raises:
-            StepError: always, unless called by the backend, which calls it once per update so that torch's
-                schedulers see that the optimizer stepped.
+            StepError: always, unless called by the backend, which calls it once per update so that
+                torch's schedulers see that the optimizer stepped.
         """
         if not self._stepping:
             raise StepError("this optimizer only holds the parameter groups; call engine.step()")
@@ -236,10 +313,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
 def cannot_load() -> StepError:
     """The error for whoever loads a dict of states into an optimizer of an engine."""
-    return StepError("an engine's optimizer takes no states from load_state_dict(): each rank has those of some "
-                     "parameters; load with engine.load_checkpoint(), or whole states from one file with "
-                     "engine.optimizer.load_state_dict_from_file(), as engine.optimizer.save_state_dict_to_file() "
-                     "writes it")
+    return StepError(
+        "an engine's optimizer takes no states from load_state_dict(): each rank has those of some "
+        "parameters; load with engine.load_checkpoint(), or whole states from one file with "
+        "engine.optimizer.load_state_dict_from_file(), as "
+        "engine.optimizer.save_state_dict_to_file() writes it"
+    )
 
 
 def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
@@ -260,26 +339,39 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
     if key not in for_the_run and key not in _OF_OTHER_OPTIMIZERS:
         if value is None:
             return
-        raise ConfigError(f"{where}.{key} is {value!r}, which no parameter group can set; write it into an entry of "
-                          "layerwise.overrides for these parameters")
+        raise ConfigError(
+            f"{where}.{key} is {value!r}, which no parameter group can set; write it into an entry "
+            "of layerwise.overrides for these parameters"
+        )
     if key not in for_the_run:
         held = _OF_OTHER_OPTIMIZERS[key]
         if value is None or value in held:
             return
         if key == "optimizer":
-            raise ConfigError(f"{where}.optimizer is {value!r}, and groups have no such key; set use_muon to true or "
-                              "false")
-        raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot "
-                          "change; this optimizer has no such switch; remove it")
+            raise ConfigError(
+                f"{where}.optimizer is {value!r}, and groups have no such key; set use_muon to "
+                "true or false"
+            )
+        raise ConfigError(
+            f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot "
+            "change; this optimizer has no such switch; remove it"
+        )
     # A group may have parameters of both optimizers.
-    of_each = {recipe.rule: getattr(recipe, key) for recipe in config.recipes if key in recipe.keys()}
+    of_each = {
+        recipe.rule: getattr(recipe, key) for recipe in config.recipes if key in recipe.keys()
+    }
     of_all = list(of_each.values()) or [for_the_run[key]]
     if value is None or all(value == each for each in of_all):
         return
-    told = (" and ".join(f"{each!r} for {rule}" for rule, each in of_each.items()) if any(
-        each != of_all[0] for each in of_all) else repr(of_all[0]))
-    raise ConfigError(f"{where}.{key} is {value!r}, and the whole run has {told}, which a group cannot change; "
-                      f"set optimizer.params.{key}")
+    told = (
+        " and ".join(f"{each!r} for {rule}" for rule, each in of_each.items())
+        if any(each != of_all[0] for each in of_all)
+        else repr(of_all[0])
+    )
+    raise ConfigError(
+        f"{where}.{key} is {value!r}, and the whole run has {told}, which a group cannot change; "
+        f"set optimizer.params.{key}"
+    )
 
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
@@ -297,12 +389,16 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
         elif key in _OF_OTHER_OPTIMIZERS or key in _of_no_group(config):
             _require_as_the_run(where, key, plain(group[key]), config)
         elif key not in _OF_SCHEDULERS and (
-                close := nearest(key, GROUP_KEYS, cutoff=0.8) or nearest(key, config.for_the_run(), cutoff=0.85)):
+            close := nearest(key, GROUP_KEYS, cutoff=0.8)
+            or nearest(key, config.for_the_run(), cutoff=0.85)
+        ):
             raise ConfigError(f"{where}.{key} is not an option; did you mean '{close}'?")
     lr = checked.get("lr")
     if lr == 0:
-        raise ConfigError(f"{where}.lr must be greater than 0, got 0: the learning rates of both optimizers are kept "
-                          "in ratio to it; freeze parameters that shall not move")
+        raise ConfigError(
+            f"{where}.lr must be greater than 0, got 0: the learning rates of both optimizers are "
+            "kept in ratio to it; freeze parameters that shall not move"
+        )
     base = config.lr if lr is None else lr
     muon_lr = checked.pop("muon_lr", config.muon_lr if lr is None else lr)
     adam_lr = checked.pop("adam_lr", config.adam_lr if lr is None else lr)

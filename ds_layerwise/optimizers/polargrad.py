@@ -12,10 +12,11 @@ from ds_layerwise.recipes.polargrad import PolarGrad as Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolarGrad(Orthogonalized):
-    """Steepest descent in the spectral norm: the update is <O, d> O, with O the orthogonalised direction d.
+    """Steepest descent in the spectral norm: the update is <O, d> O, with O the orthogonalised
+    direction d.
 
-    <O, d>, the sum of products of their elements, is the nuclear norm of d as far as O is orthogonal. So updates are as
-    large as gradients are.
+    <O, d>, the sum of products of their elements, is the nuclear norm of d as far as O is
+    orthogonal. So updates are as large as gradients are.
 
     Reference: arXiv 2505.21799; Emerging-Optimizers 0.3.0.
     """
@@ -24,7 +25,8 @@ class PolarGrad(Orthogonalized):
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """See the class."""
-        # Rows first, and each matrix alone: over a batch, the order of the sum would depend on its size.
+        # Rows first, and each matrix alone: over a batch, the order of the sum would depend on its
+        # size.
         of_rows = (orthogonal * batch.direction).sum(-1)
         return orthogonal.mul_(self.summed(of_rows.sum(-1)).view(-1, 1, 1))
 

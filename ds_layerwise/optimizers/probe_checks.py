@@ -1,9 +1,11 @@
-"""What a class of ``torch.optim.Optimizer`` must not do, or ranks that own some parameters each cannot run it.
+"""What a class of ``torch.optim.Optimizer`` must not do, or ranks that own some parameters each
+cannot run it.
 
 Note: what is tried
-    What it keeps after some steps, and where. Then steps of one instance that has two parameters, against those of
-    instances as a run has them: of one parameter or one piece, made with another learning rate, and going on from a
-    copy of the state. What comes out must be alike. What a class draws at random differs anyway, and is not compared.
+    What it keeps after some steps, and where. Then steps of one instance that has two parameters,
+    against those of instances as a run has them: of one parameter or one piece, made with another
+    learning rate, and going on from a copy of the state. What comes out must be alike. What a class
+    draws at random differs anyway, and is not compared.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ _LR = 0.0123
 
 
 def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
-    """Refuse a class that does not do with parts of a model what it does with all of it, or after a load what it does
-    without.
+    """Refuse a class that does not do with parts of a model what it does with all of it, or after a
+    load what it does without.
 
     Args:
         new_rule: makes a rule for the class, which has seen no parameter yet.
 
     Raises:
-        ConfigError: it cannot be made; what it does to a parameter depends on others, which are on other ranks, or on
-            what is not in the state of that one; or it is to be cut by element, and what it does to one depends on
-            others.
+        ConfigError: it cannot be made; what it does to a parameter depends on others, which are on
+            other ranks, or on what is not in the state of that one; or it is to be cut by element,
+            and what it does to one depends on others.
     """
     shapes: list[tuple[int, ...]] = [(6, 10), (10, 4)] if recipe.whole else [(60,), (24,)]
     _check_where_it_keeps(recipe, shapes[0])
@@ -61,23 +63,32 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
         return  # What it draws at random differs from run to run anyway.
     value, grads = draw(shapes[0], 0), [draw(shapes[0], 100 + step) for step in range(_LONG)]
     if not _agree(_in_instances(recipe, new_rule, value, grads), expected):
-        raise ConfigError(f"{recipe.rule} does otherwise where each parameter has an instance of its own that goes on "
-                          "from optimizer.state[param], as after a load, than where one has all: what it does depends "
-                          "on other parameters, on something that it keeps elsewhere, or on more of the lr that it is "
-                          "made with than its parameter groups tell; this class cannot be used here")
+        raise ConfigError(
+            f"{recipe.rule} does otherwise where each parameter has an instance of its own that "
+            "goes on from optimizer.state[param], as after a load, than where one has all: what "
+            "it does depends on other parameters, on something that it keeps elsewhere, or on "
+            "more of the lr that it is made with than its parameter groups tell; this class "
+            "cannot be used here"
+        )
     if not recipe.whole:
-        halves = [_in_instances(recipe, new_rule, value[part], [grad[part] for grad in grads])
-                  for part in (slice(0, 24), slice(24, 60))]
+        halves = [
+            _in_instances(recipe, new_rule, value[part], [grad[part] for grad in grads])
+            for part in (slice(0, 24), slice(24, 60))
+        ]
         if not _agree(torch.cat(halves), expected):
-            raise ConfigError(f"{recipe.rule} does to one element what depends on the others of its parameter, and "
-                              "parameters of the scalar optimizer are cut by element; use it as matrix_optimizer")
+            raise ConfigError(
+                f"{recipe.rule} does to one element what depends on the others of its parameter, "
+                "and parameters of the scalar optimizer are cut by element; use it as "
+                "matrix_optimizer"
+            )
 
 
 def _check_where_it_keeps(recipe: AnyTorch, shape: tuple[int, ...]) -> None:
     """Refuse a class that goes on from what it keeps elsewhere than in the state of a parameter.
 
     Raises:
-        ConfigError: names where; such a thing is not in a checkpoint, and may be of all parameters together.
+        ConfigError: names where; such a thing is not in a checkpoint, and may be of all parameters
+            together.
     """
     with aside():
         param = draw(shape, 0)
@@ -88,14 +99,20 @@ def _check_where_it_keeps(recipe: AnyTorch, shape: tuple[int, ...]) -> None:
             step_of(recipe, optimizer, shape)
             found.append({where: _told(value) for where, value in _elsewhere(optimizer, param)})
     changed = [where for where, value in found[-1].items() if value != found[0].get(where)]
-    if changed or (changed := [where for where in found[-1] if where.startswith("optimizer.state")]):
-        raise ConfigError(f"{recipe.rule} goes on from {', '.join(changed)}, and not from optimizer.state[param] "
-                          "alone: ranks own some parameters each, and a checkpoint has what is kept of each; this "
-                          "class cannot be used here")
+    if changed or (
+        changed := [where for where in found[-1] if where.startswith("optimizer.state")]
+    ):
+        raise ConfigError(
+            f"{recipe.rule} goes on from {', '.join(changed)}, and not from optimizer.state[param] "
+            "alone: ranks own some parameters each, and a checkpoint has what is kept of each; "
+            "this class cannot be used here"
+        )
 
 
 def _elsewhere(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Any]]:
-    """What an optimizer of ``param`` has beside its state, and what its step counts, by where it is."""
+    """What an optimizer of ``param`` has beside its state, and what its step counts, by where it
+    is.
+    """
     for key, value in vars(optimizer).items():
         if key not in ("defaults", "state", "param_groups"):
             yield f"optimizer.{key}", value
@@ -109,7 +126,10 @@ def _elsewhere(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Any]]
 
 
 def _told(value: Any) -> str:
-    """The numbers, texts and tensors in ``value`` as text; what else there is counts for nothing."""
+    """The numbers, texts and tensors in ``value`` as text; what else there is counts for
+    nothing.
+    """
+
     def told(each: Any) -> Any:
         if isinstance(each, Tensor):
             return each.tolist()
@@ -119,27 +139,35 @@ def _told(value: Any) -> str:
 
 
 def _check_keys_of_pieces(recipe: AnyTorch) -> None:
-    """Refuse a class that keeps other things of a long piece than of a short one: how parameters are cut depends on the
-    number of ranks.
+    """Refuse a class that keeps other things of a long piece than of a short one: how parameters
+    are cut depends on the number of ranks.
 
     Raises:
         ConfigError: names what it keeps.
     """
     short, *others = [set(states_of(recipe, (numel,))) for numel in (1, 60, SMALL + 1, 2**20 + 1)]
     if differ := set().union(*others).symmetric_difference(short):
-        raise ConfigError(f"{recipe.rule} keeps {', '.join(sorted(differ))} of a parameter of some sizes and not of "
-                          "others, and how long the pieces of a parameter are depends on the number of ranks; use it "
-                          "as matrix_optimizer")
+        raise ConfigError(
+            f"{recipe.rule} keeps {', '.join(sorted(differ))} of a parameter of some sizes and not "
+            "of others, and how long the pieces of a parameter are depends on the number of "
+            "ranks; use it as matrix_optimizer"
+        )
 
 
 def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], *, seed: int) -> Tensor:
-    """The first of some parameters after steps of one instance that has them all, with so much chance."""
+    """The first of some parameters after steps of one instance that has them all, with so much
+    chance.
+    """
     with aside():
         torch.manual_seed(seed)
         params = [draw(shape, index) for index, shape in enumerate(shapes)]
         # An object that a script has made keeps what it took of its lr without us, too.
-        optimizer = make(recipe, *params) if isinstance(recipe, ClientTorch) else make(recipe, *params, lr=_LR)
-        group, = optimizer.param_groups
+        optimizer = (
+            make(recipe, *params)
+            if isinstance(recipe, ClientTorch)
+            else make(recipe, *params, lr=_LR)
+        )
+        (group,) = optimizer.param_groups
         set_rate(group, _LR)
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
@@ -150,7 +178,9 @@ def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], *, seed: int) -> T
     return params[0]
 
 
-def _in_instances(recipe: AnyTorch, new_rule: Callable[[], UpdateRule], value: Tensor, grads: list[Tensor]) -> Tensor:
+def _in_instances(
+    recipe: AnyTorch, new_rule: Callable[[], UpdateRule], value: Tensor, grads: list[Tensor]
+) -> Tensor:
     """A parameter after as many steps, alone, and resumed on the way."""
     with aside():
         param, rule = value.clone(), new_rule()
@@ -159,11 +189,17 @@ def _in_instances(recipe: AnyTorch, new_rule: Callable[[], UpdateRule], value: T
             if step in _RESUMED:
                 rule, state = new_rule(), {key: value.clone() for key, value in state.items()}
             try:
-                rule.update_([param], [grad], [state],
-                             Hyper(lr=_LR, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=0.0))
+                rule.update_(
+                    [param],
+                    [grad],
+                    [state],
+                    Hyper(lr=_LR, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=0.0),
+                )
             except ERRORS as e:
-                raise ConfigError(f"{recipe.rule} cannot go on from its state after {step} steps, as after a load: "
-                                  f"{said(e)}") from e
+                raise ConfigError(
+                    f"{recipe.rule} cannot go on from its state after {step} steps, as after a "
+                    f"load: {said(e)}"
+                ) from e
     return param
 
 

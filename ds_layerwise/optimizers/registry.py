@@ -45,16 +45,26 @@ def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None)
             rule.check(device)
 
 
-def rules_of(routes: Mapping[str, Route], peers: Peers | None, *,
-             fast_dtypes: frozenset[torch.dtype] = frozenset()) -> dict[str, UpdateRule]:
-    """By parameter, the rule that updates it; of parts of matrices, with the ``peers`` that have the others.
+def rules_of(
+    routes: Mapping[str, Route],
+    peers: Peers | None,
+    *,
+    fast_dtypes: frozenset[torch.dtype] = frozenset(),
+) -> dict[str, UpdateRule]:
+    """By parameter, the rule that updates it; of parts of matrices, with the ``peers`` that have
+    the others.
 
     Args:
         fast_dtypes: see :func:`.devices.fast_dtypes`.
     """
     rules = {}
-    on_device = {recipe: rule_of(recipe).on_device(fast_dtypes) for recipe in {r.recipe for r in routes.values()}}
+    on_device = {
+        recipe: rule_of(recipe).on_device(fast_dtypes)
+        for recipe in {r.recipe for r in routes.values()}
+    }
     for name, route in routes.items():
         rule = on_device[route.recipe]
-        rules[name] = rule if peers is None or route.tp_axis is None else rule.of_shards(route.tp_axis, peers)
+        rules[name] = (
+            rule if peers is None or route.tp_axis is None else rule.of_shards(route.tp_axis, peers)
+        )
     return rules

@@ -1,17 +1,20 @@
-"""Float32 masters in 17 bits beside their bfloat16 weights: what these lack, and what tells that they are the same yet.
+"""Float32 masters in 17 bits beside their bfloat16 weights: what these lack, and what tells that
+they are the same yet.
 
-A master is its weight with 16 zero bits after it, plus a remainder from -2^15 to 2^15, both as whole numbers of 32
-bits: weights are rounded to the nearest, and where two are as near, to the even one. That is one remainder more than 16
-bits have, so -2^15 and 2^15 share a code. Which of the two it is takes a bit, which is 1 for about every 2^17th master.
+A master is its weight with 16 zero bits after it, plus a remainder from -2^15 to 2^15, both as
+whole numbers of 32 bits: weights are rounded to the nearest, and where two are as near, to the even
+one. That is one remainder more than 16 bits have, so -2^15 and 2^15 share a code. Which of the two
+it is takes a bit, which is 1 for about every 2^17th master.
 
 Note: one number for 64 masters
-    The 64 bits of a block of masters are kept mixed (exclusive or) with a 64-bit hash of its weights. Where the weights
-    are what they were, the hash takes itself away and leaves the bits, of which only those may be 1 that share a code.
-    Where anything else is left, somebody has written weights of the block.
+    The 64 bits of a block of masters are kept mixed (exclusive or) with a 64-bit hash of its
+    weights. Where the weights are what they were, the hash takes itself away and leaves the bits,
+    of which only those may be 1 that share a code. Where anything else is left, somebody has
+    written weights of the block.
 
-Reference: the remainders of Transformer Engine's FusedAdam (``store_param_remainders``), which rounds such ties away
-from zero instead, so that its weights are not those of a run with float32 masters, and does not notice weights that are
-written.
+Reference: the remainders of Transformer Engine's FusedAdam (``store_param_remainders``), which
+rounds such ties away from zero instead, so that its weights are not those of a run with float32
+masters, and does not notice weights that are written.
 """
 
 from __future__ import annotations
@@ -53,13 +56,14 @@ def merge_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -
     All masters of a block of which a weight has been written since are those weights.
 
     Returns:
-        0-d bool on the device of ``masters``: whether there were any such. Nobody waits for the device.
+        0-d bool on the device of ``masters``: whether there were any such. Nobody waits for the
+        device.
     """
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for start in range(0, masters.numel(), _AT_A_TIME):
         some = slice(start, start + _AT_A_TIME)
         upper, lacks = _upper(values[some]), remainders[some].to(torch.int32)
-        left = marks[start // BLOCK:start // BLOCK + lacks.numel() // BLOCK] ^ _hash(values[some])
+        left = marks[start // BLOCK : start // BLOCK + lacks.numel() // BLOCK] ^ _hash(values[some])
         foreign = (left & ~_packed(lacks == -_TIE)) != 0
         ties = (left.unsqueeze(-1) >> _places(left.device)) & 1
         lacks += ties.to(torch.int32).view(-1) << 16
@@ -90,5 +94,5 @@ def _hash(values: Tensor) -> Tensor:
     mixed = words * -7046029254386353131
     # What is in the highest bits alone has to reach others before words are added up.
     mixed = mixed ^ (mixed >> 32)
-    weights = _places(values.device)[:BLOCK // 4] * 5871781006564002452 + 3935559000370003845
+    weights = _places(values.device)[: BLOCK // 4] * 5871781006564002452 + 3935559000370003845
     return (mixed * (weights | 1)).sum(-1)

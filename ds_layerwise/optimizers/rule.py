@@ -1,4 +1,6 @@
-"""What every optimizer here is: a rule that updates a list of parameters, with no idea of ranks or buckets."""
+"""What every optimizer here is: a rule that updates a list of parameters, with no idea of ranks or
+buckets.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Hyper:
     betas: tuple[float, float]
     eps: float
     of_client: Mapping[str, Any] = field(default_factory=dict)
-    """All that the group of a client optimizer says, with the names of its class; of others nothing."""
+    """All that the group of a client optimizer says, with the names of its class; of others
+    nothing.
+    """
 
 
 class UpdateError(StepError):
@@ -46,8 +50,8 @@ class UpdateError(StepError):
 class UpdateRule:
     """One optimizer's mathematics.
 
-    Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)`` for a rule that needs
-    whole ones, 1-D pieces cut anywhere for an element-wise one.
+    Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)`` for
+    a rule that needs whole ones, 1-D pieces cut anywhere for an element-wise one.
     """
 
     recipe: Any
@@ -69,7 +73,9 @@ class UpdateRule:
         """
 
     def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
-        """This rule on a device that multiplies matrices in ``fast_dtypes`` much faster than in float32."""
+        """This rule on a device that multiplies matrices in ``fast_dtypes`` much faster than in
+        float32.
+        """
         return self
 
     @property
@@ -78,19 +84,29 @@ class UpdateRule:
         return None
 
     def of_shards(self: T, axis: Any, peers: Any) -> T:
-        """This rule for matrices of which this rank has a tensor shard, along ``axis``; ``peers`` have the others.
+        """This rule for matrices of which this rank has a tensor shard, along ``axis``; ``peers``
+        have the others.
 
-        Itself, of a rule that updates elements alone, and of one whose recipe refuses tensor shards.
+        Itself, of a rule that updates elements alone, and of one whose recipe refuses tensor
+        shards.
         """
         return self
 
     def init_state(self, param: Tensor) -> State:
-        """The state before the first update: names, shapes and dtypes as in :meth:`.recipes.recipe.Recipe.states`."""
+        """The state before the first update: names, shapes and dtypes as in
+        :meth:`.recipes.recipe.Recipe.states`.
+        """
         return zeros(self.recipe.states(tuple(param.shape)), param)
 
-    def update_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State],
-                hyper: Hyper) -> None:
-        """One step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are not empty.
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        """One step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are not
+        empty.
 
         Raises:
             UpdateError: it cannot update one of them; some are updated.
@@ -100,5 +116,11 @@ class UpdateRule:
 
 def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:
     """``states`` of ``param`` as zeros, on its device or on the host."""
-    return {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype),
-                              device="cpu" if spec.on_host else param.device) for name, spec in states.items()}
+    return {
+        name: torch.zeros(
+            spec.shape,
+            dtype=getattr(torch, spec.dtype),
+            device="cpu" if spec.on_host else param.device,
+        )
+        for name, spec in states.items()
+    }

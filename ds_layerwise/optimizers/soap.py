@@ -17,7 +17,8 @@ from ds_layerwise.recipes import soap as recipes
 class Soap(Kronecker):
     """SOAP and KL-SOAP, for whole matrices G of (rows, cols).
 
-    Adam with both averages corrected, of the gradient as the bases see it (arXiv 2409.11321, algorithm 3)::
+    Adam with both averages corrected, of the gradient as the bases see it (arXiv 2409.11321,
+    algorithm 3)::
 
         exp_avg <- betas[0] exp_avg + (1 - betas[0]) G
         exp_avg_sq <- betas[1] exp_avg_sq + (1 - betas[1]) (Q_Lᵀ G Q_R)²
@@ -25,30 +26,34 @@ class Soap(Kronecker):
 
     and then, or before that where ``lagged_basis`` is false::
 
-        L <- b L + (1 - b) G Gᵀ,  R <- b R + (1 - b) Gᵀ G,   b = 1 - (1 - shampoo_beta) / (1 - shampoo_beta^t)
-        Q_L <- the eigenvectors of L at t = 1, then the Q of L Q_L, whose columns are in the order of diag(Q_Lᵀ L Q_L)
+        L <- b L + (1 - b) G Gᵀ,  R <- b R + (1 - b) Gᵀ G,
+            b = 1 - (1 - shampoo_beta) / (1 - shampoo_beta^t)
+        Q_L <- the eigenvectors of L at t = 1, then the Q of L Q_L, whose columns are in the
+            order of diag(Q_Lᵀ L Q_L)
 
-    and so for Q_R; the columns of ``exp_avg_sq`` are sorted with those of a basis, and bases computed anew at t = 1 and
-    every ``precondition_frequency`` steps after it. Lagged, as the paper's code has it, the first step makes factors
-    and bases and nothing else, and Adam's count starts at the second. Emerging-Optimizers (0.3.0, ``soap/soap.py``) has
-    bases anew at each step before they are used, and leaves no step out: there the first gradient is a diagonal matrix
-    in bases that are its own, so that of all other elements Adam divides rounding by rounding, and the first update is
-    mostly such noise.
+    and so for Q_R; the columns of ``exp_avg_sq`` are sorted with those of a basis, and bases
+    computed anew at t = 1 and every ``precondition_frequency`` steps after it. Lagged, as the
+    paper's code has it, the first step makes factors and bases and nothing else, and Adam's count
+    starts at the second. Emerging-Optimizers (0.3.0, ``soap/soap.py``) has bases anew at each step
+    before they are used, and leaves no step out: there the first gradient is a diagonal matrix in
+    bases that are its own, so that of all other elements Adam divides rounding by rounding, and the
+    first update is mostly such noise.
 
-    ``exp_avg`` is the average of the gradient itself, from which other optimizers can go on; where packages keep it in
-    the bases, the two differ by rounding.
+    ``exp_avg`` is the average of the gradient itself, from which other optimizers can go on; where
+    packages keep it in the bases, the two differ by rounding.
 
-    KL-SOAP (arXiv 2509.03378, as in Emerging-Optimizers) weighs each factor by the eigenvalues of the other, which are
-    computed with its basis, and are at least ``eps``::
+    KL-SOAP (arXiv 2509.03378, as in Emerging-Optimizers) weighs each factor by the eigenvalues of
+    the other, which are computed with its basis, and are at least ``eps``::
 
-        L <- b L + (1 - b) / cols * G Q_R diag(1 / eigvals_R) Q_Rᵀ Gᵀ,  R <- b R + (1 - b) / rows * Gᵀ Q_L ... G
+        L <- b L + (1 - b) / cols * G Q_R diag(1 / eigvals_R) Q_Rᵀ Gᵀ,
+        R <- b R + (1 - b) / rows * Gᵀ Q_L ... G
 
-    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, taken for ``eps``, with which a first gradient
-    much larger than ``eps`` outweighs hundreds of later ones.
+    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, taken for ``eps``, with which a
+    first gradient much larger than ``eps`` outweighs hundreds of later ones.
 
-    State: ``exp_avg``, ``exp_avg_sq`` like the parameter; ``L``, ``R``, ``Q_L``, ``Q_R`` square, without those of a
-    side beyond ``max_side``, which has the identity for a basis; ``eigvals_L``, ``eigvals_R`` for KL-SOAP; ``step``,
-    0-d float32 on the CPU.
+    State: ``exp_avg``, ``exp_avg_sq`` like the parameter; ``L``, ``R``, ``Q_L``, ``Q_R`` square,
+    without those of a side beyond ``max_side``, which has the identity for a basis; ``eigvals_L``,
+    ``eigvals_R`` for KL-SOAP; ``step``, 0-d float32 on the CPU.
     """
 
     recipe: recipes.Soap
@@ -100,8 +105,10 @@ class Soap(Kronecker):
 
     def _hint(self, hyper: Hyper) -> str:
         """See :meth:`.kronecker.Kronecker._hint`."""
-        return f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; " * (
-            self.recipe.kl and hyper.eps < 1e-10)
+        return (
+            f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; "
+            * (self.recipe.kl and hyper.eps < 1e-10)
+        )
 
     def _add_to_factors(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
         kept = self._kept(step)
@@ -113,7 +120,11 @@ class Soap(Kronecker):
                 continue
             # Rows of what is multiplied with its transpose, in the basis of the other factor.
             seen = matrix @ state[f"Q_{other}"] if other in state else matrix
-            weighed = seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2) if other in state else seen
+            weighed = (
+                seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
+                if other in state
+                else seen
+            )
             state[key].baddbmm_(weighed, seen.mT, beta=kept, alpha=(1 - kept) / matrix.shape[-1])
 
     def _renew_basis(self, key: str, state: State, *, first: bool) -> None:
@@ -143,11 +154,15 @@ class Soap(Kronecker):
         basis.copy_(vectors)
         del vectors
         if self.recipe.kl:
-            state[f"eigvals_{key}"].copy_((basis * (factor @ basis)).sum(-2) if values is None else values)
+            state[f"eigvals_{key}"].copy_(
+                (basis * (factor @ basis)).sum(-2) if values is None else values
+            )
 
 
 def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """``Q_Lᵀ X Q_R`` of matrices X, in memory of its own; one of the bases may be missing, the identity."""
+    """``Q_Lᵀ X Q_R`` of matrices X, in memory of its own; one of the bases may be missing, the
+    identity.
+    """
     turned = bases["Q_L"].mT @ matrices if "Q_L" in bases else matrices
     return turned @ bases["Q_R"] if "Q_R" in bases else turned
 

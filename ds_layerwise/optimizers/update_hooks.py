@@ -1,17 +1,20 @@
 """What happens to updates of whole matrices before they are added, and to the matrices after.
 
-With W a matrix after its weight decay, u its update, lr the learning rate and norms those of Frobenius:
+With W a matrix after its weight decay, u its update, lr the learning rate and norms those of
+Frobenius:
 
-===================  ==================================================================================================
-``hyperball``        W <- R (W - lr R u/|u|) / |W - lr R u/|u||, R the setting or, for "own", |W|; nothing decays.
-``relative_update``  W <- W - lr |W| u/|u|
-``radial_brake``     |W - lr u| <- |W| + s (|W - lr u| - |W|), s the first setting if the norm grew, else the second
-``spectral_clip``    at last, singular values of W are cut down to the setting
-===================  ==================================================================================================
+===================
+==================================================================================================
+``hyperball``        W <- R (W - lr R u/|u|) / |W - lr R u/|u||, R the setting or, for "own", |W|;
+nothing decays. ``relative_update``  W <- W - lr |W| u/|u| ``radial_brake``     |W - lr u| <- |W| +
+s (|W - lr u| - |W|), s the first setting if the norm grew, else the second ``spectral_clip``    at
+last, singular values of W are cut down to the setting ===================
+==================================================================================================
 
 As in NVIDIA's Emerging-Optimizers at fd77292 (``weight_update_hooks``, and ``spectral_hardcap`` of
-``spectral_clipping_utils``), which takes one hook at a time. A norm below :data:`TINY` counts as 0 there and here, and
-what has it becomes 0. Its 0.3.0 has ``hyperball`` alone: "own" is its default radius.
+``spectral_clipping_utils``), which takes one hook at a time. A norm below :data:`TINY` counts as 0
+there and here, and what has it becomes 0. Its 0.3.0 has ``hyperball`` alone: "own" is its default
+radius.
 """
 
 from __future__ import annotations
@@ -27,13 +30,22 @@ from ds_layerwise.recipes.update_hooks import UpdateHooks
 #: A Frobenius norm below counts as 0.
 TINY = 1e-15
 
-#: Of matrices ``(rows, cols)``: their Frobenius norms, of the whole ones where these are parts, as ``(k,)``.
+#: Of matrices ``(rows, cols)``: their Frobenius norms, of the whole ones where these are parts, as
+#: ``(k,)``.
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
 
-def step_(hooks: UpdateHooks, params: Sequence[Tensor], update: Tensor, *, lr: float, scale: float,
-          norms: Norms) -> None:
-    """Subtract ``lr`` times ``scale`` times ``update`` from ``params``, as ``hooks`` say, but for ``spectral_clip``.
+def step_(
+    hooks: UpdateHooks,
+    params: Sequence[Tensor],
+    update: Tensor,
+    *,
+    lr: float,
+    scale: float,
+    norms: Norms,
+) -> None:
+    """Subtract ``lr`` times ``scale`` times ``update`` from ``params``, as ``hooks`` say, but for
+    ``spectral_clip``.
 
     Args:
         params: views of equal matrices, ``(rows, cols)`` or ``(batch, rows, cols)``.

@@ -10,37 +10,45 @@ from torch import Tensor
 
 from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
 
-#: As :data:`.recipes.newton_schulz.MAX_BATCH_NUMEL`, on a CPU, where a batch saves little and what falls out of the
-#: cache costs up to a fifth.
+#: As :data:`.recipes.newton_schulz.MAX_BATCH_NUMEL`, on a CPU, where a batch saves little and what
+#: falls out of the cache costs up to a fifth.
 MAX_BATCH_NUMEL_CPU = 2**17
 
 
 def max_batch_numel(device: torch.device) -> int:
-    """Elements of matrices that go through the products together on ``device``; one may be larger."""
+    """Elements of matrices that go through the products together on ``device``; one may be
+    larger.
+    """
     return MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
 
 
 class Some(NamedTuple):
-    """Matrices ``start`` to ``stop`` of the tensor number ``tensor``; a matrix is a tensor of one."""
+    """Matrices ``start`` to ``stop`` of the tensor number ``tensor``; a matrix is a tensor of
+    one.
+    """
 
     tensor: int
     start: int
     stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The matrices meant: one matrix as it is, or a view ``(stop - start, rows, cols)`` of a batch."""
+        """The matrices meant: one matrix as it is, or a view ``(stop - start, rows, cols)`` of a
+        batch.
+        """
         return self.within(tensors[self.tensor])
 
     def within(self, tensor: Tensor) -> Tensor:
         """The matrices meant, of the tensor that has them, or of a state of it."""
-        return tensor if tensor.dim() == 2 else tensor[self.start:self.stop]
+        return tensor if tensor.dim() == 2 else tensor[self.start : self.stop]
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:
-    """All matrices of tensors of ``shapes``, in groups of equal (rows, cols) and at most ``max_numel`` elements.
+    """All matrices of tensors of ``shapes``, in groups of equal (rows, cols) and at most
+    ``max_numel`` elements.
 
-    Shapes are ``(rows, cols)`` or ``(batch, rows, cols)``; batches are cut along their leading axis. Groups and their
-    members are in order of first appearance; one matrix larger than the bound is a group of its own.
+    Shapes are ``(rows, cols)`` or ``(batch, rows, cols)``; batches are cut along their leading
+    axis. Groups and their members are in order of first appearance; one matrix larger than the
+    bound is a group of its own.
     """
     groups: dict[tuple[int, int], list[list[Some]]] = {}
     room: dict[tuple[int, int], int] = {}
@@ -60,8 +68,8 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
-    """One contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows, cols)``; of a single one that
-    is contiguous a view."""
+    """One contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows, cols)``; of
+    a single one that is contiguous a view."""
     if len(matrices) > 1 and all(matrix.dim() == 2 for matrix in matrices):
         return torch.stack(list(matrices))
     batches = [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in matrices]
@@ -79,4 +87,6 @@ def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Every matrix of matrices and batches, in their order, as a view."""
-    return [matrix for each in tensors for matrix in (each.unbind() if each.dim() == 3 else (each,))]
+    return [
+        matrix for each in tensors for matrix in (each.unbind() if each.dim() == 3 else (each,))
+    ]

@@ -1,8 +1,9 @@
 """Newton-Schulz: push every singular value of a matrix towards 1, with matrix products alone.
 
 Note: precision
-    Relative error against the same polynomial applied to singular values in float64, condition number 100, 256 x 1024,
-    five ``simple`` steps (and the largest singular value of the result, which should be 1.20):
+    Relative error against the same polynomial applied to singular values in float64, condition
+    number 100, 256 x 1024, five ``simple`` steps (and the largest singular value of the result,
+    which should be 1.20):
 
     =========================================  =======  =====
     standard, bf16                              0.044   1.20
@@ -12,11 +13,12 @@ Note: precision
     gram, bf16, restarts after 2 and 4 steps    0.031   1.20
     =========================================  =======  =====
 
-    Rounding makes small eigenvalues of a Gram matrix negative, and each step without a restart multiplies those by
-    about a squared. So bf16 restarts every second step, and so does fp16 beyond five steps: largest overshoot over
-    the exact curve at ten ``quintic`` steps, 80 matrices: fp16 0.34 at every third step, 0.0003 at every second.
-    With one restart alone ten steps end in NaN in half precision, and overshoot by 30 in fp32.
-    ``cans`` leaves no room for rounding: in half precision it diverges however it is computed, so it runs in float32.
+    Rounding makes small eigenvalues of a Gram matrix negative, and each step without a restart
+    multiplies those by about a squared. So bf16 restarts every second step, and so does fp16 beyond
+    five steps: largest overshoot over the exact curve at ten ``quintic`` steps, 80 matrices: fp16
+    0.34 at every third step, 0.0003 at every second. With one restart alone ten steps end in NaN in
+    half precision, and overshoot by 30 in fp32. ``cans`` leaves no room for rounding: in half
+    precision it diverges however it is computed, so it runs in float32.
 """
 
 from __future__ import annotations
@@ -41,17 +43,35 @@ Coefficients = tuple[tuple[float, float, float], ...]
 SIMPLE: Coefficients = ((3.4445, -4.7750, 2.0315),)
 
 #: Another set for every step, repeating from the first after the fifth; NVIDIA's default.
-QUINTIC: Coefficients = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-                         (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))
+QUINTIC: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 
-#: Optimal step by step for singular values from 1e-3, with a safety factor of 1.01 folded in. arXiv 2505.16932
+#: Optimal step by step for singular values from 1e-3, with a safety factor of 1.01 folded in. arXiv
+#: 2505.16932
 POLAR_EXPRESS: Coefficients = (
-    (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
-    (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750))
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
 
 #: Chebyshev-optimal, arXiv 2506.10935.
-CANS: Coefficients = ((8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630),
-                      (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162))
+CANS: Coefficients = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
 
 #: Eight steps for slope, two that converge; meant for ten.
 DEEPSEEKV4: Coefficients = SIMPLE * 8 + ((2.0, -1.5, 0.5),) * 2
@@ -68,7 +88,8 @@ TABLES: dict[str, tuple[Coefficients, bool]] = {
 #: What stands in for a peak, or a norm, of 0: dividing by it keeps zeros.
 _TINY = torch.finfo(torch.float32).tiny
 
-#: Between them squares of entries neither overflow float32, nor is what underflows of them any part of a norm.
+#: Between them squares of entries neither overflow float32, nor is what underflows of them any part
+#: of a norm.
 _EXACT_NORMS = (1e-12, 1e18)
 
 #: Tables that diverge in half precision.
@@ -76,7 +97,8 @@ NEED_FLOAT32 = ("cans",)
 
 
 def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """Exactly ``steps`` rows of a named table, or of the caller's own rows, which begin again at their end.
+    """Exactly ``steps`` rows of a named table, or of the caller's own rows, which begin again at
+    their end.
 
     Raises:
         ConfigError: the name is not known.
@@ -87,18 +109,27 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
         rows, cycles = TABLES[table]
     else:
         close = difflib.get_close_matches(table, TABLES, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(TABLES)}, or a list of [a, b, c]"
+        hint = (
+            f"did you mean '{close[0]}'?"
+            if close
+            else f"known: {', '.join(TABLES)}, or a list of [a, b, c]"
+        )
         raise ConfigError(f"ns_coefficients {table!r} is not known; {hint}")
-    return tuple(rows[i % len(rows)] if cycles else rows[min(i, len(rows) - 1)] for i in range(steps))
+    return tuple(
+        rows[i % len(rows)] if cycles else rows[min(i, len(rows) - 1)] for i in range(steps)
+    )
 
 
 def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ()) -> torch.dtype:
-    """What the products run in: ``setting``, or for "auto" the first of ``fast`` that is exact enough, else float32.
+    """What the products run in: ``setting``, or for "auto" the first of ``fast`` that is exact
+    enough, else float32.
 
-    For ``gram`` those are float16, which is the more exact one there, and bfloat16; for ``standard`` bfloat16 alone.
+    For ``gram`` those are float16, which is the more exact one there, and bfloat16; for
+    ``standard`` bfloat16 alone.
 
     Args:
-        fast: in what the device multiplies much faster than in float32; see :func:`.optimizers.devices.fast_dtypes`.
+        fast: in what the device multiplies much faster than in float32; see
+            :func:`.optimizers.devices.fast_dtypes`.
     """
     fixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if setting != "auto":
@@ -107,23 +138,32 @@ def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ())
     return next((dtype for dtype in exact_enough if dtype in fast), torch.float32)
 
 
-def newton_schulz(matrix: Tensor, coefficients: Coefficients, *, method: str, dtype: torch.dtype) -> Tensor:
+def newton_schulz(
+    matrix: Tensor, coefficients: Coefficients, *, method: str, dtype: torch.dtype
+) -> Tensor:
     """Push every singular value of ``matrix`` towards 1.
 
     Args:
         matrix: ``(..., m, n)``; leading axes are a batch of independent matrices. Not modified.
-        method: ``standard`` iterates on the matrix; ``gram`` on the smaller of its two Gram matrices, except for
-            square ones, which gain nothing from it.
-        dtype: what the products run in; each matrix is brought to Frobenius norm 1 in float32 before.
+        method: ``standard`` iterates on the matrix; ``gram`` on the smaller of its two Gram
+            matrices, except for square ones, which gain nothing from it.
+        dtype: what the products run in; each matrix is brought to Frobenius norm 1 in float32
+            before.
 
     Returns:
-        A new ``(..., m, n)`` tensor of ``matrix.dtype``, bit for bit the same whatever else is in the batch, on a
-        CPU. A zero matrix gives a zero matrix.
+        A new ``(..., m, n)`` tensor of ``matrix.dtype``, bit for bit the same whatever else is in
+        the batch, on a CPU. A zero matrix gives a zero matrix.
     """
     rows, cols = matrix.shape[-2:]
-    # No name holds what goes in, so that its memory is free as soon as there is a copy in ``dtype``.
-    x = iterate(_normalised(matrix.reshape(-1, rows, cols)), coefficients, transposed=rows > cols,
-                standard=method == "standard" or rows == cols, dtype=dtype)
+    # No name holds what goes in, so that its memory is free as soon as there is a copy in
+    # ``dtype``.
+    x = iterate(
+        _normalised(matrix.reshape(-1, rows, cols)),
+        coefficients,
+        transposed=rows > cols,
+        standard=method == "standard" or rows == cols,
+        dtype=dtype,
+    )
     return x.to(matrix.dtype).reshape(matrix.shape)
 
 
@@ -131,13 +171,14 @@ def _normalised(x: Tensor) -> Tensor:
     """Float32 copies of ``(k, rows, cols)`` of Frobenius norm 1, or 0."""
     if x.device.type != "cpu":
         return _normalised_by_peak(x)
-    # Here it costs nothing to look at norms, and most need no peak: that takes four times as many passes.
+    # Here it costs nothing to look at norms, and most need no peak: that takes four times as many
+    # passes.
     x = x.float()
     norms = norms_of(x)
     out = x / norms
     for index, norm in enumerate(norms.view(-1).tolist()):
         if not _EXACT_NORMS[0] < norm < _EXACT_NORMS[1]:
-            out[index:index + 1] = _normalised_by_peak(x[index:index + 1])
+            out[index : index + 1] = _normalised_by_peak(x[index : index + 1])
     return out
 
 
@@ -147,23 +188,32 @@ def _normalised_by_peak(x: Tensor) -> Tensor:
 
 
 def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 copies of ``(k, rows, cols)`` with a largest entry of 1, their Frobenius norms, and what they were
-    divided by, both ``(k, 1, 1)``; squares of neither tiny nor huge entries leave float32. Zeros stay zeros."""
+    """Float32 copies of ``(k, rows, cols)`` with a largest entry of 1, their Frobenius norms, and
+    what they were divided by, both ``(k, 1, 1)``; squares of neither tiny nor huge entries leave
+    float32. Zeros stay zeros."""
     x = x.float()
     peak = x.abs().amax((-2, -1), keepdim=True)
     x = x / peak.clamp_min(_TINY)
     return x, norms_of(x), peak
 
 
-def iterate(x: Tensor, coefficients: Coefficients, *, transposed: bool, standard: bool, dtype: torch.dtype,
-            total: Callable[[Tensor], Tensor] = lambda gram: gram) -> Tensor:
+def iterate(
+    x: Tensor,
+    coefficients: Coefficients,
+    *,
+    transposed: bool,
+    standard: bool,
+    dtype: torch.dtype,
+    total: Callable[[Tensor], Tensor] = lambda gram: gram,
+) -> Tensor:
     """The steps on ``(k, rows, cols)`` matrices, or on parts of them.
 
     Args:
         x: of Frobenius norm 1 each, float32.
         transposed: form the Gram matrix of the columns, not of the rows.
         standard: iterate on the matrix; else on the Gram matrix.
-        total: gets the Gram matrix of ``x``, and returns that of the whole matrices, which may be in its place.
+        total: gets the Gram matrix of ``x``, and returns that of the whole matrices, which may be
+            in its place.
 
     Returns:
         Of ``x``'s shape, in ``dtype``.
@@ -185,16 +235,24 @@ def _standard(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], T
 
 
 def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """The iteration in segments, each of which forms its Gram matrix anew; see the note on precision."""
+    """The iteration in segments, each of which forms its Gram matrix anew; see the note on
+    precision.
+    """
     done = 0
-    for length in gram_segments(len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16):
-        x = symmetric.product(_factor(total(symmetric.gram(x)), coefficients[done:done + length]), x)
+    for length in gram_segments(
+        len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16
+    ):
+        x = symmetric.product(
+            _factor(total(symmetric.gram(x)), coefficients[done : done + length]), x
+        )
         done += length
     return x
 
 
 def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
-    """Q with X_k = Q X_0: a polynomial in the Gram matrix of X_0, so all that is multiplied here commutes."""
+    """Q with X_k = Q X_0: a polynomial in the Gram matrix of X_0, so all that is multiplied here
+    commutes.
+    """
     q = gram
     for step, (a, b, c) in enumerate(coefficients):
         z = symmetric.commuting(gram, gram, gram, beta=b, alpha=c)

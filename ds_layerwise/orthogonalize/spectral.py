@@ -1,4 +1,6 @@
-"""What can be done to singular values with matrix products alone, beside making all of them equal."""
+"""What can be done to singular values with matrix products alone, beside making all of them
+equal.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ from ds_layerwise.recipes.update_hooks import CLIP_STEPS
 def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
     """Every singular value s of k matrices becomes min(s, most), in float32.
 
-    With X a wide one of them over ``most``, O = sign(X), which has 1 for every singular value, and P half of
-    I + sign(XX' - I), which projects on those above 1: X + P (O - X), times ``most``. Both signs are eight steps of
-    ``polar_express``, which leave singular values of a thousandth of the norm and more at 1 but for 1e-5, and smaller
-    ones below; of those P takes nothing. The function is Emerging-Optimizers' ``spectral_hardcap``, whose formula,
-    half of O + X - (O - X) sign(O - X)' O (https://leloykun.github.io/ponder/spectral-clipping/), needs O to be exact:
-    of a square matrix of noise it lifts the smallest singular values up to an eighth of ``most``.
+    With X a wide one of them over ``most``, O = sign(X), which has 1 for every singular value, and
+    P half of I + sign(XX' - I), which projects on those above 1: X + P (O - X), times ``most``.
+    Both signs are eight steps of ``polar_express``, which leave singular values of a thousandth of
+    the norm and more at 1 but for 1e-5, and smaller ones below; of those P takes nothing. The
+    function is Emerging-Optimizers' ``spectral_hardcap``, whose formula, half of O + X - (O - X)
+    sign(O - X)' O (https://leloykun.github.io/ponder/spectral-clipping/), needs O to be exact: of a
+    square matrix of noise it lifts the smallest singular values up to an eighth of ``most``.
 
-    All is padded to multiples of :data:`.ALIGNMENT`, as Newton-Schulz is, so that products have the same bits whatever
-    else is in the batch, on a CPU.
+    All is padded to multiples of :data:`.ALIGNMENT`, as Newton-Schulz is, so that products have the
+    same bits whatever else is in the batch, on a CPU.
 
     Args:
         matrices: equal ones, ``(rows, cols)`` or ``(batch, rows, cols)``. Not modified.
@@ -53,4 +56,6 @@ def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
 
 
 def _sign(matrices: Tensor) -> Tensor:
-    return newton_schulz(matrices, coefficients("polar_express", CLIP_STEPS), method="standard", dtype=torch.float32)
+    return newton_schulz(
+        matrices, coefficients("polar_express", CLIP_STEPS), method="standard", dtype=torch.float32
+    )

@@ -1,24 +1,28 @@
-"""Matrix products, and those of which is known that the result is symmetric: they are computed by half and mirrored.
+"""Matrix products, and those of which is known that the result is symmetric: they are computed by
+half and mirrored.
 
 Note: strips
-    The lower triangle is computed as ``n`` strips of rows, each up to its diagonal, and mirrored into the upper one:
-    (n + 1) / 2n of the products of the whole, 0.56 with eight strips, with plain matrix products on any device.
+    The lower triangle is computed as ``n`` strips of rows, each up to its diagonal, and mirrored
+    into the upper one: (n + 1) / 2n of the products of the whole, 0.56 with eight strips, with
+    plain matrix products on any device.
 
 Note: how many strips
-    Measured on a CPU with AVX-512 and bfloat16 units (1 thread; examples/benchmarks/newton_schulz.py has the table):
-    narrow strips lose more in a product than they leave out. There is nothing to gain below 80 rows in float32, below
-    144 in half precision; more than eight leave out next to nothing more. Not measured on an accelerator, where every
+    Measured on a CPU with AVX-512 and bfloat16 units (1 thread;
+    examples/benchmarks/newton_schulz.py has the table): narrow strips lose more in a product than
+    they leave out. There is nothing to gain below 80 rows in float32, below 144 in half precision;
+    more than eight leave out next to nothing more. Not measured on an accelerator, where every
     strip is a launch, so there are none there.
 
 Note: rows that are apart
-    Products write into parts of the result, and mirroring reads along columns. Where rows are a multiple of 1,024 bytes
-    apart, few lines of a cache hold all of a column, and that takes as long as to copy each strip twice. So such
-    results have a gap behind every row: they are not contiguous.
+    Products write into parts of the result, and mirroring reads along columns. Where rows are a
+    multiple of 1,024 bytes apart, few lines of a cache hold all of a column, and that takes as long
+    as to copy each strip twice. So such results have a gap behind every row: they are not
+    contiguous.
 
 Note: one by one
-    On a CPU, from a smaller side of 256 on, matrices of a batch are multiplied one after another. A batched product of
-    half precision copies a transposed operand at every call there, and takes up to twice as long; below, starting a
-    product costs more than it saves.
+    On a CPU, from a smaller side of 256 on, matrices of a batch are multiplied one after another. A
+    batched product of half precision copies a transposed operand at every call there, and takes up
+    to twice as long; below, starting a product costs more than it saves.
 """
 
 from __future__ import annotations
@@ -51,7 +55,9 @@ def one_by_one(side: int, device: torch.device) -> bool:
 
 
 def upright(x: Tensor) -> Tensor:
-    """``x.mT`` of ``(k, m, n)``, in memory where products read it in that order: copied where they go one by one."""
+    """``x.mT`` of ``(k, m, n)``, in memory where products read it in that order: copied where they
+    go one by one.
+    """
     if not one_by_one(min(x.shape[-2:]), x.device):
         return x.mT
     turned = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
@@ -60,8 +66,12 @@ def upright(x: Tensor) -> Tensor:
     return turned
 
 
-def product(left: Tensor, right: Tensor, base: Tensor | None = None, *, beta: float = 1.0) -> Tensor:
-    """``beta * base + left @ right`` of ``(k, m, m)`` and ``(k, m, n)``; without ``base``, ``left @ right``."""
+def product(
+    left: Tensor, right: Tensor, base: Tensor | None = None, *, beta: float = 1.0
+) -> Tensor:
+    """``beta * base + left @ right`` of ``(k, m, m)`` and ``(k, m, n)``; without ``base``, ``left @
+    right``.
+    """
     if not one_by_one(left.shape[-2], left.device):
         return _product(left, right, base, beta, 1.0)
     out = left.new_empty(*left.shape[:-1], right.shape[-1])
@@ -75,14 +85,18 @@ def gram(x: Tensor) -> Tensor:
     return _symmetric(x, x.mT, x, None, 1.0, 1.0)
 
 
-def commuting(base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """``beta * base + alpha * left @ right`` of symmetric ``(k, m, m)`` matrices that commute, as polynomials in one
-    matrix do: so the product is symmetric, too. It may have gaps between its rows."""
+def commuting(
+    base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
+) -> Tensor:
+    """``beta * base + alpha * left @ right`` of symmetric ``(k, m, m)`` matrices that commute, as
+    polynomials in one matrix do: so the product is symmetric, too. It may have gaps between its
+    rows."""
     return _symmetric(left, right, right, base, beta, alpha)
 
 
-def _symmetric(left: Tensor, right: Tensor, right_rows: Tensor, base: Tensor | None, beta: float,
-               alpha: float) -> Tensor:
+def _symmetric(
+    left: Tensor, right: Tensor, right_rows: Tensor, base: Tensor | None, beta: float, alpha: float
+) -> Tensor:
     """``right_rows`` is the transpose of ``right``."""
     side = left.shape[-2]
     if not one_by_one(side, left.device):
@@ -95,21 +109,42 @@ def _symmetric(left: Tensor, right: Tensor, right_rows: Tensor, base: Tensor | N
     return out
 
 
-def _fill(out: Tensor, left: Tensor, right_rows: Tensor, base: Tensor | None, beta: float, alpha: float,
-          strips: int) -> None:
-    """Compute the lower triangle of ``(side, side)`` strip by strip, and mirror it; see the note on strips."""
+def _fill(
+    out: Tensor,
+    left: Tensor,
+    right_rows: Tensor,
+    base: Tensor | None,
+    beta: float,
+    alpha: float,
+    strips: int,
+) -> None:
+    """Compute the lower triangle of ``(side, side)`` strip by strip, and mirror it; see the note on
+    strips.
+    """
     side = len(out)
     width = -(-side // (strips * ALIGNMENT)) * ALIGNMENT
     for start in range(0, side, width):
         stop = min(start + width, side)
         strip = out[start:stop, :stop]
-        _product(left[start:stop], right_rows[:stop].mT, None if base is None else base[start:stop, :stop], beta, alpha,
-                 strip)
+        _product(
+            left[start:stop],
+            right_rows[:stop].mT,
+            None if base is None else base[start:stop, :stop],
+            beta,
+            alpha,
+            strip,
+        )
         out[:start, start:stop] = strip[:, :start].mT
 
 
-def _product(left: Tensor, right: Tensor, base: Tensor | None, beta: float, alpha: float,
-             out: Tensor | None = None) -> Tensor:
+def _product(
+    left: Tensor,
+    right: Tensor,
+    base: Tensor | None,
+    beta: float,
+    alpha: float,
+    out: Tensor | None = None,
+) -> Tensor:
     """The product of matrices, or of batches of them; without ``base``, ``left @ right`` alone."""
     batched = left.dim() == 3
     if base is None:

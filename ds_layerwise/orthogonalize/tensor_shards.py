@@ -1,14 +1,16 @@
-"""Newton-Schulz on matrices of which every rank of a tensor-parallel group holds an equal part of the rows or columns.
+"""Newton-Schulz on matrices of which every rank of a tensor-parallel group holds an equal part of
+the rows or columns.
 
 Note: what travels
-    ``duplicated`` gathers the matrices and gives every rank the bits of the unsharded result. ``distributed`` sums Gram
-    matrices over the ranks: with parts of the columns, X X' is the sum of the parts' own, with parts of the rows X' X
-    is. Each is as wide as the side that is not cut, so it is only formed where that is the shorter side, or the matrix
-    square: on the longer one it would be larger than the matrix itself, travel once a step or a restart, and take
-    more products. Matrices cut along their shorter side are therefore gathered in both modes.
+    ``duplicated`` gathers the matrices and gives every rank the bits of the unsharded result.
+    ``distributed`` sums Gram matrices over the ranks: with parts of the columns, X X' is the sum of
+    the parts' own, with parts of the rows X' X is. Each is as wide as the side that is not cut, so
+    it is only formed where that is the shorter side, or the matrix square: on the longer one it
+    would be larger than the matrix itself, travel once a step or a restart, and take more products.
+    Matrices cut along their shorter side are therefore gathered in both modes.
 
-A permutation of the axis that is cut, which is what ranks hold of fused projections that are cut part by part, only
-permutes the result: shards need not be consecutive.
+A permutation of the axis that is cut, which is what ranks hold of fused projections that are cut
+part by part, only permutes the result: shards need not be consecutive.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from ds_layerwise.plan.routes import Axis, whole_shape
 
 
 class Peers(Protocol):
-    """The ranks that hold the other parts of the same matrices. Every rank must enter every method alike."""
+    """The ranks that hold the other parts of the same matrices. Every rank must enter every method
+    alike.
+    """
 
     @property
     def size(self) -> int:
@@ -40,8 +44,16 @@ class Peers(Protocol):
         """The sum of everyone's ``value``, the same everywhere; ``value`` may be overwritten."""
 
 
-def newton_schulz_of_shards(shards: Tensor, coefficients: Coefficients, *, axis: Axis, peers: Peers,
-                            distributed: bool, method: str, dtype: torch.dtype) -> Tensor:
+def newton_schulz_of_shards(
+    shards: Tensor,
+    coefficients: Coefficients,
+    *,
+    axis: Axis,
+    peers: Peers,
+    distributed: bool,
+    method: str,
+    dtype: torch.dtype,
+) -> Tensor:
     """This rank's part of what :func:`.newton_schulz.newton_schulz` makes of the whole matrices.
 
     Args:
@@ -59,9 +71,14 @@ def newton_schulz_of_shards(shards: Tensor, coefficients: Coefficients, *, axis:
         whole = torch.cat(peers.gather(shards.contiguous()).unbind(), dim=axis)
         done = newton_schulz(whole, coefficients, method=method, dtype=dtype)
         return done.chunk(peers.size, dim=axis)[peers.rank]
-    x = iterate(_normalised(shards, peers), coefficients, transposed=axis == -2,
-                standard=method == "standard" or rows == cols, dtype=dtype,
-                total=lambda gram: peers.sum_(gram.contiguous()))
+    x = iterate(
+        _normalised(shards, peers),
+        coefficients,
+        transposed=axis == -2,
+        standard=method == "standard" or rows == cols,
+        dtype=dtype,
+        total=lambda gram: peers.sum_(gram.contiguous()),
+    )
     return x.to(shards.dtype)
 
 

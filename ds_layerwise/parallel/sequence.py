@@ -1,8 +1,8 @@
 """Sequence parallelism (Ulysses): which ranks share a gradient.
 
-Ranks of one sequence group see one sequence, each a part of it. So a gradient is summed over all of them and averaged
-over the sequences: the sum over data and sequence ranks alike, divided by the number of sequence groups. Ownership is
-dealt out over all those ranks, too.
+Ranks of one sequence group see one sequence, each a part of it. So a gradient is summed over all of
+them and averaged over the sequences: the sum over data and sequence ranks alike, divided by the
+number of sequence groups. Ownership is dealt out over all those ranks, too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ds_layerwise.ranks import comm
 
 
 class MeshGroups:
-    """DeepSpeed's device mesh as an mpu, which is what DeepSpeed asks first over which ranks to reduce.
+    """DeepSpeed's device mesh as an mpu, which is what DeepSpeed asks first over which ranks to
+    reduce.
 
-    From the mesh alone it takes the data axis, so that each rank of a sequence would train on its own part.
+    From the mesh alone it takes the data axis, so that each rank of a sequence would train on its
+    own part.
     """
 
     #: By this name DeepSpeed knows an mpu without model parallelism.
@@ -70,31 +72,45 @@ class MeshGroups:
 
 def is_ulysses(mpu: Any) -> bool:
     """Whether ``mpu`` has the groups of DeepSpeed's sequence parallelism, and nothing else."""
-    return hasattr(mpu, "initialize_sequence_parallel") and hasattr(mpu, "get_sequence_data_parallel_group")
+    return hasattr(mpu, "initialize_sequence_parallel") and hasattr(
+        mpu, "get_sequence_data_parallel_group"
+    )
 
 
 def check(engine: Any) -> None:
     """Refuse a size that the groups of ``engine`` do not have.
 
     Raises:
-        ConfigError: it would average over another number of sequences than there are, or a key is not read.
+        ConfigError: it would average over another number of sequences than there are, or a key is
+            not read.
     """
     given, size = engine._config._param_dict, engine.sequence_parallel_size
     if size > 1 and engine.mpu is None:
-        raise ConfigError(f"an earlier engine of this process has left sequence groups of {size} behind, by which "
-                          "DeepSpeed would average the gradients of this one; give mesh_param again, or start another "
-                          "process")
+        raise ConfigError(
+            f"an earlier engine of this process has left sequence groups of {size} behind, by "
+            "which DeepSpeed would average the gradients of this one; give mesh_param again, or "
+            "start another process"
+        )
     asked = given.get("sequence_parallel_size", size)
     if asked != size:
-        raise ConfigError(f"sequence_parallel_size is {asked!r}, but the engine has sequence groups of {size}; set "
-                          "data_parallel_size, too, or give initialize() mesh_param=(data, sequence) or an mpu such as "
-                          "deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    wanted, read = (given.get(key) for key in ("communication_data_type", "seq_parallel_communication_data_type"))
+        raise ConfigError(
+            f"sequence_parallel_size is {asked!r}, but the engine has sequence groups of {size}; "
+            "set data_parallel_size, too, or give initialize() mesh_param=(data, sequence) or an "
+            "mpu such as deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
+    wanted, read = (
+        given.get(key)
+        for key in ("communication_data_type", "seq_parallel_communication_data_type")
+    )
     if size > 1 and wanted not in (None, read or "fp32"):
-        raise ConfigError(f"communication_data_type is {wanted!r}, which sequence parallelism does not read; set "
-                          "seq_parallel_communication_data_type instead")
+        raise ConfigError(
+            f"communication_data_type is {wanted!r}, which sequence parallelism does not read; set "
+            "seq_parallel_communication_data_type instead"
+        )
 
 
 def num_sequences(engine: Any) -> float:
-    """How many ranks, or groups of them, see a batch of their own: what a sum over all ranks is divided by."""
+    """How many ranks, or groups of them, see a batch of their own: what a sum over all ranks is
+    divided by.
+    """
     return comm.size_of(engine.seq_data_parallel_group) / int(engine.sequence_parallel_size)

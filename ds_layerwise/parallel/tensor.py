@@ -1,4 +1,6 @@
-"""What tensor parallelism asks of an engine: an ``mpu`` that says enough, and copies that are copies."""
+"""What tensor parallelism asks of an engine: an ``mpu`` that says enough, and copies that are
+copies.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.ranks import comm
 
-_ASKED = tuple(f"get_{group}_parallel_{what}" for group in ("model", "data")
-               for what in ("rank", "world_size", "group"))
+_ASKED = tuple(
+    f"get_{group}_parallel_{what}"
+    for group in ("model", "data")
+    for what in ("rank", "world_size", "group")
+)
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -26,8 +31,8 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
     """Refuse what this backend cannot follow of ``mpu``, as the caller gave it.
 
     Args:
-        autotp_size: for how many ranks AutoTP is to cut the model. It makes groups of its own, which the engine then
-            takes instead of those of ``mpu``.
+        autotp_size: for how many ranks AutoTP is to cut the model. It makes groups of its own,
+            which the engine then takes instead of those of ``mpu``.
 
     Raises:
         ConfigError: names what it lacks, or has, or that it has other groups than AutoTP makes.
@@ -35,8 +40,10 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
     if missing := [name for name in _ASKED if not callable(getattr(mpu, name, None))]:
         raise ConfigError(f"mpu has no {missing[0]}(); it needs {', '.join(_ASKED)}")
     if bwc_pipeline_parallel_world_size(mpu) > 1:
-        raise ConfigError(f"mpu has {bwc_pipeline_parallel_world_size(mpu)} pipeline stages, and this optimizer knows "
-                          "of stages from deepspeed's PipelineModule alone")
+        raise ConfigError(
+            f"mpu has {bwc_pipeline_parallel_world_size(mpu)} pipeline stages, and this optimizer "
+            "knows of stages from deepspeed's PipelineModule alone"
+        )
     for what in ("sequence", "context"):
         size = getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)()
         if hasattr(mpu, f"initialize_{what}_parallel") or size > 1:
@@ -48,17 +55,22 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
 def _check_groups(mpu: Any, autotp_size: int) -> None:
     rank, world_size = comm.rank_of(None), comm.size_of(None)
     first, index = rank - rank % autotp_size, rank % autotp_size
-    for what, wanted in (("model", list(range(first, first + autotp_size))),
-                         ("data", list(range(index, world_size, autotp_size)))):
+    for what, wanted in (
+        ("model", list(range(first, first + autotp_size))),
+        ("data", list(range(index, world_size, autotp_size))),
+    ):
         ranks = list(comm.ranks_of(getattr(mpu, f"get_{what}_parallel_group")()))
         if ranks != wanted:
-            raise ConfigError(f"mpu.get_{what}_parallel_group() has ranks {ranks} on rank {rank}, and tensor_parallel."
-                              f"autotp_size {autotp_size} makes a group of ranks {wanted}; leave mpu out, or lay it "
-                              "out so")
+            raise ConfigError(
+                f"mpu.get_{what}_parallel_group() has ranks {ranks} on rank {rank}, and "
+                f"tensor_parallel.autotp_size {autotp_size} makes a group of ranks {wanted}; leave "
+                "mpu out, or lay it out so"
+            )
 
 
 def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Group | None:
-    """The ranks that hold the parts of the same parameters, in the order of the parts; None if each holds all.
+    """The ranks that hold the parts of the same parameters, in the order of the parts; None if each
+    holds all.
 
     Args:
         autotp_group: the group that AutoTP has cut the model for, if it has.
@@ -70,26 +82,35 @@ def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Gr
         return None
     group = bwc_tensor_model_parallel_group(mpu)
     if autotp_group is not None and comm.ranks_of(autotp_group) != comm.ranks_of(group):
-        raise ConfigError(f"AutoTP cut the model for ranks {comm.ranks_of(autotp_group)}, and gradients are averaged "
-                          f"for a model on ranks {comm.ranks_of(group)}; leave tp_group out of tp_model_init")
+        raise ConfigError(
+            f"AutoTP cut the model for ranks {comm.ranks_of(autotp_group)}, and gradients are "
+            f"averaged for a model on ranks {comm.ranks_of(group)}; leave tp_group out of "
+            "tp_model_init"
+        )
     return group
 
 
 def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
-    """Raise on every rank of ``group`` unless ``copies``, parameters without a mark, are the same on all of them.
+    """Raise on every rank of ``group`` unless ``copies``, parameters without a mark, are the same
+    on all of them.
 
-    What is not the same is most likely a part that lacks its mark, and would be taken for a whole matrix.
+    What is not the same is most likely a part that lacks its mark, and would be taken for a whole
+    matrix.
 
     Raises:
         LayoutError: one differs.
     """
-    sums = [int(value.detach().contiguous().view(_BITS[value.element_size()]).sum(dtype=torch.int64))
-            for value in copies.values()]
+    sums = [
+        int(value.detach().contiguous().view(_BITS[value.element_size()]).sum(dtype=torch.int64))
+        for value in copies.values()
+    ]
     everyone = comm.gather_objects(sums, group=group)
     for rank, theirs in enumerate(everyone):
         for name, here, there in zip(copies, everyone[0], theirs, strict=True):
             if here != there:
                 raise LayoutError(
-                    f"{name} {tuple(copies[name].shape)} has other values on tensor-parallel rank {rank} than on rank "
-                    "0, and no mark that says that it is cut; set param.tensor_model_parallel = True and param."
-                    "partition_dim to the axis that is cut, or start from the same values")
+                    f"{name} {tuple(copies[name].shape)} has other values on tensor-parallel rank "
+                    f"{rank} than on rank 0, and no mark that says that it is cut; set "
+                    "param.tensor_model_parallel = True and param.partition_dim to the axis that "
+                    "is cut, or start from the same values"
+                )

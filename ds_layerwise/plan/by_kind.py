@@ -1,8 +1,9 @@
-"""What a config says of kinds of parameters: of vectors, of what element-wise recipes train, of embeddings and heads,
-of what grows with the width of a model.
+"""What a config says of kinds of parameters: of vectors, of what element-wise recipes train, of
+embeddings and heads, of what grows with the width of a model.
 
-Weight decay of a parameter, first that is there: what an override sets; what its parameter group says for itself; none
-for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for element-wise recipes; the run's.
+Weight decay of a parameter, first that is there: what an override sets; what its parameter group
+says for itself; none for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for
+element-wise recipes; the run's.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from ds_layerwise.recipes.width import Mup, is_hidden
 #: What model families call a norm over queries or keys, with what is in it.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
 
-#: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and Mamba's decays.
-_VECTOR = re.compile(r"(\w+_)?bias(es)?(_(?!proj)\w+)?|(\w+_)?table|A_(log|real|imag)s?|log_A_real|Ds?|time_faaaa|r_k|"
-                     r"(\w+_)?(scale|gain|alpha|beta|gamma)s?(_?\d+)?")
+#: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and
+#: Mamba's decays.
+_VECTOR = re.compile(
+    r"(\w+_)?bias(es)?(_(?!proj)\w+)?|(\w+_)?table|A_(log|real|imag)s?|log_A_real|Ds?|"
+    r"time_faaaa|r_k|"
+    r"(\w+_)?(scale|gain|alpha|beta|gamma)s?(_?\d+)?"
+)
 
 
 def own_name(name: str) -> str:
@@ -52,9 +57,14 @@ class ByKind:
     @classmethod
     def of(cls, optimizer: OptimizerConfig, layerwise: LayerWiseConfig) -> ByKind:
         """What the two sections say."""
-        return cls(decay_vectors=optimizer.decay_vectors, scalar_weight_decay=optimizer.scalar_weight_decay,
-                   apply_wd_to_qk_layernorm=layerwise.apply_wd_to_qk_layernorm, decoupled_lr=layerwise.decoupled_lr,
-                   decoupled_min_lr=layerwise.decoupled_min_lr, mup=layerwise.mup)
+        return cls(
+            decay_vectors=optimizer.decay_vectors,
+            scalar_weight_decay=optimizer.scalar_weight_decay,
+            apply_wd_to_qk_layernorm=layerwise.apply_wd_to_qk_layernorm,
+            decoupled_lr=layerwise.decoupled_lr,
+            decoupled_min_lr=layerwise.decoupled_min_lr,
+            mup=layerwise.mup,
+        )
 
     def asks_for_tables(self) -> str | None:
         """The first key that is for embeddings and output heads, if one is given."""
@@ -88,16 +98,23 @@ class ByKind:
             lr, eps = self.mup.multipliers(route.recipe, hidden=not table and is_hidden(shape()))
         except ValueError as error:
             raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
-        found = replace(route, lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
-                        eps_scale=eps if route.eps is None else 1.0)
+        found = replace(
+            route,
+            lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
+            eps_scale=eps if route.eps is None else 1.0,
+        )
         why = f"rate x {lr:g} by width" if route.lr is None else "eps by width"
         return found if found == route else found.because(why)
 
-    def decayed(self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False) -> Route:
-        """``route`` of a parameter of ``shape``, on which overrides have had their say, with its weight decay.
+    def decayed(
+        self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
+    ) -> Route:
+        """``route`` of a parameter of ``shape``, on which overrides have had their say, with its
+        weight decay.
 
         Args:
-            vector: whether it is one although it has two axes or more, unless it is orthogonalised all the same.
+            vector: whether it is one although it has two axes or more, unless it is orthogonalised
+                all the same.
             own_decay: whether its parameter group says for itself what its weight decay is.
         """
         if route.weight_decay is not None or own_decay:
@@ -108,8 +125,12 @@ class ByKind:
         return route if route.whole else replace(route, weight_decay=self.scalar_weight_decay)
 
 
-def idle_keys(optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Collection[Route],
-              groups: Sequence[Collection[str]] = ()) -> list[str]:
+def idle_keys(
+    optimizer: OptimizerConfig,
+    layerwise: LayerWiseConfig,
+    routes: Collection[Route],
+    groups: Sequence[Collection[str]] = (),
+) -> list[str]:
     """The keys of the two sections, and of parameter groups, that are given and change nothing.
 
     Args:
@@ -118,27 +139,44 @@ def idle_keys(optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Co
     """
     used = {route.recipe for route in routes}
     scalar = [route for route in routes if not route.whole]
-    acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer",
-              *("muon_lr" if recipe.whole else "adam_lr" for recipe in used),
-              *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper))}
+    acting = {
+        "lr",
+        "weight_decay",
+        "decay_vectors",
+        "preset",
+        "matrix_optimizer",
+        *("muon_lr" if recipe.whole else "adam_lr" for recipe in used),
+        *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper)),
+    }
     if optimizer.matrix.whole:
         acting |= {"scalar_optimizer", "per_head_muon"}
     if optimizer.scalar_weight_decay in [route.weight_decay for route in scalar]:
         acting.add("scalar_weight_decay")
-    idle = {"monitor.every": layerwise.monitor.every > 1 and not layerwise.monitor.asks,
-            "client_optimizer": layerwise.client_optimizer.split != "whole" and not any(
-                isinstance(recipe, ClientTorch) for recipe in used),
-            "apply_wd_to_qk_layernorm": layerwise.apply_wd_to_qk_layernorm and (optimizer.decay_vectors or not any(
-                QK_NORM.fullmatch(route.name) for route in scalar)),
-            **{key: getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes))
-               for key, sets in _OF_TABLES.items()}}
-    return [*(f"optimizer.params.{key}" for key in optimizer.given if key not in acting),
-            *(f"layerwise.{key}" for key in idle if idle[key]),
-            *(f"param_groups[{i}].{key}" for i, keys in enumerate(groups) for key in OF_OTHER_SCHEDULES
-              if key in keys and "max_lr" not in keys)]
+    idle = {
+        "monitor.every": layerwise.monitor.every > 1 and not layerwise.monitor.asks,
+        "client_optimizer": layerwise.client_optimizer.split != "whole"
+        and not any(isinstance(recipe, ClientTorch) for recipe in used),
+        "apply_wd_to_qk_layernorm": layerwise.apply_wd_to_qk_layernorm
+        and (optimizer.decay_vectors or not any(QK_NORM.fullmatch(route.name) for route in scalar)),
+        **{
+            key: getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes))
+            for key, sets in _OF_TABLES.items()
+        },
+    }
+    return [
+        *(f"optimizer.params.{key}" for key in optimizer.given if key not in acting),
+        *(f"layerwise.{key}" for key in idle if idle[key]),
+        *(
+            f"param_groups[{i}].{key}"
+            for i, keys in enumerate(groups)
+            for key in OF_OTHER_SCHEDULES
+            if key in keys and "max_lr" not in keys
+        ),
+    ]
 
 
-#: What a script's own schedule, or torch's beside "max_lr", may read in a group; here only overrides have it.
+#: What a script's own schedule, or torch's beside "max_lr", may read in a group; here only
+#: overrides have it.
 OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
 
 

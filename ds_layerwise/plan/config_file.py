@@ -1,7 +1,8 @@
-"""A DeepSpeed config as ``ds-layerwise plan`` gets it: from a file, unchecked, and with what only a Trainer fills in.
+"""A DeepSpeed config as ``ds-layerwise plan`` gets it: from a file, unchecked, and with what only a
+Trainer fills in.
 
-DeepSpeed itself and Hugging Face's Trainer look at a config before this package does in training; what they would have
-found wrong, or put in, is found and put in here.
+DeepSpeed itself and Hugging Face's Trainer look at a config before this package does in training;
+what they would have found wrong, or put in, is found and put in here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from ds_layerwise.errors import ConfigError
 
-#: What Hugging Face's Trainer puts in place of "auto", where nobody gave its TrainingArguments other values.
+#: What Hugging Face's Trainer puts in place of "auto", where nobody gave its TrainingArguments
+#: other values.
 _FILLED_IN: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "bf16.enabled": False,
@@ -27,37 +29,73 @@ _FILLED_IN: dict[str, Any] = {
 }
 
 #: The same, of which nothing that is planned depends.
-_WITHOUT_EFFECT = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-                   "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+_WITHOUT_EFFECT = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "scheduler.params.total_num_steps",
+    "scheduler.params.warmup_num_steps",
+)
 
 #: Sections that must be objects, wherever they are.
-_OBJECTS = ("optimizer", "optimizer.params", "layerwise", "zero_optimization", "zero_optimization.offload_optimizer",
-            "zero_optimization.offload_param", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types",
-            "tensor_parallel", "checkpoint", "scheduler", "scheduler.params", "amp", "compile", "hybrid_engine",
-            "eigenvalue", "expert_parallel")
+_OBJECTS = (
+    "optimizer",
+    "optimizer.params",
+    "layerwise",
+    "zero_optimization",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "torch_autocast",
+    "data_types",
+    "tensor_parallel",
+    "checkpoint",
+    "scheduler",
+    "scheduler.params",
+    "amp",
+    "compile",
+    "hybrid_engine",
+    "eigenvalue",
+    "expert_parallel",
+)
 
-#: Switches of which a plan, or a check of the config, depends: DeepSpeed takes other values for them as well.
-_FLAGS = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "torch_autocast.enabled", "zero_optimization.cpu_offload",
-          "zero_optimization.compute_grad_norm", "checkpoint.use_node_local_storage", "managed_gradient_accumulation")
+#: Switches of which a plan, or a check of the config, depends: DeepSpeed takes other values for
+#: them as well.
+_FLAGS = (
+    "bf16.enabled",
+    "bfloat16.enabled",
+    "fp16.enabled",
+    "torch_autocast.enabled",
+    "zero_optimization.cpu_offload",
+    "zero_optimization.compute_grad_norm",
+    "checkpoint.use_node_local_storage",
+    "managed_gradient_accumulation",
+)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """The DeepSpeed config in a file, as DeepSpeed reads it: JSON, or HJSON with comments.
 
     Raises:
-        ConfigError: the file cannot be read or is neither, names a key twice, or holds something else than a config.
+        ConfigError: the file cannot be read or is neither, names a key twice, or holds something
+            else than a config.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"--config must be a file with a DeepSpeed config, got {path}: {e.strerror}; name one, such "
-                          "as those in ds_configs") from e
+        raise ConfigError(
+            f"--config must be a file with a DeepSpeed config, got {path}: {e.strerror}; name one, "
+            "such as those in ds_configs"
+        ) from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path} is no JSON: {e}") from e
     try:
         given = json.loads(text, object_pairs_hook=_without_duplicates)
     except (json.JSONDecodeError, RecursionError) as e:
         import hjson  # a dependency of deepspeed, and slower
+
         try:
             given = hjson.loads(text, object_pairs_hook=_without_duplicates)
         except (hjson.HjsonDecodeError, RecursionError):
@@ -69,13 +107,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ConfigError(f"the config names {next(key for key in keys if keys.count(key) > 1)!r} twice in one object; "
-                          "remove one of the two")
+        raise ConfigError(
+            f"the config names {next(key for key in keys if keys.count(key) > 1)!r} twice in one "
+            "object; remove one of the two"
+        )
     return found
 
 
 def config_of(given: object) -> Mapping[str, Any]:
-    """``given``, if it is an object whose sections are objects and whose switches are true or false.
+    """``given``, if it is an object whose sections are objects and whose switches are true or
+    false.
 
     Raises:
         ConfigError: names what is not.
@@ -106,15 +147,20 @@ def at(given: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def fill_in(given: Mapping[str, Any], *, hidden_size: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy of ``given`` with values for every "auto" that a Trainer fills in, and what those are, by path.
+def fill_in(
+    given: Mapping[str, Any], *, hidden_size: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A copy of ``given`` with values for every "auto" that a Trainer fills in, and what those are,
+    by path.
 
     Args:
         hidden_size: of the model, if it is known: a Trainer makes buckets of its square.
     """
     filled = json.loads(json.dumps(given))
     values = {path: value for path, value in _FILLED_IN.items() if at(given, path) == "auto"}
-    if "scheduler.params.warmup_max_lr" in values and isinstance(lr := at(given, "optimizer.params.lr"), (int, float)):
+    if "scheduler.params.warmup_max_lr" in values and isinstance(
+        lr := at(given, "optimizer.params.lr"), (int, float)
+    ):
         values["scheduler.params.warmup_max_lr"] = lr
     if hidden_size and at(given, "zero_optimization.reduce_bucket_size") == "auto":
         values["zero_optimization.reduce_bucket_size"] = hidden_size**2

@@ -1,14 +1,17 @@
 """What a layout costs: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
 
-The one model behind the planner, the start-up table and the command line. Elements unless a name says bytes or FLOPs.
+The one model behind the planner, the start-up table and the command line. Elements unless a name
+says bytes or FLOPs.
 
 Note: what travels, and who counts it
-    A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank that rank's shard:
-    the bucket without its own shard. To gather the bucket it sends its own shard to each of the others. Summed over R
-    ranks both are (R - 1) times the buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards, or cuts,
-    every rank is the mean rank. A rank receives in the one what it sends in the other. Of a bucket that travels in
-    cuts, it sends what of its cut belongs to others once more, as float32 sums, and what of its own shard lies in
-    others' cuts, as parameters. Rings, trees and levels of nodes move the same elements for each rank, on other ways.
+    A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank
+    that rank's shard: the bucket without its own shard. To gather the bucket it sends its own shard
+    to each of the others. Summed over R ranks both are (R - 1) times the buffer, so the mean rank
+    sends (R - 1)/R of it, twice. With equal shards, or cuts, every rank is the mean rank. A rank
+    receives in the one what it sends in the other. Of a bucket that travels in cuts, it sends what
+    of its cut belongs to others once more, as float32 sums, and what of its own shard lies in
+    others' cuts, as parameters. Rings, trees and levels of nodes move the same elements for each
+    rank, on other ways.
 """
 
 from __future__ import annotations
@@ -47,11 +50,17 @@ class Wire:
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
     forward: tuple[int, ...]
-    """Sums that go on from cuts to their owners in float32. Parameters that come back are part of ``gather``."""
+    """Sums that go on from cuts to their owners in float32. Parameters that come back are part of
+    ``gather``.
+    """
 
 
-def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int] | None = None) -> Wire:
-    """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by index."""
+def wire_elements(
+    layout: Layout, dtype: str | None = None, only: Container[int] | None = None
+) -> Wire:
+    """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by
+    index.
+    """
     # What all ranks send alike is one number, and what some send beside it an array.
     alike: NDArray[np.int64] = np.zeros(3, np.int64)
     sent: dict[int, NDArray[np.int64]] = {}
@@ -74,11 +83,15 @@ def wire_elements(layout: Layout, dtype: str | None = None, only: Container[int]
             in_cuts[bucket.ep_size].append(bucket)
     for ep_size, buckets in in_cuts.items():
         _, gather, forward = sent[ep_size]
-        _, filled, own, stays = in_own_cuts([b.shards for b in buckets], [b.cut_numel for b in buckets])
+        _, filled, own, stays = in_own_cuts(
+            [b.shards for b in buckets], [b.cut_numel for b in buckets]
+        )
         np.subtract.at(forward, filled, stays)
         np.add.at(gather, filled, own - stays)
-    total = sum((np.repeat(each, ep_size, axis=1) for ep_size, each in sent.items()),
-                start=np.repeat(alike[:, None], layout.world_size, axis=1))
+    total = sum(
+        (np.repeat(each, ep_size, axis=1) for ep_size, each in sent.items()),
+        start=np.repeat(alike[:, None], layout.world_size, axis=1),
+    )
     return Wire(*(tuple(elements.tolist()) for elements in total))
 
 
@@ -93,9 +106,13 @@ class RankMemory:
 
     params: int
     grads: int
-    """The buffer that micro-batches accumulate in, and the reduced float32 shards where they are a copy."""
+    """The buffer that micro-batches accumulate in, and the reduced float32 shards where they are a
+    copy.
+    """
     masters: int
-    """What there is of the rank's shards in float32 beside them; 0 where the parameters are float32 themselves."""
+    """What there is of the rank's shards in float32 beside them; 0 where the parameters are float32
+    themselves.
+    """
     states: int
     host: int = 0
     """Masters and states that live in host memory."""
@@ -108,7 +125,9 @@ class RankMemory:
         return self.params + self.grads + self.masters + self.states
 
 
-def state_bytes_by(routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False) -> StateBytes:
+def state_bytes_by(
+    routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False
+) -> StateBytes:
     """:func:`state_bytes_of`, to the byte where states are kept in blocks.
 
     Args:
@@ -120,8 +139,11 @@ def state_bytes_by(routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, i
     def state_bytes(name: str, numel: int) -> int:
         if not any(spec.kept_as for spec in routes[name].states(1).values()):
             return by_share(name, numel)
-        return sum(spec.rule_nbytes if in_float32 else spec.nbytes
-                   for spec in routes[name].states(numel).values() if not spec.on_host)
+        return sum(
+            spec.rule_nbytes if in_float32 else spec.nbytes
+            for spec in routes[name].states(numel).values()
+            if not spec.on_host
+        )
 
     return state_bytes
 
@@ -137,21 +159,31 @@ def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
     return state_bytes
 
 
-def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
-                 grads_stored_as: Mapping[str, str] | None = None, wires: Sequence[str] | None = None,
-                 reduction: Reduction = "ordered", host_ratio: float = 0.0,
-                 master_dtype: MasterDtype = "float32") -> tuple[RankMemory, ...]:
+def memory_bytes(
+    layout: Layout,
+    *,
+    state_bytes: StateBytes,
+    stage: int = 1,
+    grads_stored_as: Mapping[str, str] | None = None,
+    wires: Sequence[str] | None = None,
+    reduction: Reduction = "ordered",
+    host_ratio: float = 0.0,
+    master_dtype: MasterDtype = "float32",
+) -> tuple[RankMemory, ...]:
     """What each rank holds between two steps.
 
     Args:
         state_bytes: of what a rank holds of a parameter, see :func:`state_bytes_of`.
-        stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during a backward pass
-            there are at most two buckets of gradients, and what their shards are received in, beside.
-        grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own where missing.
+        stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during
+            a backward pass there are at most two buckets of gradients, and what their shards are
+            received in, beside.
+        grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own
+            where missing.
         wires: what they travel in, by bucket; what they accumulate in if None.
         reduction: how sums are made; see :mod:`.plan.reduction`.
         host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
-        master_dtype: what masters of bfloat16 parameters are kept in; float32 where there is a ``host_ratio``.
+        master_dtype: what masters of bfloat16 parameters are kept in; float32 where there is a
+            ``host_ratio``.
 
     Raises:
         LayoutError: a dtype whose size is not known.
@@ -161,10 +193,14 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
     masters, states = [0] * layout.world_size, [0] * layout.world_size
     for dtype in layout.dtypes:
         params += itemsize(dtype) * layout.buffer_numel(dtype)
-        grads += itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
+        grads += (
+            itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
+        )
     reduced = [0] * layout.world_size
     for bucket in layout.buckets:
-        reduced_bytes = 0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
+        reduced_bytes = (
+            0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
+        )
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += bits.master_bytes(numel, bucket.dtype, master_dtype)
             reduced[rank] += reduced_bytes * numel
@@ -175,14 +211,21 @@ def memory_bytes(layout: Layout, *, state_bytes: StateBytes, stage: int = 1,
         grads += 0 if stage == 1 and stored == sums else itemsize(sums) * bucket.cut_numel
     for rank, name, numel in _held(layout):
         states[rank] += state_bytes(name, numel)
-    memory = [RankMemory(params, grads + r, m, s) for r, m, s in zip(reduced, masters, states, strict=True)]
+    memory = [
+        RankMemory(params, grads + r, m, s)
+        for r, m, s in zip(reduced, masters, states, strict=True)
+    ]
     if host_ratio:
-        memory = [_with_host(layout, rank, each, host_ratio, state_bytes)
-                  for rank, each in enumerate(memory)]
+        memory = [
+            _with_host(layout, rank, each, host_ratio, state_bytes)
+            for rank, each in enumerate(memory)
+        ]
     return tuple(memory)
 
 
-def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, state_bytes: StateBytes) -> RankMemory:
+def _with_host(
+    layout: Layout, rank: int, memory: RankMemory, ratio: float, state_bytes: StateBytes
+) -> RankMemory:
     """``memory`` of ``rank`` once ``ratio`` of its masters and states has moved to the host."""
     names = pieces_on_host(layout, rank, ratio, state_bytes=state_bytes)
     masters, states, moved = memory.masters, memory.states, []
@@ -199,21 +242,33 @@ def _with_host(layout: Layout, rank: int, memory: RankMemory, ratio: float, stat
         start, stop = bucket.shard(rank)
         left = sum(piece.numel for piece in bucket.pieces(rank)) - numel
         masters -= master_bytes(bucket) * (stop - start - left)
-    return replace(memory, masters=masters, states=states, host=sum(moved),
-                   staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)))
+    return replace(
+        memory,
+        masters=masters,
+        states=states,
+        host=sum(moved),
+        staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Bytes that one rank holds for buckets under way, and their exchange, at the moment when they are most."""
+    """Bytes that one rank holds for buckets under way, and their exchange, at the moment when they
+    are most.
+    """
 
     sent: int
-    """Copies of gradients that travel; 0 where they travel from the memory that they accumulate in."""
+    """Copies of gradients that travel; 0 where they travel from the memory that they accumulate
+    in.
+    """
     received: int
-    """What arrives from all ranks, the sums of a node, and at stage 2 those that a further micro-batch adds; or
-    parameters that are gathered in two levels on a device, where those are more."""
+    """What arrives from all ranks, the sums of a node, and at stage 2 those that a further
+    micro-batch adds; or parameters that are gathered in two levels on a device, where those are
+    more."""
     exchanged: int = 0
-    """What goes from cuts to owners, or comes back: copies of it, and what does not arrive where it belongs."""
+    """What goes from cuts to owners, or comes back: copies of it, and what does not arrive where it
+    belongs.
+    """
 
     @property
     def total(self) -> int:
@@ -221,23 +276,33 @@ class RankTraffic:
         return self.sent + self.received + self.exchanged
 
 
-def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], wires: Sequence[str],
-                  reduction: Reduction = "ordered", links: Links | None = None) -> tuple[RankTraffic, ...]:
-    """What each rank holds at most while gradients are reduced, or parameters gathered, beside :func:`memory_bytes`.
+def traffic_bytes(
+    layout: Layout,
+    *,
+    stage: int,
+    stored_as: Mapping[str, str],
+    wires: Sequence[str],
+    reduction: Reduction = "ordered",
+    links: Links | None = None,
+) -> tuple[RankTraffic, ...]:
+    """What each rank holds at most while gradients are reduced, or parameters gathered, beside
+    :func:`memory_bytes`.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
         wires: what they travel in, by bucket.
-        reduction: how sums are made; see :mod:`.plan.reduction`. Only ``ordered`` has what all ranks sent side by side.
-        links: of them it counts which ranks share a node, and whether what travels lies in host memory, where that of
-            buckets stays when it comes to the exchange; None for a node each, on a host.
+        reduction: how sums are made; see :mod:`.plan.reduction`. Only ``ordered`` has what all
+            ranks sent side by side.
+        links: of them it counts which ranks share a node, and whether what travels lies in host
+            memory, where that of buckets stays when it comes to the exchange; None for a node each,
+            on a host.
 
-    Not counted: at stage 2, where somebody asks for sums between two micro-batches, the next exchange adds what
-    arrives, and so has memory for all of it.
+    Not counted: at stage 2, where somebody asks for sums between two micro-batches, the next
+    exchange adds what arrives, and so has memory for all of it.
     """
     size = layout.world_size
-    # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the sums of a node, of
-    # what is received, added up in parts, and added.
+    # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the
+    # sums of a node, of what is received, added up in parts, and added.
     sent, sums = [0] * MAX_UNDER_WAY, [0] * MAX_UNDER_WAY
     received, parts, added = (np.zeros((MAX_UNDER_WAY, size), np.int64) for _ in range(3))
     gathered = 0
@@ -254,33 +319,54 @@ def traffic_bytes(layout: Layout, *, stage: int, stored_as: Mapping[str, str], w
         if holders > 1 and reduction == "ordered":
             if group and not group.links.on_host:
                 inside = group.local if bucket.way != "ragged" and group.has_levels else 1
-                _raise_to_own(parts[turn], bucket, SUM_BYTES * most_partial_sums(holders, per_node=inside))
+                _raise_to_own(
+                    parts[turn], bucket, SUM_BYTES * most_partial_sums(holders, per_node=inside)
+                )
             # Of two ranks each reads its own where they are.
             _raise_to_own(received[turn], bucket, wire_bytes * (holders if holders > 2 else 1))
         elif holders > 1 and (bucket.way == "ragged" or wire != stays):
             _raise_to_own(received[turn], bucket, wire_bytes)
         copies = int(copied)
-        if group and (bucket.index in rings.reduce if reduction == "native" else bucket.way != "ragged"
-                      and group.has_levels):
+        if group and (
+            bucket.index in rings.reduce
+            if reduction == "native"
+            else bucket.way != "ragged" and group.has_levels
+        ):
             # Sorted by the places of a node, beside the memory that it all comes from.
             copies = 1 + (stage == 2)
-            of_node = bucket.numel // group.local * (wire_bytes if reduction == "native" else SUM_BYTES)
+            of_node = (
+                bucket.numel // group.local * (wire_bytes if reduction == "native" else SUM_BYTES)
+            )
             sums[turn] = max(sums[turn], of_node)
         if group and bucket.index in rings.gather:
-            gathered = max(gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype))
+            gathered = max(
+                gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype)
+            )
         sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
     sums_moved, params_moved = _exchanged(layout, stage=stage, wires=wires, reduction=reduction)
     reduced = [(sum(sent), sum(sums) + each) for each in (received + parts + added).sum(0).tolist()]
     if links is None or links.on_host:
-        return tuple(RankTraffic(*each, moved) for each, moved in zip(
-            reduced, np.maximum(sums_moved, params_moved).tolist(), strict=True))
-    return tuple(max((RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
-                     key=lambda traffic: traffic.total)
-                 for each, there, back in zip(reduced, sums_moved.tolist(), params_moved.tolist(), strict=True))
+        return tuple(
+            RankTraffic(*each, moved)
+            for each, moved in zip(
+                reduced, np.maximum(sums_moved, params_moved).tolist(), strict=True
+            )
+        )
+    return tuple(
+        max(
+            (RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
+            key=lambda traffic: traffic.total,
+        )
+        for each, there, back in zip(
+            reduced, sums_moved.tolist(), params_moved.tolist(), strict=True
+        )
+    )
 
 
 def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
-    """Raise ``most``, by rank, to ``nbytes`` an element of the rank's own shard of ``bucket``, or of its cut."""
+    """Raise ``most``, by rank, to ``nbytes`` an element of the rank's own shard of ``bucket``, or
+    of its cut.
+    """
     if bucket.way != "ragged":
         np.maximum(most, bucket.cut_numel * nbytes, out=most)
         return
@@ -289,16 +375,21 @@ def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
     by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
 
 
-def _exchanged(layout: Layout, *, stage: int, wires: Sequence[str],
-               reduction: Reduction) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _exchanged(
+    layout: Layout, *, stage: int, wires: Sequence[str], reduction: Reduction
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """By rank, the most bytes that the exchange of sums holds at a time, and that of parameters."""
     there = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
-    return (exchange_bytes(there, layout.world_size, owners_have="float32"),
-            exchange_bytes(begun_backwards(layout.buckets), layout.world_size))
+    return (
+        exchange_bytes(there, layout.world_size, owners_have="float32"),
+        exchange_bytes(begun_backwards(layout.buckets), layout.world_size),
+    )
 
 
 def _held(layout: Layout, *, only_whole: bool = False) -> Iterator[tuple[int, str, int]]:
-    """Yield rank, name and elements of what each rank holds of parameters, or ``only_whole`` ones, without padding."""
+    """Yield rank, name and elements of what each rank holds of parameters, or ``only_whole`` ones,
+    without padding.
+    """
     for bucket in layout.buckets:
         if bucket.whole:
             for slot in bucket.slots:
@@ -334,17 +425,22 @@ class LayoutReport:
         work_of = {spec.name: spec.work for spec in specs}
         placed = {slot.name for bucket in layout.buckets for slot in bucket.slots}
         if only_one := placed.symmetric_difference(work_of):
-            raise LayoutError(f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the specs "
-                              f"({len(work_of)})")
+            raise LayoutError(
+                f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the "
+                f"specs ({len(work_of)})"
+            )
         work, whole = ([0] * layout.world_size for _ in range(2))
         for rank, name, numel in _held(layout, only_whole=True):
             work[rank] += work_of[name]
             whole[rank] += numel
         numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
         return cls(
-            num_buckets=len(layout.buckets), numel=numel,
+            num_buckets=len(layout.buckets),
+            numel=numel,
             padding=sum(layout.buffer_numel(dtype) for dtype in layout.dtypes) - numel,
-            work=tuple(work), whole_numel=tuple(whole))
+            work=tuple(work),
+            whole_numel=tuple(whole),
+        )
 
     @property
     def padding_fraction(self) -> float:

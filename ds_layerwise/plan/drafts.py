@@ -1,4 +1,6 @@
-"""Buckets that do not know yet where in their buffer they start, and how parameters are laid into one."""
+"""Buckets that do not know yet where in their buffer they start, and how parameters are laid into
+one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ds_layerwise.plan.shards import Numels, Shards
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A bucket whose offsets count from its own start; else as :class:`.plan.layout.Bucket` has it."""
+    """A bucket whose offsets count from its own start; else as :class:`.plan.layout.Bucket` has
+    it.
+    """
 
     whole: bool
     shard_numels: Numels
@@ -40,10 +44,11 @@ class Draft:
 
 
 def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) -> list[list[Item]]:
-    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold fewer.
+    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold
+    fewer.
 
-    With a number of ``equal_shards`` also of at least 90 % of as many times its largest parameter, which is how long
-    all of its shards become: whatever a bucket has less than that is padding.
+    With a number of ``equal_shards`` also of at least 90 % of as many times its largest parameter,
+    which is how long all of its shards become: whatever a bucket has less than that is padding.
     """
     buckets: list[list[Item]] = []
     held = least = bucket_numel
@@ -66,9 +71,12 @@ def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) 
     return Draft(False, numels, items, offsets, wire, Shards.of(numels, 0))
 
 
-def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, wire: str,
-                shard: int | None = None) -> Draft:
-    """A bucket of whole parameters, one owner each; shards of ``shard`` elements, or else as long as they need be."""
+def draft_owned(
+    items: Sequence[Item], owners: Iterable[int], holders: int, wire: str, shard: int | None = None
+) -> Draft:
+    """A bucket of whole parameters, one owner each; shards of ``shard`` elements, or else as long
+    as they need be.
+    """
     by_rank: dict[int, list[Item]] = defaultdict(list)
     for item, owner in zip(items, owners, strict=True):
         by_rank[owner].append(item)
@@ -85,6 +93,9 @@ def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, wire
         if shard is None:
             lengths.append(offset - shard_start)
             shard_start = offset
-    numels = (Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths)) if shard is None
-              else Numels.equal(shard, holders))
+    numels = (
+        Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
+        if shard is None
+        else Numels.equal(shard, holders)
+    )
     return Draft(True, numels, in_order, offsets, wire, Shards.of(numels, 0))

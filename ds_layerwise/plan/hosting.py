@@ -9,16 +9,20 @@ from ds_layerwise.plan.layout import Bucket, Layout
 #: Bytes of the states that go with so many elements of a parameter, by its name.
 StateBytes = Callable[[str, int], int]
 
-#: Buckets that have their masters and states from the host on the device at a time: one that is updated, and the next.
+#: Buckets that have their masters and states from the host on the device at a time: one that is
+#: updated, and the next.
 STAGING_SLOTS = 2
 
 
-def pieces_on_host(layout: Layout, rank: int, ratio: float, *, state_bytes: StateBytes) -> frozenset[str]:
+def pieces_on_host(
+    layout: Layout, rank: int, ratio: float, *, state_bytes: StateBytes
+) -> frozenset[str]:
     """Names of the parameters whose piece on ``rank`` has its master and its states in host memory.
 
-    Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated while another is
-    on its way. Of the bytes of all masters and states on ``rank``, they are at least the fraction ``ratio``, and less
-    than one piece more. A float32 parameter is its own master, which stays on the device: of it only states count.
+    Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated
+    while another is on its way. Of the bytes of all masters and states on ``rank``, they are at
+    least the fraction ``ratio``, and less than one piece more. A float32 parameter is its own
+    master, which stays on the device: of it only states count.
 
     Args:
         ratio: from 0, nothing, to 1, everything.
@@ -37,5 +41,7 @@ def pieces_on_host(layout: Layout, rank: int, ratio: float, *, state_bytes: Stat
 
 
 def master_bytes(bucket: Bucket) -> int:
-    """The bytes of the master of one element of a bucket: 0 where the parameter is its own master."""
+    """The bytes of the master of one element of a bucket: 0 where the parameter is its own
+    master.
+    """
     return 0 if bucket.dtype == "float32" else 4

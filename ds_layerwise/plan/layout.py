@@ -1,8 +1,9 @@
 """Where parameters live: the result of a plan, checked once, then only read.
 
-Per dtype there is one flat buffer. Buckets tile it; inside a bucket lie the shards of rank 0, 1, ...; every parameter
-has one contiguous home, its slot. Offsets and sizes are in elements, never bytes, and offsets count from the start of
-the buffer of the bucket's dtype. No value here can be built wrong: what holds one need not check it again.
+Per dtype there is one flat buffer. Buckets tile it; inside a bucket lie the shards of rank 0, 1,
+...; every parameter has one contiguous home, its slot. Offsets and sizes are in elements, never
+bytes, and offsets count from the start of the buffer of the bucket's dtype. No value here can be
+built wrong: what holds one need not check it again.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ Way = Literal["even", "ragged", "cuts"]
 class ParamSpec:
     """What a planner knows of one parameter.
 
-    ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is the FLOPs of one
-    update, 0 for what is cut; ``state_bytes`` those of all its states together. ``ep_size`` is how many different
-    parameters go by this name, on as many consecutive ranks, again and again: more than 1 for experts, of which each
-    rank has its own. ``wire`` is the dtype that the gradient travels in; a bucket has one.
+    ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is
+    the FLOPs of one update, 0 for what is cut; ``state_bytes`` those of all its states together.
+    ``ep_size`` is how many different parameters go by this name, on as many consecutive ranks,
+    again and again: more than 1 for experts, of which each rank has its own. ``wire`` is the dtype
+    that the gradient travels in; a bucket has one.
 
     Raises:
         LayoutError: no name, no elements, ep_size below 1, or work that nobody would do.
@@ -46,14 +48,21 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if not self.name or not self.dtype:
-            raise LayoutError(f"a parameter needs a name and a dtype, got name {self.name!r}, dtype {self.dtype!r}")
+            raise LayoutError(
+                f"a parameter needs a name and a dtype, got name {self.name!r}, dtype "
+                f"{self.dtype!r}"
+            )
         if any(size < 1 for size in self.shape):
-            raise LayoutError(f"{self.name}: every axis needs at least 1 element, got shape {self.shape}")
+            raise LayoutError(
+                f"{self.name}: every axis needs at least 1 element, got shape {self.shape}"
+            )
         if self.ep_size < 1:
             raise LayoutError(f"{self.name}: ep_size must be at least 1, got {self.ep_size}")
         if self.work < 0 or (self.work and not self.whole):
-            raise LayoutError(f"{self.name}: work must be at least 0, and 0 where whole is false, got {self.work} "
-                              f"with whole {self.whole}")
+            raise LayoutError(
+                f"{self.name}: work must be at least 0, and 0 where whole is false, got "
+                f"{self.work} with whole {self.whole}"
+            )
 
     @property
     def numel(self) -> int:
@@ -71,8 +80,10 @@ class Slot:
 
     def __post_init__(self) -> None:
         if self.start < 0 or self.numel < 1:
-            raise LayoutError(f"{self.name}: a slot needs start >= 0 and numel >= 1, got start {self.start}, "
-                              f"numel {self.numel}")
+            raise LayoutError(
+                f"{self.name}: a slot needs start >= 0 and numel >= 1, got start {self.start}, "
+                f"numel {self.numel}"
+            )
 
     @property
     def stop(self) -> int:
@@ -84,7 +95,8 @@ class Slot:
 class Piece:
     """The part of a slot that lies in one rank's shard.
 
-    ``start`` is an offset in the buffer, ``param_start`` the offset of the same element in the flattened parameter.
+    ``start`` is an offset in the buffer, ``param_start`` the offset of the same element in the
+    flattened parameter.
     """
 
     name: str
@@ -95,20 +107,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0, of rank 1, ...
+    """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0,
+    of rank 1, ...
 
-    Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole`` bucket no slot
-    crosses a border between shards. Where parameters are experts, every ``ep_size`` consecutive ranks of the layout
-    have the same shard, each of its own experts, and a collective takes the ranks that have the same ones.
+    Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole``
+    bucket no slot crosses a border between shards. Where parameters are experts, every ``ep_size``
+    consecutive ranks of the layout have the same shard, each of its own experts, and a collective
+    takes the ranks that have the same ones.
 
-    ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``, straight to them
-    with shards of any length; ``cuts``, whatever its shards, in as many equal cuts as there are shards, cut r to holder
-    r, from where one exchange a step moves what belongs to others. By default ``even`` where all shards are equal, else
-    ``ragged``.
+    ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``,
+    straight to them with shards of any length; ``cuts``, whatever its shards, in as many equal cuts
+    as there are shards, cut r to holder r, from where one exchange a step moves what belongs to
+    others. By default ``even`` where all shards are equal, else ``ragged``.
 
     Raises:
-        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it must not cross; or
-            the bucket cannot go that way.
+        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it
+            must not cross; or the bucket cannot go that way.
     """
 
     index: int
@@ -125,19 +139,31 @@ class Bucket:
     holders: int = field(init=False, repr=False, compare=False)
     """How many shards there are: the size of a group of ranks that hold the bucket together."""
     cut_numel: int = field(init=False, repr=False, compare=False)
-    """The length of each of as many equal cuts as there are shards; of use where the way is ``cuts``."""
+    """The length of each of as many equal cuts as there are shards; of use where the way is
+    ``cuts``.
+    """
 
     def __post_init__(self) -> None:
-        if self.index < 0 or self.start < 0 or not self.shard_numels or not self.slots or self.ep_size < 1:
-            raise LayoutError(f"bucket {self.index}: index and start must be at least 0, shards, slots and ep_size at "
-                              f"least 1, got start {self.start}, {len(self.shard_numels)} shards, {len(self.slots)} "
-                              f"slots, ep_size {self.ep_size}")
+        if (
+            self.index < 0
+            or self.start < 0
+            or not self.shard_numels
+            or not self.slots
+            or self.ep_size < 1
+        ):
+            raise LayoutError(
+                f"bucket {self.index}: index and start must be at least 0, shards, slots and "
+                f"ep_size at least 1, got start {self.start}, {len(self.shard_numels)} shards, "
+                f"{len(self.slots)} slots, ep_size {self.ep_size}"
+            )
         numels = Numels.of(self.shard_numels)
         object.__setattr__(self, "shard_numels", numels)
         shards = Shards.of(numels, self.start)
         if shards.shortest < 0:
-            raise LayoutError(f"bucket {self.index}: shards must have at least 0 elements, that of rank "
-                              f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}")
+            raise LayoutError(
+                f"bucket {self.index}: shards must have at least 0 elements, that of rank "
+                f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}"
+            )
         object.__setattr__(self, "shards", shards)
         object.__setattr__(self, "holders", numels.size)
         object.__setattr__(self, "cut_numel", shards.numel // numels.size)
@@ -156,25 +182,38 @@ class Bucket:
 
     def _check_way(self) -> None:
         if self.way not in get_args(Way):
-            raise LayoutError(f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got {self.way!r}")
+            raise LayoutError(
+                f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got "
+                f"{self.way!r}"
+            )
         if not self.whole and self.way != "even":
-            raise LayoutError(f"bucket {self.index}: slots that are cut over the ranks take equal shards and the way "
-                              f"'even', got way {self.way!r} and shards of {self._lengths}")
+            raise LayoutError(
+                f"bucket {self.index}: slots that are cut over the ranks take equal shards and the "
+                f"way 'even', got way {self.way!r} and shards of {self._lengths}"
+            )
         if self.way == "even" and not self.is_even:
-            raise LayoutError(f"bucket {self.index}: the way 'even' takes equal shards, got {self._lengths}")
+            raise LayoutError(
+                f"bucket {self.index}: the way 'even' takes equal shards, got {self._lengths}"
+            )
         if self.way == "cuts" and self.shards.numel % self.holders:
-            raise LayoutError(f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, one "
-                              f"cut a shard, got {self.shards.numel}")
+            raise LayoutError(
+                f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, "
+                f"one cut a shard, got {self.shards.numel}"
+            )
 
     def _check_slots(self) -> None:
         end_of_previous = self.start
         for slot in self.slots:
             if not (self.start <= slot.start and slot.stop <= self.stop):
-                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) leaves bucket {self.index}, "
-                                  f"[{self.start}, {self.stop})")
+                raise LayoutError(
+                    f"{slot.name}: [{slot.start}, {slot.stop}) leaves bucket {self.index}, "
+                    f"[{self.start}, {self.stop})"
+                )
             if slot.start < end_of_previous:
-                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) starts before the end {end_of_previous} "
-                                  f"of the slot before it in bucket {self.index}")
+                raise LayoutError(
+                    f"{slot.name}: [{slot.start}, {slot.stop}) starts before the end "
+                    f"{end_of_previous} of the slot before it in bucket {self.index}"
+                )
             end_of_previous = slot.stop
         if self.whole:
             self._check_owners()
@@ -185,9 +224,11 @@ class Bucket:
         for slot in self.slots:
             i = bisect_right(starts, slot.start, i) - 1
             if slot.stop > starts[i] + lengths[i]:
-                raise LayoutError(f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{starts[i]}, "
-                                  f"{starts[i] + lengths[i]}) of rank {filled[i] * self.ep_size} in bucket "
-                                  f"{self.index}")
+                raise LayoutError(
+                    f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{starts[i]}, "
+                    f"{starts[i] + lengths[i]}) of rank {filled[i] * self.ep_size} in bucket "
+                    f"{self.index}"
+                )
 
     @property
     def is_even(self) -> bool:
@@ -210,7 +251,8 @@ class Bucket:
         return self.holders * self.ep_size
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is empty.
+        """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is
+        empty.
 
         Raises:
             LayoutError: the layout has no such rank.
@@ -225,12 +267,16 @@ class Bucket:
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """``(rank, numel)`` of every shard that has elements, in rank order."""
-        return ((number * self.ep_size + ep_rank, numel)
-                for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True)
-                for ep_rank in range(self.ep_size))
+        return (
+            (number * self.ep_size + ep_rank, numel)
+            for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True)
+            for ep_rank in range(self.ep_size)
+        )
 
     def owners(self, slot: Slot) -> range:
-        """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its name."""
+        """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its
+        name.
+        """
         owner = self.owner(slot)
         return range(owner, owner + self.ep_size)
 
@@ -241,8 +287,10 @@ class Bucket:
             LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
         """
         if not self.whole or not self.start <= slot.start < self.stop:
-            raise LayoutError(f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
-                              f"[{self.start}, {self.stop}), whole {self.whole}")
+            raise LayoutError(
+                f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
+                f"[{self.start}, {self.stop}), whole {self.whole}"
+            )
         return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
@@ -264,8 +312,9 @@ def _cut(slot: Slot, start: int, stop: int) -> Piece:
 class Layout:
     """A complete placement of parameters over ``world_size`` ranks.
 
-    ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order, without gap or overlap.
-    Slots and shards start at multiples of ``alignment``, and so do the cuts of buckets that travel in cuts.
+    ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order,
+    without gap or overlap. Slots and shards start at multiples of ``alignment``, and so do the cuts
+    of buckets that travel in cuts.
 
     Raises:
         LayoutError: any of this does not hold, or a parameter has two slots.
@@ -280,8 +329,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.policy or self.world_size < 1 or self.alignment < 1:
-            raise LayoutError(f"a layout needs a policy, world_size >= 1 and alignment >= 1, got {self.policy!r}, "
-                              f"{self.world_size}, {self.alignment}")
+            raise LayoutError(
+                "a layout needs a policy, world_size >= 1 and alignment >= 1, got "
+                f"{self.policy!r}, {self.world_size}, {self.alignment}"
+            )
         buffers: dict[str, int] = {}
         homes: dict[str, tuple[Bucket, Slot]] = {}
         for index, bucket in enumerate(self.buckets):
@@ -289,7 +340,10 @@ class Layout:
             buffers[bucket.dtype] = bucket.stop
             for slot in bucket.slots:
                 if slot.name in homes:
-                    raise LayoutError(f"{slot.name} is in bucket {homes[slot.name][0].index} and in bucket {index}")
+                    raise LayoutError(
+                        f"{slot.name} is in bucket {homes[slot.name][0].index} and in bucket "
+                        f"{index}"
+                    )
                 homes[slot.name] = bucket, slot
         object.__setattr__(self, "_buffers", buffers)
         object.__setattr__(self, "_homes", homes)
@@ -298,21 +352,33 @@ class Layout:
         if bucket.index != index:
             raise LayoutError(f"bucket {bucket.index} is at place {index} of the launch order")
         if bucket.world_size != self.world_size:
-            raise LayoutError(f"bucket {index} has {len(bucket.shard_numels)} shards with ep_size {bucket.ep_size}, "
-                              f"the layout {self.world_size} ranks")
+            raise LayoutError(
+                f"bucket {index} has {len(bucket.shard_numels)} shards with ep_size "
+                f"{bucket.ep_size}, the layout {self.world_size} ranks"
+            )
         if bucket.start != expected_start:
-            raise LayoutError(f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one before "
-                              f"it stops at {expected_start}")
-        for rank, numel in [(0, bucket.shard_numels[0])] if bucket.is_even else bucket.non_empty_shards():
+            raise LayoutError(
+                f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one "
+                f"before it stops at {expected_start}"
+            )
+        for rank, numel in (
+            [(0, bucket.shard_numels[0])] if bucket.is_even else bucket.non_empty_shards()
+        ):
             if numel % self.alignment:
-                raise LayoutError(f"bucket {index}: the shard of rank {rank} has {numel} elements, not a multiple of "
-                                  f"{self.alignment}")
+                raise LayoutError(
+                    f"bucket {index}: the shard of rank {rank} has {numel} elements, not a "
+                    f"multiple of {self.alignment}"
+                )
         if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
-            raise LayoutError(f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
-                              f"{self.alignment}")
+            raise LayoutError(
+                f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
+                f"{self.alignment}"
+            )
         for slot in bucket.slots:
             if slot.start % self.alignment:
-                raise LayoutError(f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}")
+                raise LayoutError(
+                    f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}"
+                )
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -322,7 +388,10 @@ class Layout:
     def buffer_numel(self, dtype: str) -> int:
         """The length of the buffer of ``dtype``, padding included."""
         if dtype not in self._buffers:
-            raise LayoutError(f"no parameter of this layout is {dtype}; it has {', '.join(self._buffers) or 'none'}")
+            raise LayoutError(
+                f"no parameter of this layout is {dtype}; it has "
+                f"{', '.join(self._buffers) or 'none'}"
+            )
         return self._buffers[dtype]
 
     def bucket_of(self, name: str) -> Bucket:
@@ -339,19 +408,35 @@ class Layout:
         return self._homes[name]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds, bucket by bucket, in memory order. Offsets are in the buffer of the bucket's dtype."""
+        """What ``rank`` holds, bucket by bucket, in memory order. Offsets are in the buffer of the
+        bucket's dtype.
+        """
         return tuple(piece for bucket in self.buckets for piece in bucket.pieces(rank))
 
     def to_json(self) -> str:
-        """The layout as one line. Shard lengths are run-length coded: ``[[how many ranks, numel], ...]``."""
-        return json.dumps({
-            "policy": self.policy, "world_size": self.world_size, "alignment": self.alignment,
-            "buckets": [{"dtype": b.dtype, "whole": b.whole, "start": b.start,
-                         "shards": Numels.of(b.shard_numels).runs(),
-                         "slots": [[s.name, s.start, s.numel] for s in b.slots],
-                         **({"variants": b.ep_size} if b.ep_size > 1 else {}),
-                         **({"way": b.way} if b.way != b._default_way else {})} for b in self.buckets],
-        }, separators=(",", ":"))
+        """The layout as one line. Shard lengths are run-length coded: ``[[how many ranks, numel],
+        ...]``.
+        """
+        return json.dumps(
+            {
+                "policy": self.policy,
+                "world_size": self.world_size,
+                "alignment": self.alignment,
+                "buckets": [
+                    {
+                        "dtype": b.dtype,
+                        "whole": b.whole,
+                        "start": b.start,
+                        "shards": Numels.of(b.shard_numels).runs(),
+                        "slots": [[s.name, s.start, s.numel] for s in b.slots],
+                        **({"variants": b.ep_size} if b.ep_size > 1 else {}),
+                        **({"way": b.way} if b.way != b._default_way else {}),
+                    }
+                    for b in self.buckets
+                ],
+            },
+            separators=(",", ":"),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
@@ -362,12 +447,18 @@ class Layout:
         """
         try:
             values = json.loads(text)
-            return cls(values["policy"], values["world_size"], values["alignment"],
-                       tuple(_bucket_from_json(index, b) for index, b in enumerate(values["buckets"])))
+            return cls(
+                values["policy"],
+                values["world_size"],
+                values["alignment"],
+                tuple(_bucket_from_json(index, b) for index, b in enumerate(values["buckets"])),
+            )
         except LayoutError:
             raise
         except (ValueError, KeyError, TypeError) as e:
-            raise LayoutError(f"not a layout: {type(e).__name__}: {e}; the text starts with {text[:60]!r}") from e
+            raise LayoutError(
+                f"not a layout: {type(e).__name__}: {e}; the text starts with {text[:60]!r}"
+            ) from e
 
     def digest(self) -> str:
         """A short hash: equal on two ranks if and only if their layouts are equal."""
@@ -376,5 +467,13 @@ class Layout:
 
 def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
     way: Any = values.get("way")
-    return Bucket(index, values["dtype"], values["whole"], values["start"], Numels.of_runs(values["shards"]),
-                  tuple(Slot(*slot) for slot in values["slots"]), values.get("variants", 1), way)
+    return Bucket(
+        index,
+        values["dtype"],
+        values["whole"],
+        values["start"],
+        Numels.of_runs(values["shards"]),
+        tuple(Slot(*slot) for slot in values["slots"]),
+        values.get("variants", 1),
+        way,
+    )

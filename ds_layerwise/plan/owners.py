@@ -1,17 +1,20 @@
-"""Choose the owner of each whole parameter: balance over the whole model, then even shards in each bucket.
+"""Choose the owner of each whole parameter: balance over the whole model, then even shards in each
+bucket.
 
-Pure functions of whole numbers, so that every rank chooses the same owners. A parameter is known by its position in the
-backward pass; an owner is the number of a shard. With an ``ep_size`` of ``e``, shard ``h`` lies on the ranks from
-``h * e`` up to ``(h + 1) * e``, each of its own experts: all of them have the same load of it.
+Pure functions of whole numbers, so that every rank chooses the same owners. A parameter is known by
+its position in the backward pass; an owner is the number of a shard. With an ``ep_size`` of ``e``,
+shard ``h`` lies on the ranks from ``h * e`` up to ``(h + 1) * e``, each of its own experts: all of
+them have the same load of it.
 
 Note: how owners are chosen
-    Balance is a property of the whole model, so owners are chosen over the whole model, dense matrices and experts
-    together: longest work first, always to the least loaded rank, or to the ``ep_size`` ranks whose busiest has least.
-    A second pass by work and memory together is kept where it lowers the worse of the two and costs at most 2 % of
-    either. Longest-first does not take back what it decided early, so after it the busiest ranks swap one or two
-    parameters with others as long as this lowers the maximum of work, or of memory; no swap raises either of them. At
-    last only parameters of equal size and work change places, which alters no rank's total: each bucket hands its
-    parameters to the ranks that have least of that bucket.
+    Balance is a property of the whole model, so owners are chosen over the whole model, dense
+    matrices and experts together: longest work first, always to the least loaded rank, or to the
+    ``ep_size`` ranks whose busiest has least. A second pass by work and memory together is kept
+    where it lowers the worse of the two and costs at most 2 % of either. Longest-first does not
+    take back what it decided early, so after it the busiest ranks swap one or two parameters with
+    others as long as this lowers the maximum of work, or of memory; no swap raises either of them.
+    At last only parameters of equal size and work change places, which alters no rank's total: each
+    bucket hands its parameters to the ranks that have least of that bucket.
 """
 
 from __future__ import annotations
@@ -30,16 +33,20 @@ from numpy.typing import NDArray
 #: What balancing memory as well may cost, in percent of what balancing work alone reaches.
 _TOLERANCE_PERCENT = 2
 
-#: Work and memory are compared as shares of their totals, in parts of this: whole numbers that fit 64 bits.
+#: Work and memory are compared as shares of their totals, in parts of this: whole numbers that fit
+#: 64 bits.
 _PARTS = 2**40
 
-#: How many swaps are looked at in one search, and in all: a few seconds at most. There are as many as shards, times the
-#: kinds that the busiest has, times all kinds; with two parameters on either side times the squares of both.
+#: How many swaps are looked at in one search, and in all: a few seconds at most. There are as many
+#: as shards, times the kinds that the busiest has, times all kinds; with two parameters on either
+#: side times the squares of both.
 _MAX_AT_ONCE, _MAX_COMBINATIONS = 2**22, 2**27
 
 
 class Item(NamedTuple):
-    """A parameter on its way into a bucket. ``span`` is ``numel`` with the padding up to the next aligned start."""
+    """A parameter on its way into a bucket. ``span`` is ``numel`` with the padding up to the next
+    aligned start.
+    """
 
     name: str
     position: int
@@ -76,7 +83,9 @@ class _Placed:
 
 
 def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[int, int]:
-    """The owner of each parameter of ``buckets``, by its position; all of one bucket have the same ``ep_size``."""
+    """The owner of each parameter of ``buckets``, by its position; all of one bucket have the same
+    ``ep_size``.
+    """
     by_ep_size: dict[int, list[Sequence[Item]]] = defaultdict(list)
     by_kind: dict[_Kind, list[Item]] = defaultdict(list)
     for bucket in buckets:
@@ -97,17 +106,24 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
 
 
 def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int]]:
-    """The shard of each parameter of a kind: by work, or by work and memory where that is the better trade."""
-    total_work, total_numel = (sum(kind.ep_size * kind[i] * count for kind, count in counts.items()) for i in (1, 2))
-    # Work has 64 bits here, too: the common factor alters no comparison, and what is left over 62 bits no balance.
+    """The shard of each parameter of a kind: by work, or by work and memory where that is the
+    better trade.
+    """
+    total_work, total_numel = (
+        sum(kind.ep_size * kind[i] * count for kind, count in counts.items()) for i in (1, 2)
+    )
+    # Work has 64 bits here, too: the common factor alters no comparison, and what is left over 62
+    # bits no balance.
     unit = max(1, math.gcd(*(kind.work for kind in counts)))
     unit <<= max(0, (total_work // unit).bit_length() - 62)
     total_work //= unit
     exact = {kind: (kind.work // unit, kind.numel) for kind in counts}
     placed = _longest_first(counts, world_size, exact)
     if total_work:
-        shares = {kind: (work * _PARTS // total_work, numel * _PARTS // total_numel)
-                  for kind, (work, numel) in exact.items()}
+        shares = {
+            kind: (work * _PARTS // total_work, numel * _PARTS // total_numel)
+            for kind, (work, numel) in exact.items()
+        }
         by_both = _longest_first(counts, world_size, exact, shares)
         if _is_better_trade(by_both.most, placed.most, total_work, total_numel):
             placed = by_both
@@ -115,22 +131,30 @@ def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int
     return placed.shards
 
 
-def _is_better_trade(by_both: tuple[int, int], by_work: tuple[int, int], total_work: int, total_numel: int) -> bool:
+def _is_better_trade(
+    by_both: tuple[int, int], by_work: tuple[int, int], total_work: int, total_numel: int
+) -> bool:
     within = 100 + _TOLERANCE_PERCENT
     if any(100 * ours > within * theirs for ours, theirs in zip(by_both, by_work, strict=True)):
         return False
     # Shares of different totals, compared by cross-multiplication.
-    worse, worse_by_work = (max(work * total_numel, numel * total_work) for work, numel in (by_both, by_work))
+    worse, worse_by_work = (
+        max(work * total_numel, numel * total_work) for work, numel in (by_both, by_work)
+    )
     return worse < worse_by_work
 
 
-def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[_Kind, tuple[int, int]],
-                   shares: Mapping[_Kind, tuple[int, int]] | None = None) -> _Placed:
+def _longest_first(
+    counts: Mapping[_Kind, int],
+    world_size: int,
+    exact: Mapping[_Kind, tuple[int, int]],
+    shares: Mapping[_Kind, tuple[int, int]] | None = None,
+) -> _Placed:
     """Most work first, to the ranks with least work, then least elements, then the lowest number.
 
-    With ``shares``, the largest share of the model first, to the ranks whose larger share, of work or of elements,
-    stays smallest. Parameters without work come last, and for them only elements count: they would all go to the one
-    rank with least work, whatever it holds.
+    With ``shares``, the largest share of the model first, to the ranks whose larger share, of work
+    or of elements, stays smallest. Parameters without work come last, and for them only elements
+    count: they would all go to the one rank with least work, whatever it holds.
     """
     sizes = exact if shares is None else shares
     placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
@@ -147,10 +171,15 @@ def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[
             if not left:
                 break
             held = by_shard.max(axis=2) if kind.ep_size > 1 else loads
-            # Who has least after it, then what decides between equals; and by how much at least those grow who take
-            # one: of the ranks that are ahead by less, none gets a second one before all of them have one.
+            # Who has least after it, then what decides between equals; and by how much at least
+            # those grow who take one: of the ranks that are ahead by less, none gets a second one
+            # before all of them have one.
             if shares is not None:
-                after, then, step = np.maximum(held[0] + work, held[1] + numel), held[0] * 0, max(1, min(work, numel))
+                after, then, step = (
+                    np.maximum(held[0] + work, held[1] + numel),
+                    held[0] * 0,
+                    max(1, min(work, numel)),
+                )
             else:
                 (after, then), step = (held, work) if work else (held[::-1], numel)
             highest = after.min() + step - 1
@@ -158,10 +187,11 @@ def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[
                 highest = min(highest, np.partition(after, left - 1)[left - 1])
             chosen = np.flatnonzero(after <= highest)
             chosen = chosen[np.lexsort((then[chosen], after[chosen]))[:left]]
-            # A go to all ranks leaves everything between them as it is, so that the next goes are the same.
+            # A go to all ranks leaves everything between them as it is, so that the next goes are
+            # the same.
             same = len(chosen) == len(after) and (shares is None or len(after) == 1)
             times = left // len(after) if same else 1
-            for each, size in ((by_shard, sizes[kind]), (exactly, exact[kind]))[shares is None:]:
+            for each, size in ((by_shard, sizes[kind]), (exactly, exact[kind]))[shares is None :]:
                 each[:, chosen] += times * np.array(size)[:, None, None]
             left -= times * len(chosen)
             placed.shards[kind] += times * chosen.tolist()
@@ -169,12 +199,17 @@ def _longest_first(counts: Mapping[_Kind, int], world_size: int, exact: Mapping[
 
 
 def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
-    """Let shards swap parameters while the most of work gets less, then of elements, and neither gets more."""
+    """Let shards swap parameters while the most of work gets less, then of elements, and neither
+    gets more.
+    """
     by_ep_size: dict[int, list[_Kind]] = defaultdict(list)
     for kind in sorted(placed.shards):
         by_ep_size[kind.ep_size].append(kind)
-    swaps = [_Swaps(kinds, placed, np.array([exact[kind] for kind in kinds])) for ep_size, kinds in by_ep_size.items()
-             if len(kinds) * placed.loads.shape[1] <= _MAX_AT_ONCE * ep_size]
+    swaps = [
+        _Swaps(kinds, placed, np.array([exact[kind] for kind in kinds]))
+        for ep_size, kinds in by_ep_size.items()
+        if len(kinds) * placed.loads.shape[1] <= _MAX_AT_ONCE * ep_size
+    ]
     lowered = True
     while lowered:
         lowered = False
@@ -184,13 +219,15 @@ def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
 
 
 class _Swaps:
-    """Swaps between the shards of all parameters that have one ``ep_size``; ``load`` is 0 for work, 1 for elements."""
+    """Swaps between the shards of all parameters that have one ``ep_size``; ``load`` is 0 for work,
+    1 for elements.
+    """
 
     def __init__(self, kinds: Sequence[_Kind], placed: _Placed, sizes: NDArray[np.int64]) -> None:
         self._loads = placed.loads.reshape(2, -1, kinds[0].ep_size)
         self._shards = [placed.shards[kind] for kind in kinds]
-        # Work and elements of each kind (kinds + 1, 2), and how many each shard has (kinds + 1, shards): the last kind
-        # is nothing, which everybody has.
+        # Work and elements of each kind (kinds + 1, 2), and how many each shard has (kinds + 1,
+        # shards): the last kind is nothing, which everybody has.
         self._nothing = len(kinds)
         self._sizes = np.vstack((sizes, [0, 0]))
         held = [np.bincount(shards, minlength=self._loads.shape[1]) for shards in self._shards]
@@ -198,7 +235,9 @@ class _Swaps:
         self._left = _MAX_COMBINATIONS
 
     def lower(self, load: int) -> bool:
-        """Make the most of ``load`` less, by as many swaps as there are shards that have it; False if one keeps it."""
+        """Make the most of ``load`` less, by as many swaps as there are shards that have it; False
+        if one keeps it.
+        """
         most, most_of_other = self._loads[load].max(), self._loads[1 - load].max()
         for _ in range(self._loads.shape[1]):
             loads = self._loads.max(axis=2)
@@ -214,31 +253,40 @@ class _Swaps:
             other, give, take = swap
             self._hand_over(give, busiest, other)
             self._hand_over(take, other, busiest)
-        # Each time it is true the most is less, of the other not more: that is what ends the search.
+        # Each time it is true the most is less, of the other not more: that is what ends the
+        # search.
         return bool(self._loads[load].max() < most and self._loads[1 - load].max() <= most_of_other)
 
-    def _best(self, load: int, loads: NDArray[np.int64], busiest: int,
-              num: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-        """The swap after which the busier of two shards has least of ``load``: the other shard, what it gets and gives.
+    def _best(
+        self, load: int, loads: NDArray[np.int64], busiest: int, num: int
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+        """The swap after which the busier of two shards has least of ``load``: the other shard,
+        what it gets and gives.
 
         Both sides give at most ``num`` parameters. None if no swap helps.
         """
         mine_to_give = np.flatnonzero(self._held[:-1, busiest]).tolist()
-        combinations = math.comb(len(mine_to_give) + num, num) * math.comb(self._nothing + num, num) * loads.shape[1]
+        combinations = (
+            math.comb(len(mine_to_give) + num, num)
+            * math.comb(self._nothing + num, num)
+            * loads.shape[1]
+        )
         if combinations > min(self._left, _MAX_AT_ONCE):
             return None
         self._left -= combinations
         give, take = self._bundles(mine_to_give, num), self._bundles(range(self._nothing), num)
         give = give[self._has(give, np.array([busiest]))[:, 0]]
-        over = self._sizes[give].sum(axis=1)[:, None] - self._sizes[take].sum(axis=1)  # (give, take, 2)
+        over = self._sizes[give].sum(axis=1)[:, None] - self._sizes[take].sum(
+            axis=1
+        )  # (give, take, 2)
         mine = loads[:, busiest] - over
         most = loads.max(axis=1)
         gives, takes = np.nonzero((over[..., load] > 0) & (mine[..., 1 - load] <= most[1 - load]))
         over, mine = over[gives, takes], mine[gives, takes]
         order = np.lexsort((loads[1 - load], loads[load]))
         theirs = loads[:, order]
-        # The other shard must have what it gives, stay below in one load and not go above in the other. Who has least
-        # now has least after it.
+        # The other shard must have what it gives, stay below in one load and not go above in the
+        # other. Who has least now has least after it.
         able = self._has(take, order)[takes]
         able &= theirs[load] < (most[load] - over[:, load])[:, None]
         able &= theirs[1 - load] <= (most[1 - load] - over[:, 1 - load])[:, None]
@@ -248,7 +296,11 @@ class _Swaps:
         others = order[able[rows].argmax(axis=1)]
         after = np.maximum(mine[rows], loads[:, others].T + over[rows])
         best = np.lexsort((after[:, 1 - load], after[:, load]))[0]
-        return int(others[best]), tuple(give[gives[rows[best]]].tolist()), tuple(take[takes[rows[best]]].tolist())
+        return (
+            int(others[best]),
+            tuple(give[gives[rows[best]]].tolist()),
+            tuple(take[takes[rows[best]]].tolist()),
+        )
 
     def _bundles(self, kinds: Iterable[int], num: int) -> NDArray[np.int64]:
         """Up to ``num`` parameters of ``kinds`` (bundles, num), filled up with nothing."""
@@ -270,8 +322,12 @@ class _Swaps:
                 self._loads[:, taker] += self._sizes[kind][:, None]
 
 
-def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int) -> dict[int, int]:
-    """Let equal parameters change owners so that the shards of each bucket become even, and no rank's total changes."""
+def spread(
+    buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int
+) -> dict[int, int]:
+    """Let equal parameters change owners so that the shards of each bucket become even, and no
+    rank's total changes.
+    """
     quotas: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     left = [0] * world_size
     for bucket in buckets:
@@ -297,17 +353,20 @@ def spread(buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size
 
 
 class _Takers:
-    """The ranks that parameters of one size go to, and how many of them each has to take before all have their place.
+    """The ranks that parameters of one size go to, and how many of them each has to take before all
+    have their place.
 
     Args:
         quota: by rank, how many.
-        left: by rank, the elements of all sizes that it has to take; it gets less while they are taken.
+        left: by rank, the elements of all sizes that it has to take; it gets less while they are
+            taken.
     """
 
     def __init__(self, quota: Mapping[int, int], left: list[int]) -> None:
         self._quota = {rank: quota[rank] for rank in sorted(quota)}
         self._left = left
-        # An entry may be from before the rank took something: it is earlier then than where the rank belongs.
+        # An entry may be from before the rank took something: it is earlier then than where the
+        # rank belongs.
         self._heap = [self._key(rank) for rank in self._quota]
         heapq.heapify(self._heap)
 
@@ -315,17 +374,20 @@ class _Takers:
         return -self._quota[rank], -self._left[rank], rank
 
     def take(self, num: int, held: Mapping[int, int]) -> list[int]:
-        """Up to ``num`` ranks, which take one each: the emptiest by what is ``held`` in this bucket.
+        """Up to ``num`` ranks, which take one each: the emptiest by what is ``held`` in this
+        bucket.
 
-        Of these, those that still have most to take: else the last buckets would be left with a few ranks that must
-        take everything.
+        Of these, those that still have most to take: else the last buckets would be left with a few
+        ranks that must take everything.
         """
         found, passed = self._most_to_take(num + 1, held)
         if not found:
             loads = [held[rank] for rank in self._quota]
             least = min(loads)
-            found = sorted((rank for rank, load in zip(self._quota, loads, strict=True) if load == least),
-                           key=self._key)
+            found = sorted(
+                (rank for rank, load in zip(self._quota, loads, strict=True) if load == least),
+                key=self._key,
+            )
         taken = found[:num] if len(found) > num else sorted(found)
         for rank in taken:
             self._quota[rank] -= 1
@@ -337,7 +399,8 @@ class _Takers:
         return taken
 
     def _most_to_take(self, num: int, held: Mapping[int, int]) -> tuple[list[int], list[int]]:
-        """Up to ``num`` ranks that hold nothing, most to take first; and all that were looked at, now out of the heap.
+        """Up to ``num`` ranks that hold nothing, most to take first; and all that were looked at,
+        now out of the heap.
         """
         found: list[int] = []
         passed: list[int] = []

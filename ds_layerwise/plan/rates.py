@@ -13,8 +13,9 @@ from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.any_torch import AnyTorch
 from ds_layerwise.recipes.settings import NonNegative, check
 
-#: The key with the rate that a scheduler leads up to, or starts from, instead of the groups' ``lr``; what it is where
-#: the config does not say, None for the groups' own. Schedulers that are not listed multiply ``lr``.
+#: The key with the rate that a scheduler leads up to, or starts from, instead of the groups'
+#: ``lr``; what it is where the config does not say, None for the groups' own. Schedulers that are
+#: not listed multiply ``lr``.
 PEAKS: dict[str, tuple[str, float | None]] = {
     "WarmupLR": ("warmup_max_lr", None),
     "WarmupDecayLR": ("warmup_max_lr", 0.001),
@@ -25,8 +26,11 @@ PEAKS: dict[str, tuple[str, float | None]] = {
 }
 
 
-def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Sequence[Collection[str]] = ()) -> None:
-    """Refuse hyper-parameters that no optimizer of the run takes, or that a class would take as arguments.
+def check_taken(
+    config: OptimizerConfig, routes: Mapping[str, Route], groups: Sequence[Collection[str]] = ()
+) -> None:
+    """Refuse hyper-parameters that no optimizer of the run takes, or that a class would take as
+    arguments.
 
     One for everything may leave some: it stands in for another.
 
@@ -37,7 +41,10 @@ def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Se
         ConfigError: names the key, the optimizers, and the way out.
     """
     recipes = {*config.recipes, *(route.recipe for route in routes.values())}
-    given = {"optimizer.params": config.given, **{f"param_groups[{i}]": keys for i, keys in enumerate(groups)}}
+    given = {
+        "optimizer.params": config.given,
+        **{f"param_groups[{i}]": keys for i, keys in enumerate(groups)},
+    }
     for where, key in product(given, ("momentum", "betas", "eps")):
         if key not in given[where]:
             continue
@@ -45,12 +52,17 @@ def check_taken(config: OptimizerConfig, routes: Mapping[str, Route], groups: Se
             # What the matrix optimizer takes may be meant for it alone.
             is_matrixs = not recipe.whole and key in config.matrix.hyper
             if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
-                raise ConfigError(f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an argument; give "
-                                  f"it in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and here "
-                                  "only if another optimizer of the run takes it")
+                raise ConfigError(
+                    f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an "
+                    "argument; give it in "
+                    f"optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and here "
+                    "only if another optimizer of the run takes it"
+                )
         if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):
-            raise ConfigError(f"{where}.{key} is taken by no optimizer of this run, which has "
-                              f"{', '.join(sorted({recipe.rule for recipe in recipes}))}; remove it")
+            raise ConfigError(
+                f"{where}.{key} is taken by no optimizer of this run, which has "
+                f"{', '.join(sorted({recipe.rule for recipe in recipes}))}; remove it"
+            )
 
 
 def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -65,16 +77,24 @@ def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]
     for name, route in routes.items():
         lr = route.configured_lr(groups[route.group])
         if route.min_lr is not None and route.min_lr > lr:
-            raise ConfigError(f"{name}: min_lr is {route.min_lr:g}, above its learning rate, which is {lr:g}; lower "
-                              "min_lr, or give lr beside it")
+            raise ConfigError(
+                f"{name}: min_lr is {route.min_lr:g}, above its learning rate, which is {lr:g}; "
+                "lower min_lr, or give lr beside it"
+            )
 
 
-def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: OptimizerConfig, *,
-                used: Mapping[int, Collection[str]]) -> None:
-    """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the quotient.
+def check_peaks(
+    scheduler: object,
+    groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    *,
+    used: Mapping[int, Collection[str]],
+) -> None:
+    """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the
+    quotient.
 
-    Where a group has one rate, because nothing in it goes to the other optimizer, or because ``scale_mode`` is
-    "match_rms_adamw", the peak is simply that rate.
+    Where a group has one rate, because nothing in it goes to the other optimizer, or because
+    ``scale_mode`` is "match_rms_adamw", the peak is simply that rate.
 
     Args:
         groups: the parameter groups, each with ``lr`` and the two ratios.
@@ -94,38 +114,70 @@ def check_peaks(scheduler: object, groups: Sequence[Mapping[str, Any]], config: 
         raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
     peaks = list(given) if isinstance(given, (list, tuple)) else [given] * len(groups)
     omission = "" if key in params else f" (what {kind} takes where it is left out)"
-    _refuse_others(peaks, [group["lr"] for group in groups], groups, config, used=used, key=key, where=where,
-                   omission=omission)
+    _refuse_others(
+        peaks,
+        [group["lr"] for group in groups],
+        groups,
+        config,
+        used=used,
+        key=key,
+        where=where,
+        omission=omission,
+    )
 
 
-def check_schedule(schedule: object, lrs: Sequence[float], groups: Sequence[Mapping[str, Any]],
-                   config: OptimizerConfig, *, used: Mapping[int, Collection[str]]) -> None:
-    """Refuse a schedule of a script whose peak is not ``lr``, as :func:`check_peaks` does that of a config.
+def check_schedule(
+    schedule: object,
+    lrs: Sequence[float],
+    groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    *,
+    used: Mapping[int, Collection[str]],
+) -> None:
+    """Refuse a schedule of a script whose peak is not ``lr``, as :func:`check_peaks` does that of a
+    config.
 
-    The peak is what the object keeps of one, whether DeepSpeed's, torch's or another's; without one it is ``base_lrs``,
-    which torch's classes multiply. Of schedules that are made of others, each is asked.
+    The peak is what the object keeps of one, whether DeepSpeed's, torch's or another's; without one
+    it is ``base_lrs``, which torch's classes multiply. Of schedules that are made of others, each
+    is asked.
 
     Args:
         lrs: the rate of each group before any schedule.
         groups: the parameter groups as the schedule has left them.
 
     Raises:
-        ConfigError: names the class and its argument, what both rates would become, and the way out.
+        ConfigError: names the class and its argument, what both rates would become, and the way
+            out.
     """
     parts = _parts(schedule)
     found = [(part, *peak) for part in parts if (peak := _peak_of(part, groups))]
     if not found:
-        found = [(part, "base_lrs", base) for part in parts
-                 if (base := _numbers(getattr(part, "base_lrs", None), groups))]
+        found = [
+            (part, "base_lrs", base)
+            for part in parts
+            if (base := _numbers(getattr(part, "base_lrs", None), groups))
+        ]
     for part, key, peaks in found:
-        _refuse_others(peaks, lrs, groups, config, used=used, key=key, where=f"{type(part).__name__}'s {key}",
-                       omission="")
+        _refuse_others(
+            peaks,
+            lrs,
+            groups,
+            config,
+            used=used,
+            key=key,
+            where=f"{type(part).__name__}'s {key}",
+            omission="",
+        )
 
 
 def _parts(schedule: Any) -> list[Any]:
     """``schedule``, or what it is made of, as torch's SequentialLR and ChainedScheduler are."""
     made_of = getattr(schedule, "_schedulers", None)
-    return [part for each in made_of for part in _parts(each)] if isinstance(made_of, (list, tuple)) else [schedule]
+    return (
+        [part for each in made_of for part in _parts(each)]
+        if isinstance(made_of, (list, tuple))
+        else [schedule]
+    )
 
 
 def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
@@ -135,7 +187,11 @@ def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, l
     kept = getattr(schedule, "min_lr" if kind == "LRRangeTest" else "max_lrs", None)
     if kept is None:
         # OneCycleLR has it in the groups, classes outside of torch have it as they got it.
-        kept = [group.get(key) for group in groups] if kind == "OneCycleLR" else getattr(schedule, key, None)
+        kept = (
+            [group.get(key) for group in groups]
+            if kind == "OneCycleLR"
+            else getattr(schedule, key, None)
+        )
     peaks = _numbers(kept, groups)
     return None if peaks is None else (key, peaks)
 
@@ -143,32 +199,54 @@ def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, l
 def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
     """What a schedule keeps of a rate, for each group; None if that is no rate."""
     try:
-        return [float(each) for each in (kept if isinstance(kept, (list, tuple)) else [kept] * len(groups))]
+        return [
+            float(each)
+            for each in (kept if isinstance(kept, (list, tuple)) else [kept] * len(groups))
+        ]
     except (TypeError, ValueError):
         return None
 
 
-def _refuse_others(peaks: Sequence[Any], lrs: Sequence[float], groups: Sequence[Mapping[str, Any]],
-                   config: OptimizerConfig, *, used: Mapping[int, Collection[str]], key: str, where: str,
-                   omission: str) -> None:
+def _refuse_others(
+    peaks: Sequence[Any],
+    lrs: Sequence[float],
+    groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    *,
+    used: Mapping[int, Collection[str]],
+    key: str,
+    where: str,
+    omission: str,
+) -> None:
     # Of a list of another length DeepSpeed says itself how long it must be.
     for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
         peak, lr = check(NonNegative, where, each), float(lr)
         matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
         kinds = used.get(index, ())
-        one_rate = all(group[kind] == 1 for kind in kinds) and (len(kinds) < 2 or config.matrix.takes_rate_of_adamw)
+        one_rate = all(group[kind] == 1 for kind in kinds) and (
+            len(kinds) < 2 or config.matrix.takes_rate_of_adamw
+        )
         if one_rate or math.isclose(peak, lr, rel_tol=1e-6):
             continue
         own = not math.isclose(lr, config.lr, rel_tol=1e-6)
         name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"
-        instead = "do not change lr of the groups, or set lr" if key == "base_lrs" else (
-            f"set {key} to {_value_for(lrs, own)}, or lr")
+        instead = (
+            "do not change lr of the groups, or set lr"
+            if key == "base_lrs"
+            else (f"set {key} to {_value_for(lrs, own)}, or lr")
+        )
         raise ConfigError(
-            f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed ratio, so that "
-            f"muon_lr would become {peak * matrix:.4g} instead of {lr * matrix:.4g}, and adam_lr {peak * scalar:.4g} "
-            f"instead of {lr * scalar:.4g}; {instead} to {peak:g}")
+            f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed "
+            f"ratio, so that muon_lr would become {peak * matrix:.4g} instead of "
+            f"{lr * matrix:.4g}, and adam_lr {peak * scalar:.4g} instead of {lr * scalar:.4g}; "
+            f"{instead} to {peak:g}"
+        )
 
 
 def _value_for(given: Sequence[float], is_own: bool) -> str:
     lrs = [float(lr) for lr in given]
-    return f"{lrs[0]:g}" if not is_own or len(set(lrs)) == 1 else f"[{', '.join(f'{lr:g}' for lr in lrs)}]"
+    return (
+        f"{lrs[0]:g}"
+        if not is_own or len(set(lrs)) == 1
+        else f"[{', '.join(f'{lr:g}' for lr in lrs)}]"
+    )

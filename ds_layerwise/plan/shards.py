@@ -1,7 +1,8 @@
-"""Lengths of the shards of a bucket, by number: which are empty, where the others start, and their short form.
+"""Lengths of the shards of a bucket, by number: which are empty, where the others start, and their
+short form.
 
-At 4,096 ranks most shards of most buckets are empty, or all are equal: only the others are in memory, one by one. That
-keeps layouts of 10,000 buckets cheap.
+At 4,096 ranks most shards of most buckets are empty, or all are equal: only the others are in
+memory, one by one. That keeps layouts of 10,000 buckets cheap.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ class Numels(Sequence[int]):
         """Make those that ``numels`` lists."""
         if isinstance(numels, Numels):
             return numels
-        return cls.of_filled(len(numels), tuple(compress(_count_to(len(numels)), numels)),
-                             tuple(compress(numels, numels)))
+        return cls.of_filled(
+            len(numels),
+            tuple(compress(_count_to(len(numels)), numels)),
+            tuple(compress(numels, numels)),
+        )
 
     @classmethod
     def of_runs(cls, runs: Iterable[Sequence[int]]) -> Numels:
@@ -64,7 +68,10 @@ class Numels(Sequence[int]):
         lengths: list[int] = []
         for count, numel in runs:
             if type(count) is not int or type(numel) is not int or count < 1 or numel < 0:
-                raise LayoutError(f"a run of shards is [how many, numel], at least 1 and 0, got [{count!r}, {numel!r}]")
+                raise LayoutError(
+                    f"a run of shards is [how many, numel], at least 1 and 0, got [{count!r}, "
+                    f"{numel!r}]"
+                )
             if numel:
                 filled += range(size, size + count)
                 lengths += [numel] * count
@@ -72,8 +79,8 @@ class Numels(Sequence[int]):
         return cls.of_filled(size, tuple(filled), tuple(lengths))
 
     def runs(self) -> list[list[int]]:
-        """``[[how many, numel], ...]``: runs of equal lengths, each as long as it can be, so that equal shards have one
-        form."""
+        """``[[how many, numel], ...]``: runs of equal lengths, each as long as it can be, so that
+        equal shards have one form."""
         if self.each is not None:
             return [[self.size, self.each]]
         runs: list[list[int]] = []
@@ -124,8 +131,10 @@ class Numels(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         """Whether ``other`` lists the same."""
         if isinstance(other, Numels):
-            return (self.size, self.each) == (other.size, other.each) and (self.each is not None or (
-                self.filled, self.lengths) == (other.filled, other.lengths))
+            return (self.size, self.each) == (other.size, other.each) and (
+                self.each is not None
+                or (self.filled, self.lengths) == (other.filled, other.lengths)
+            )
         return isinstance(other, (tuple, list)) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -158,14 +167,29 @@ class Shards(NamedTuple):
         """Make shards of ``numels`` elements, the first of which starts at ``start``."""
         filled, lengths, each = numels.filled, numels.lengths, numels.each
         if each is None:
-            return cls(filled, tuple(accumulate(lengths[:-1], initial=start)), lengths, sum(lengths), False,
-                       min(lengths))
+            return cls(
+                filled,
+                tuple(accumulate(lengths[:-1], initial=start)),
+                lengths,
+                sum(lengths),
+                False,
+                min(lengths),
+            )
         numel = len(numels) * each
-        return cls(filled, range(start, start + numel, each) if each else (), numels if each else (), numel, True, each)
+        return cls(
+            filled,
+            range(start, start + numel, each) if each else (),
+            numels if each else (),
+            numel,
+            True,
+            each,
+        )
 
 
 class InOwnCuts(NamedTuple):
-    """All shards of many buckets side by side, and what of each lies in the cut that its own holder gets."""
+    """All shards of many buckets side by side, and what of each lies in the cut that its own holder
+    gets.
+    """
 
     counts: list[int]
     """How many of them each bucket has."""
@@ -177,12 +201,18 @@ class InOwnCuts(NamedTuple):
 
 
 def in_own_cuts(buckets: Sequence[Shards], cuts: Sequence[int]) -> InOwnCuts:
-    """Of ``buckets``, each of which travels in equal cuts of so many elements: there may be ten thousand."""
+    """Of ``buckets``, each of which travels in equal cuts of so many elements: there may be ten
+    thousand.
+    """
     counts = [len(shards.filled) for shards in buckets]
-    filled, lengths = (np.fromiter(chain.from_iterable(each), np.int64, sum(counts)) for each in (
-        (shards.filled for shards in buckets), (shards.lengths for shards in buckets)))
-    before, cut = (np.repeat(np.array(each, np.int64), counts) for each in (
-        list(accumulate((shards.numel for shards in buckets), initial=0))[:-1], cuts))
+    filled, lengths = (
+        np.fromiter(chain.from_iterable(each), np.int64, sum(counts))
+        for each in ((shards.filled for shards in buckets), (shards.lengths for shards in buckets))
+    )
+    before, cut = (
+        np.repeat(np.array(each, np.int64), counts)
+        for each in (list(accumulate((shards.numel for shards in buckets), initial=0))[:-1], cuts)
+    )
     stops = np.cumsum(lengths) - before
     stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
     return InOwnCuts(counts, filled, lengths, np.maximum(stays, 0))

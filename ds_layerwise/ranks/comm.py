@@ -1,4 +1,5 @@
-"""Every collective on tensors, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees it.
+"""Every collective on tensors, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees
+it.
 
 Small objects travel between hosts, see :mod:`.ranks.host_group`.
 
@@ -7,11 +8,12 @@ Which of them a bucket takes is up to :mod:`.ranks.wires`.
 Sizes are in elements. ``rank`` is within the group.
 
 Note: both directions at a time
-    gloo has one connection between two ranks, and a rank that is to receive says so on it before the other sends. In
-    an all-to-all that stands behind what the rank sends itself, so that of two ranks the one that comes later sends all
-    of its data first, and the links between them are idle in one direction: over 200 Mbit/s that takes 2.0 times as
-    long as the links need with two nodes, and 1.5 times with eight. With two groups, one for what goes to higher ranks
-    and one for what goes to lower, nothing that is said stands behind data: 1.05 and 1.3 times.
+    gloo has one connection between two ranks, and a rank that is to receive says so on it before
+    the other sends. In an all-to-all that stands behind what the rank sends itself, so that of two
+    ranks the one that comes later sends all of its data first, and the links between them are idle
+    in one direction: over 200 Mbit/s that takes 2.0 times as long as the links need with two nodes,
+    and 1.5 times with eight. With two groups, one for what goes to higher ranks and one for what
+    goes to lower, nothing that is said stands behind data: 1.05 and 1.3 times.
 """
 
 from __future__ import annotations
@@ -45,15 +47,22 @@ class Pending:
     """A collective under way, and what follows it. It must be over before its result is read.
 
     Args:
-        finish: what is left to do after the transfer: something local, or another collective, which it returns.
+        finish: what is left to do after the transfer: something local, or another collective, which
+            it returns.
         keep: memory that the transfer reads, kept alive until it is over.
         is_chained: whether ``finish`` begins another collective.
     """
 
     __slots__ = ("_works", "_finish", "_keep", "is_chained")
 
-    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], Pending | None] | None = None, *,
-                 keep: Tensor | None = None, is_chained: bool = False) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        finish: Callable[[], Pending | None] | None = None,
+        *,
+        keep: Tensor | None = None,
+        is_chained: bool = False,
+    ) -> None:
         self._works, self._finish, self._keep, self.is_chained = works, finish, keep, is_chained
 
     def advance(self) -> bool:
@@ -73,7 +82,9 @@ class Pending:
             pass
 
     def _go_on(self) -> bool:
-        """Wait for the transfer at hand, do what follows it, and say whether that is another transfer."""
+        """Wait for the transfer at hand, do what follows it, and say whether that is another
+        transfer.
+        """
         for work in self._works:
             work.wait()
         self._works, self._keep = (), None
@@ -117,9 +128,11 @@ def size_of(group: Group) -> int:
 
 
 def take_over_timeout(group: Group) -> None:
-    """Let collectives of ``group`` wait as long as those of the whole world: what the user said when it was made.
+    """Let collectives of ``group`` wait as long as those of the whole world: what the user said
+    when it was made.
 
-    DeepSpeed makes its groups without one, so that after a rank has stopped the others would wait for torch's default.
+    DeepSpeed makes its groups without one, so that after a rank has stopped the others would wait
+    for torch's default.
     """
     world: Group = torch.distributed.group.WORLD
     if group is None or group is world:
@@ -132,7 +145,8 @@ def take_over_timeout(group: Group) -> None:
 
 
 def send_both_ways(group: Group, opposite: Group) -> None:
-    """Let what :func:`all_to_all` sends to lower ranks of ``group`` go by ``opposite``: other connections, same ranks.
+    """Let what :func:`all_to_all` sends to lower ranks of ``group`` go by ``opposite``: other
+    connections, same ranks.
 
     Every rank of ``group`` must do so at the same point.
     """
@@ -149,9 +163,16 @@ def _world_for_none(group: Group) -> Group:
     return torch.distributed.group.WORLD if group is None else group
 
 
-def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[int] | None = None,
-               sent_to: Sequence[int] | None = None) -> Any:
-    """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to fill 1-D ``out`` with what they send.
+def all_to_all(
+    out: Tensor,
+    sent: Tensor,
+    *,
+    group: Group,
+    received: Sequence[int] | None = None,
+    sent_to: Sequence[int] | None = None,
+) -> Any:
+    """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to fill 1-D ``out`` with
+    what they send.
 
     Args:
         received, sent_to: elements from and to each rank; equal parts where None.
@@ -162,22 +183,47 @@ def all_to_all(out: Tensor, sent: Tensor, *, group: Group, received: Sequence[in
     size, rank = size_of(group), rank_of(group)
     received = [out.numel() // size] * size if received is None else list(received)
     sent_to = [sent.numel() // size] * size if sent_to is None else list(sent_to)
-    from_lower, to_lower = sum(received[:rank + 1]), sum(sent_to[:rank])
-    return Pending([
-        _all_to_all(out[:from_lower], sent[to_lower:], received[:rank + 1] + [0] * (size - rank - 1),
-                    [0] * rank + sent_to[rank:], group),
-        _all_to_all(out[from_lower:], sent[:to_lower], [0] * (rank + 1) + received[rank + 1:],
-                    sent_to[:rank] + [0] * (size - rank), opposite)])
+    from_lower, to_lower = sum(received[: rank + 1]), sum(sent_to[:rank])
+    return Pending(
+        [
+            _all_to_all(
+                out[:from_lower],
+                sent[to_lower:],
+                received[: rank + 1] + [0] * (size - rank - 1),
+                [0] * rank + sent_to[rank:],
+                group,
+            ),
+            _all_to_all(
+                out[from_lower:],
+                sent[:to_lower],
+                [0] * (rank + 1) + received[rank + 1 :],
+                sent_to[:rank] + [0] * (size - rank),
+                opposite,
+            ),
+        ]
+    )
 
 
-def _all_to_all(out: Tensor, sent: Tensor, received: Sequence[int] | None, sent_to: Sequence[int] | None,
-                group: Group) -> Any:
-    return dist.all_to_all_single(out, sent, output_split_sizes=received, input_split_sizes=sent_to, group=group,
-                                  async_op=True)
+def _all_to_all(
+    out: Tensor,
+    sent: Tensor,
+    received: Sequence[int] | None,
+    sent_to: Sequence[int] | None,
+    group: Group,
+) -> Any:
+    return dist.all_to_all_single(
+        out,
+        sent,
+        output_split_sizes=received,
+        input_split_sizes=sent_to,
+        group=group,
+        async_op=True,
+    )
 
 
 def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
-    """Begin to add up 1-D ``sent`` over ``group`` the backend's way; ``out`` is this rank's of as many equal parts.
+    """Begin to add up 1-D ``sent`` over ``group`` the backend's way; ``out`` is this rank's of as
+    many equal parts.
 
     ``out`` may be that part of ``sent``.
     """
@@ -185,17 +231,23 @@ def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
 
 
 def reduce_scatter_ragged(out: Tensor, parts: Sequence[Tensor], *, group: Group) -> Any:
-    """Begin to sum ``parts`` over the ranks, one for each of them and of any length, into its ``out``; not on gloo."""
+    """Begin to sum ``parts`` over the ranks, one for each of them and of any length, into its
+    ``out``; not on gloo.
+    """
     return dist.reduce_scatter(out, list(parts), group=group, async_op=True)
 
 
 def all_gather(out: Tensor, own: Tensor, *, group: Group) -> Any:
-    """Begin to fill 1-D ``out`` with equal parts of all ranks; ``own`` may be this rank's part of it."""
+    """Begin to fill 1-D ``out`` with equal parts of all ranks; ``own`` may be this rank's part of
+    it.
+    """
     return dist.all_gather_into_tensor(out, own, group=group, async_op=True)
 
 
 def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> Any:
-    """Begin to fill ``parts``, one for each rank and of any length, with every rank's ``own``; not on gloo."""
+    """Begin to fill ``parts``, one for each rank and of any length, with every rank's ``own``; not
+    on gloo.
+    """
     return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 
@@ -232,14 +284,17 @@ def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
 
 
 def max_over_ranks(value: Tensor, *, group: Group) -> Tensor:
-    """The largest of ``value`` over ``group``, element by element. ``value``, which has no NaN, is overwritten."""
+    """The largest of ``value`` over ``group``, element by element. ``value``, which has no NaN, is
+    overwritten.
+    """
     if size_of(group) > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value
 
 
 class Peers:
-    """What an update of parts of matrices asks of the ranks with the others; see :mod:`.orthogonalize.tensor_shards`.
+    """What an update of parts of matrices asks of the ranks with the others; see
+    :mod:`.orthogonalize.tensor_shards`.
 
     Args:
         group: tensor-parallel ranks, in the order of the parts.
@@ -260,15 +315,20 @@ class Peers:
 
 
 def raise_alike(error: Exception | None, *, group: Group) -> None:
-    """Raise on every rank if any rank has an error: its own where it has one, else one that names that rank.
+    """Raise on every rank if any rank has an error: its own where it has one, else one that names
+    that rank.
 
-    Every rank must call this at the same point. Without it the other ranks would wait in the next collective.
+    Every rank must call this at the same point. Without it the other ranks would wait in the next
+    collective.
 
     Raises:
-        LayerWiseError: another rank failed, or does not come here, and this one has no error of its own.
+        LayerWiseError: another rank failed, or does not come here, and this one has no error of its
+            own.
     """
     try:
-        messages = gather_objects(None if error is None else f"{type(error).__name__}: {error}", group=group)
+        messages = gather_objects(
+            None if error is None else f"{type(error).__name__}: {error}", group=group
+        )
     except LayerWiseError as missed:
         raise error or missed
     if error is not None:
@@ -287,7 +347,8 @@ def is_agreed(error: BaseException) -> bool:
 class Alike:
     """A block that raises on every rank if it raises on any; see :func:`raise_alike`.
 
-    Every rank must enter it, and it must hold no collective: a rank that failed is not there for it.
+    Every rank must enter it, and it must hold no collective: a rank that failed is not there for
+    it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -297,13 +358,17 @@ class Alike:
         """Nothing is agreed on before the end."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Agree. A block that is left by something else than an Exception, such as Ctrl-C, is left at once."""
+        """Agree. A block that is left by something else than an Exception, such as Ctrl-C, is left
+        at once.
+        """
         if error is None or isinstance(error, Exception):
             raise_alike(error, group=self._group)
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
-    """``value`` of every rank, in rank order. It is pickled, so keep it small. No device takes part."""
+    """``value`` of every rank, in rank order. It is pickled, so keep it small. No device takes
+    part.
+    """
     return host_group.gather(value, group=group)
 
 
@@ -317,8 +382,8 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
 
     Args:
         what: named in the error, such as "the model".
-        items: what ``digest`` was made from, each a name and what there is of it, after a space; the error shows the
-            first one that differs.
+        items: what ``digest`` was made from, each a name and what there is of it, after a space;
+            the error shows the first one that differs.
 
     Raises:
         LayoutError: the digests differ.
@@ -327,15 +392,20 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
     if len(set(digests)) == 1:
         return
     other = next(r for r, d in enumerate(digests) if d != digests[0])
-    raise LayoutError(f"{what} differs between ranks: {_first_difference(items, other, group)}; "
-                      f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0, and all have to be")
+    raise LayoutError(
+        f"{what} differs between ranks: {_first_difference(items, other, group)}; "
+        f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0, and all have to be"
+    )
 
 
 def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
-    """Where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must call this.
+    """Where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must call
+    this.
 
-    It is found by halves, by digests: there may be as many items as a model has parameters, and thousands of ranks.
+    It is found by halves, by digests: there may be as many items as a model has parameters, and
+    thousands of ranks.
     """
+
     def of_both(value: Any) -> tuple[Any, Any]:
         everyone = gather_objects(value, group=group)
         return everyone[0], everyone[other]
@@ -350,9 +420,12 @@ def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
         return "same entries, different placement"
     if first is None or second is None:
         return f"only rank {other if first is None else 0} has {second if first is None else first}"
-    # What one of them lacks shifts all that follows: what stands in the same place there is about something else.
+    # What one of them lacks shifts all that follows: what stands in the same place there is about
+    # something else.
     names = {item.partition(" ")[0] for item in items}
-    (_, knows_second), (knows_first, _) = of_both([item.partition(" ")[0] in names for item in (first, second)])
+    (_, knows_second), (knows_first, _) = of_both(
+        [item.partition(" ")[0] in names for item in (first, second)]
+    )
     if knows_first != knows_second:
         return f"only rank {other if knows_first else 0} has {second if knows_first else first}"
     return f"rank 0 has {first}, rank {other} has {second}"

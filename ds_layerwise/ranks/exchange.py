@@ -1,4 +1,6 @@
-"""The way between equal cuts of buckets and the owners of what is in them, in the rounds of :mod:`.plan.rounds`."""
+"""The way between equal cuts of buckets and the owners of what is in them, in the rounds of
+:mod:`.plan.rounds`.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ class Run(NamedTuple):
     numel: int
 
     def of(self, cuts: Mapping[int, Tensor]) -> Tensor:
-        """The elements meant, of this rank's ``cuts`` by bucket: a view, or where they are all of a cut, the cut."""
+        """The elements meant, of this rank's ``cuts`` by bucket: a view, or where they are all of a
+        cut, the cut.
+        """
         cut = cuts[self.bucket]
-        return cut if self.numel == cut.numel() else cut[self.first:self.first + self.numel]
+        return cut if self.numel == cut.numel() else cut[self.first : self.first + self.numel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,13 @@ class Round:
     own: int | None
     """The bucket of which this rank's shard takes part; None where it has no more."""
     by_holder: tuple[int, ...]
-    """By rank of the group, how many elements of this rank's shard of ``own`` travel between its cut and here."""
+    """By rank of the group, how many elements of this rank's shard of ``own`` travel between its
+    cut and here.
+    """
     by_owner: tuple[int, ...]
-    """By rank of the group, how many elements of the shard that it takes part with travel between here and there."""
+    """By rank of the group, how many elements of the shard that it takes part with travel between
+    here and there.
+    """
     runs: tuple[Run, ...]
     """What of this rank's cuts travels, by owner."""
     stay: Run | None
@@ -58,8 +66,11 @@ class Round:
         return self.runs if self.stay is None else (*self.runs, self.stay)
 
 
-def rounds_of(buckets: Iterable[Bucket], rank: int,
-              dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype) -> list[Round]:
+def rounds_of(
+    buckets: Iterable[Bucket],
+    rank: int,
+    dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype,
+) -> list[Round]:
     """The rounds for those of ``buckets`` that travel in cuts, which take part in the order given.
 
     Args:
@@ -84,13 +95,23 @@ def _as_seen(each: Deal, holder: int) -> Round:
         if shard.owner == holder:
             own, parts = shard.bucket.index, shard.split_by_cut()
             for other in range(shard.start // cut, -(-shard.stop // cut)):
-                by_holder[other] = min(shard.stop, (other + 1) * cut) - max(shard.start, other * cut)
+                by_holder[other] = min(shard.stop, (other + 1) * cut) - max(
+                    shard.start, other * cut
+                )
     stay = runs.pop(holder) if parts[1] else None
     if stay is not None:
         by_holder[holder] = by_owner[holder] = 0
-    return Round(each.ep_size, each.dtype, own, tuple(by_holder), tuple(by_owner),
-                 tuple(run for _, run in sorted(runs.items())), stay, parts,
-                 frozenset(shard.bucket.index for shard in each.shards))
+    return Round(
+        each.ep_size,
+        each.dtype,
+        own,
+        tuple(by_holder),
+        tuple(by_owner),
+        tuple(run for _, run in sorted(runs.items())),
+        stay,
+        parts,
+        frozenset(shard.bucket.index for shard in each.shards),
+    )
 
 
 class Exchange:
@@ -103,18 +124,25 @@ class Exchange:
         dtype_of: as in :func:`rounds_of`.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], rank: int, wires: Mapping[int, Wire],
-                 dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype) -> None:
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        rank: int,
+        wires: Mapping[int, Wire],
+        dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype,
+    ) -> None:
         self.rounds = rounds_of(buckets, rank, dtype_of)
         self._wires = wires
 
-    def to_owners(self, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor], *, add: bool = False) -> None:
+    def to_owners(
+        self, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor], *, add: bool = False
+    ) -> None:
         """Send ``cuts`` to their owners, and wait. Every rank of the groups must call this.
 
         Args:
             cuts: by bucket, this rank's cut, 1-D; may share memory with the same place in a shard.
-            shard: of a bucket, this rank's, 1-D: overwritten, or added to with ``add``; of the dtype of ``cuts``, or
-                of one that holds it exactly.
+            shard: of a bucket, this rank's, 1-D: overwritten, or added to with ``add``; of the
+                dtype of ``cuts``, or of one that holds it exactly.
         """
         under_way: deque[comm.Pending] = deque()
         for each in self.rounds:
@@ -124,19 +152,33 @@ class Exchange:
         for pending in under_way:
             pending.wait()
 
-    def _send_to_owners(self, each: Round, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor],
-                        add: bool) -> comm.Pending:
+    def _send_to_owners(
+        self, each: Round, cuts: Mapping[int, Tensor], shard: Callable[[int], Tensor], add: bool
+    ) -> comm.Pending:
         like = cuts[min(each.buckets)]
         packed = pack([like[:0], *(run.of(cuts) for run in each.runs)])
         own = like.new_empty(0) if each.own is None else shard(each.own)
         before, stays, behind = own.split_with_sizes(each.parts)
         in_place = not add and own.dtype == like.dtype and not (before.numel() and behind.numel())
-        out = (before if before.numel() else behind) if in_place else like.new_empty(before.numel() + behind.numel())
-        work = comm.all_to_all(out, packed, group=self._wires[each.ep_size].group, received=each.by_holder,
-                               sent_to=each.by_owner)
+        out = (
+            (before if before.numel() else behind)
+            if in_place
+            else like.new_empty(before.numel() + behind.numel())
+        )
+        work = comm.all_to_all(
+            out,
+            packed,
+            group=self._wires[each.ep_size].group,
+            received=each.by_holder,
+            sent_to=each.by_owner,
+        )
 
         def into_place() -> None:
-            new = [] if in_place else [(before, out[:before.numel()]), (behind, out[before.numel():])]
+            new = (
+                []
+                if in_place
+                else [(before, out[: before.numel()]), (behind, out[before.numel() :])]
+            )
             if each.stay is not None:
                 new.append((stays, each.stay.of(cuts)))
             for place, value in new:
@@ -152,17 +194,32 @@ class Exchange:
 
         Args:
             shard: this rank's of bucket ``each.own``, 1-D; empty where it has none.
-            cuts: by bucket, 1-D, of the same dtype; may share memory with the same place in ``shard``.
+            cuts: by bucket, 1-D, of the same dtype; may share memory with the same place in
+                ``shard``.
         """
         before, stays, behind = shard.split_with_sizes(each.parts)
-        sent = before if not behind.numel() else behind if not before.numel() else pack([before, behind])
+        sent = (
+            before
+            if not behind.numel()
+            else behind
+            if not before.numel()
+            else pack([before, behind])
+        )
         packed = shard.new_empty(sum(each.by_owner))
-        work = comm.all_to_all(packed, sent, group=self._wires[each.ep_size].group, received=each.by_owner,
-                               sent_to=each.by_holder)
+        work = comm.all_to_all(
+            packed,
+            sent,
+            group=self._wires[each.ep_size].group,
+            received=each.by_owner,
+            sent_to=each.by_holder,
+        )
 
         def into_place() -> None:
             unpack(packed, [run.of(cuts) for run in each.runs])
-            if each.stay is not None and (kept := each.stay.of(cuts)).data_ptr() != stays.data_ptr():
+            if (
+                each.stay is not None
+                and (kept := each.stay.of(cuts)).data_ptr() != stays.data_ptr()
+            ):
                 kept.copy_(stays)
 
         return comm.Pending([work], into_place, keep=sent)
@@ -176,4 +233,6 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
 def unpack(packed: Tensor, places: Sequence[Tensor]) -> None:
     """Undo :func:`pack`, into ``places``."""
     if places:
-        torch._foreach_copy_(list(places), packed.split_with_sizes([place.numel() for place in places]))
+        torch._foreach_copy_(
+            list(places), packed.split_with_sizes([place.numel() for place in places])
+        )

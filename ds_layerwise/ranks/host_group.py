@@ -1,11 +1,13 @@
-"""Small objects between ranks, over the hosts' own network: no device takes part, and none has to be chosen yet.
+"""Small objects between ranks, over the hosts' own network: no device takes part, and none has to
+be chosen yet.
 
 Note: why not over the group that is there
-    NCCL sends what lies on the current device. Before a process has chosen its own, that is the first one of the
-    node in all of them, and they fail or wait for ever. Afterwards the objects would queue behind all work of the
-    device, and a rank that ran out of its memory could not even say so. So objects travel over gloo: over the group
-    itself where gloo or its like is what it talks over, else over one group of all ranks that is made at the first
-    use, waits as long as the default group does, and ends with it.
+    NCCL sends what lies on the current device. Before a process has chosen its own, that is the
+    first one of the node in all of them, and they fail or wait for ever. Afterwards the objects
+    would queue behind all work of the device, and a rank that ran out of its memory could not even
+    say so. So objects travel over gloo: over the group itself where gloo or its like is what it
+    talks over, else over one group of all ranks that is made at the first use, waits as long as the
+    default group does, and ends with it.
 """
 
 from __future__ import annotations
@@ -23,25 +25,30 @@ from ds_layerwise.errors import LayerWiseError
 #: What torch's own groups may talk over on a CPU; "fake" answers at once.
 _ON_THE_HOST = ("gloo", "mpi", "fake")
 
-#: By default group, the group of all ranks over gloo. torch owns both, and drops both in ``destroy_process_group``.
+#: By default group, the group of all ranks over gloo. torch owns both, and drops both in
+#: ``destroy_process_group``.
 _made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def gather(value: Any, *, group: Any) -> list[Any]:
-    """``value`` of every rank of ``group``, in its order; None stands for all ranks. It is pickled, so keep it small.
+    """``value`` of every rank of ``group``, in its order; None stands for all ranks. It is pickled,
+    so keep it small.
 
     The first use in a process group is by all ranks, whatever ``group`` is.
 
     Raises:
-        LayerWiseError: the hosts do not reach each other over gloo, or some rank does not come to this point.
+        LayerWiseError: the hosts do not reach each other over gloo, or some rank does not come to
+            this point.
     """
     try:
         return _gathered(value, group)
     except RuntimeError as error:
-        raise LayerWiseError("another rank has ended, is elsewhere in the script, or has not come within the timeout "
-                             "of init_distributed, where all ranks have to agree: if it has told no error of its own, "
-                             "and is not slow, call save_checkpoint(), load_checkpoint() and step() on every rank, and "
-                             "not on rank 0 alone") from error
+        raise LayerWiseError(
+            "another rank has ended, is elsewhere in the script, or has not come within the "
+            "timeout of init_distributed, where all ranks have to agree: if it has told no error "
+            "of its own, and is not slow, call save_checkpoint(), load_checkpoint() and step() on "
+            "every rank, and not on rank 0 alone"
+        ) from error
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
@@ -81,18 +88,24 @@ def _hosts(world: Any) -> Any:
     known = _made.get(world)
     hosts = None if known is None else known()
     if hosts is None:
-        # What is gathered goes round in a ring: each rank needs two others, not a connection to all of them.
+        # What is gathered goes round in a ring: each rank needs two others, not a connection to all
+        # of them.
         is_ours = "TORCH_GLOO_LAZY_INIT" not in os.environ
         try:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-            # The store, which knows the timeout, is all that the ranks share until the first object travels.
-            hosts = distributed.new_group(backend="gloo", timeout=timeout_of(world), group_desc="ds_layerwise")
+            # The store, which knows the timeout, is all that the ranks share until the first object
+            # travels.
+            hosts = distributed.new_group(
+                backend="gloo", timeout=timeout_of(world), group_desc="ds_layerwise"
+            )
             _of_all(None, hosts)
         except RuntimeError as error:
             raise LayerWiseError(
-                "the hosts do not reach each other over gloo, over which ranks agree on what is not on a device; "
-                "name the network interface in GLOO_SOCKET_IFNAME, as in NCCL_SOCKET_IFNAME for NCCL; `ulimit -n` must "
-                f"be more than there are ranks: {error}") from error
+                "the hosts do not reach each other over gloo, over which ranks agree on what is "
+                "not on a device; name the network interface in GLOO_SOCKET_IFNAME, as in "
+                "NCCL_SOCKET_IFNAME for NCCL; `ulimit -n` must be more than there are ranks: "
+                f"{error}"
+            ) from error
         finally:
             if is_ours:
                 del os.environ["TORCH_GLOO_LAZY_INIT"]
@@ -102,15 +115,18 @@ def _hosts(world: Any) -> Any:
 
 def _of_all(value: Any, group: Any) -> list[Any]:
     values: list[Any] = [None] * distributed.get_world_size(group)
-    # Not deepspeed.comm's: its comms logger does not know this collective, and ends the process with exit code 0.
+    # Not deepspeed.comm's: its comms logger does not know this collective, and ends the process
+    # with exit code 0.
     distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:
-    """Gather from ``ranks`` of ``hosts``, of which the others know nothing: through the first of them.
+    """Gather from ``ranks`` of ``hosts``, of which the others know nothing: through the first of
+    them.
 
-    A group of gloo for each would be named after how many groups each of its ranks is in already, which may differ.
+    A group of gloo for each would be named after how many groups each of its ranks is in already,
+    which may differ.
     """
     first, rank, cpu = ranks[0], distributed.get_rank(), torch.device("cpu")
     if rank != first:

@@ -9,28 +9,31 @@ from torch import Tensor
 
 
 class Turn:
-    """Memory for one bucket under way, by what it is for; it grows to what the largest needs, and stays.
+    """Memory for one bucket under way, by what it is for; it grows to what the largest needs, and
+    stays.
 
     Note: why it stays
-        Large blocks of host memory go back to the system when they are let go of, and of the next ones each page is
-        new again when it is written to: over gloo that takes up to a tenth of a step.
+        Large blocks of host memory go back to the system when they are let go of, and of the next
+        ones each page is new again when it is written to: over gloo that takes up to a tenth of a
+        step.
 
     Note: of a device
-        Between two passes the device's allocator has it, see :meth:`release`. Who knows from the last pass how much it
-        needs asks for that at once, in each pass for blocks of the same sizes: nothing grows, and nothing is left over
-        between blocks.
+        Between two passes the device's allocator has it, see :meth:`release`. Who knows from the
+        last pass how much it needs asks for that at once, in each pass for blocks of the same
+        sizes: nothing grows, and nothing is left over between blocks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: dict[str, Tensor] = {}
         self._most: dict[str, int] = {}
-        # Most buckets of a model are as long as another, and a view takes as long as the rest of a call.
+        # Most buckets of a model are as long as another, and a view takes as long as the rest of a
+        # call.
         self._views: dict[tuple[str, int | tuple[int, ...], torch.dtype], Tensor] = {}
 
     def empty(self, what: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of ``shape``, or 1-D, that holds anything. The next call with the same ``what`` gives its memory
-        away again."""
+        """A tensor of ``shape``, or 1-D, that holds anything. The next call with the same ``what``
+        gives its memory away again."""
         found = self._views.get((what, shape, dtype))
         if found is None:
             numel = shape if isinstance(shape, int) else math.prod(shape)
@@ -44,12 +47,16 @@ class Turn:
             self._memory.pop(what, None)
             self._views = {key: view for key, view in self._views.items() if key[0] != what}
             self._most[what] = max(nbytes, self._most.get(what, 0))
-            self._memory[what] = torch.empty(self._most[what], dtype=torch.uint8, device=self._device)
+            self._memory[what] = torch.empty(
+                self._most[what], dtype=torch.uint8, device=self._device
+            )
         return self._memory[what][:nbytes]
 
     def cast(self, what: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         """1-D ``value`` in ``dtype``: itself if it is, else a copy in memory of this."""
-        return value if value.dtype == dtype else self.empty(what, value.numel(), dtype).copy_(value)
+        return (
+            value if value.dtype == dtype else self.empty(what, value.numel(), dtype).copy_(value)
+        )
 
     def release(self) -> None:
         """Let go of all memory. What was handed out must not be in use any more."""

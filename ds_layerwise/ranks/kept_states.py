@@ -1,4 +1,6 @@
-"""States of one rank in fewer bits than rules get them in: kept so between two updates, and float32 in them."""
+"""States of one rank in fewer bits than rules get them in: kept so between two updates, and float32
+in them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.rounding import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
+from ds_layerwise.optimizers.rounding import (
+    chance_of,
+    of_codes,
+    round_by_chance_,
+    scales_of,
+    to_codes_,
+)
 from ds_layerwise.recipes.recipe import StateSpec
 
 #: A parameter and one of its states.
@@ -28,13 +36,20 @@ class KeptStates:
         self._by_chance: dict[Key, tuple[str, int]] = {}
         self._scales: dict[Key, Tensor] = {}
 
-    def keep(self, name: str, key: str, spec: StateSpec, value: Tensor, *,
-             by_chance: tuple[str, int] | None) -> Tensor:
+    def keep(
+        self,
+        name: str,
+        key: str,
+        spec: StateSpec,
+        value: Tensor,
+        *,
+        by_chance: tuple[str, int] | None,
+    ) -> Tensor:
         """``value``, a state before the first update, as it is kept from now on; of the same shape.
 
         Args:
-            by_chance: the name of the parameter in a checkpoint, and which of its elements this rank's first one is, if
-                it is rounded by chance; None if to the nearest.
+            by_chance: the name of the parameter in a checkpoint, and which of its elements this
+                rank's first one is, if it is rounded by chance; None if to the nearest.
         """
         if spec.kept_as in (None, spec.dtype):
             return value
@@ -46,7 +61,9 @@ class KeptStates:
         else:
             if by_chance is not None:
                 self._by_chance[name, key] = by_chance
-            kept = torch.empty_like(value, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+            kept = torch.empty_like(
+                value, dtype=torch.bfloat16, memory_format=torch.contiguous_format
+            )
         self.write(name, key, kept, value)
         return kept
 
@@ -73,17 +90,22 @@ class KeptStates:
             return kept.float()
         return of_codes(kept.view(-1), scales, signed=self._specs[name, key].signed).view_as(kept)
 
-    def write(self, name: str, key: str, kept: Tensor, value: Tensor, step: int | None = None) -> None:
+    def write(
+        self, name: str, key: str, kept: Tensor, value: Tensor, step: int | None = None
+    ) -> None:
         """Write ``value`` as it is ``kept``.
 
         Args:
-            step: the number of the update that has made it; None for what none has, and is rounded to the nearest.
+            step: the number of the update that has made it; None for what none has, and is rounded
+                to the nearest.
         """
         if (scales := self._scales.get((name, key))) is not None:
             flat = value.to(kept.device).reshape(-1).float()
             to_codes_(kept.view(-1), scales, flat, signed=self._specs[name, key].signed)
         elif step is not None and (drawn := self._by_chance.get((name, key))) is not None:
             saved_as, first = drawn
-            round_by_chance_(kept.view(-1), value.reshape(-1), chance_of(self._seed, step, saved_as, key), first)
+            round_by_chance_(
+                kept.view(-1), value.reshape(-1), chance_of(self._seed, step, saved_as, key), first
+            )
         else:
             kept.copy_(value)

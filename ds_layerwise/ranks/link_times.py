@@ -1,7 +1,8 @@
-"""What collectives take between the ranks that are here, as a step sends: measured on all of them together.
+"""What collectives take between the ranks that are here, as a step sends: measured on all of them
+together.
 
-Every rank calls everything here at the same point, and gets the same answers: how often something is repeated, and how
-long messages become, follows from times that all ranks have seen.
+Every rank calls everything here at the same point, and gets the same answers: how often something
+is repeated, and how long messages become, follows from times that all ranks have seen.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from ds_layerwise.ranks import comm, nodes
 from ds_layerwise.ranks.wires import Wire, average, gather_between_nodes, make_wires
 from ds_layerwise.recipes import muon as recipes
 
-#: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of so many seconds.
+#: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of
+#: so many seconds.
 _SHORT, _FIRST, _GROWS, _LONGEST, _LONGEST_ON_HOST = 2**10, 2**18, 4, 2**28, 2**26
 _LONG_ENOUGH_S = 0.2
-#: A repetition is several collectives in a row, so that they take at least that long together, and at most so many.
+#: A repetition is several collectives in a row, so that they take at least that long together, and
+#: at most so many.
 _REPETITION_S, _IN_A_ROW = 0.02, 50
 _REPETITIONS = 9
 #: After so many seconds no message becomes longer than it needs to be.
@@ -35,7 +38,8 @@ _PATIENCE_S = 40.0
 
 #: Rows that are added up, and bytes of all of them; more than caches hold.
 _ROWS, _ROW_BYTES, _ROW_BYTES_ON_HOST = 4, 2**26, 2**24
-#: The matrix that is orthogonalised: one of a feed-forward layer, and one that a CPU does in a blink.
+#: The matrix that is orthogonalised: one of a feed-forward layer, and one that a CPU does in a
+#: blink.
 _MATRIX, _MATRIX_ON_HOST = (4096, 14336), (256, 1024)
 
 
@@ -52,7 +56,9 @@ class Times:
 
     timings: tuple[Timing, ...]
     memory_gb_s: float
-    """At which a rank adds up what it has received, bytes read and written, while all others do so."""
+    """At which a rank adds up what it has received, bytes read and written, while all others do
+    so.
+    """
     tflops: float
     """Of Newton-Schulz as a step does it, while all others do so."""
     products_in: str
@@ -70,8 +76,10 @@ def shape_of(where: list[int]) -> Shape:
     """
     counts = nodes.counts_on_nodes(range(len(where)), where)
     if len(set(counts)) > 1:
-        raise LayerWiseError(f"the nodes have {', '.join(map(str, counts))} ranks, and links are of nodes with equally "
-                             "many; start as many on each")
+        raise LayerWiseError(
+            f"the nodes have {', '.join(map(str, counts))} ranks, and links are of nodes with "
+            "equally many; start as many on each"
+        )
     return Shape(len(counts), counts[0])
 
 
@@ -105,8 +113,12 @@ class _Clock:
         if not self.on_host:
             get_accelerator().synchronize()
 
-    def seconds(self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1) -> float:
-        """The median over repetitions of what one ``operation`` takes the slowest rank; None takes no part."""
+    def seconds(
+        self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1
+    ) -> float:
+        """The median over repetitions of what one ``operation`` takes the slowest rank; None takes
+        no part.
+        """
         taken = []
         for _ in range(repetitions):
             comm.sum_over_ranks(self._token, group=None)
@@ -123,8 +135,11 @@ class _Clock:
         """The same once it is warm, in as many repetitions as it is worth."""
         self.seconds(operation)
         once = max(self.seconds(operation), 1e-9)
-        return self.seconds(operation, in_a_row=min(_IN_A_ROW, max(1, round(_REPETITION_S / once))),
-                            repetitions=_REPETITIONS if once < _LONG_ENOUGH_S else 2)
+        return self.seconds(
+            operation,
+            in_a_row=min(_IN_A_ROW, max(1, round(_REPETITION_S / once))),
+            repetitions=_REPETITIONS if once < _LONG_ENOUGH_S else 2,
+        )
 
     @property
     def is_late(self) -> bool:
@@ -143,10 +158,14 @@ def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
         yield from _series(clock, "alone", num_nodes, across, takes_part=wire.rank % per_node == 0)
     if per_node > 1 and num_nodes > 1:
         yield from _series(clock, "together", num_nodes, across, takes_part=True)
-        yield _timing(clock, "all_to_all", "everywhere", wire.size, wire.group, _SHORT, takes_part=True)
+        yield _timing(
+            clock, "all_to_all", "everywhere", wire.size, wire.group, _SHORT, takes_part=True
+        )
 
 
-def _series(clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool) -> Iterator[Timing]:
+def _series(
+    clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
+) -> Iterator[Timing]:
     """A ring and an all-to-all of messages that become longer."""
     longest = _LONGEST_ON_HOST if clock.on_host else _LONGEST
     for kind in ("ring", "all_to_all"):
@@ -160,8 +179,16 @@ def _series(clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_
             nbytes *= _GROWS
 
 
-def _timing(clock: _Clock, kind: Any, where: Where, size: int, group: comm.Group, nbytes: int, *,
-            takes_part: bool) -> Timing:
+def _timing(
+    clock: _Clock,
+    kind: Any,
+    where: Where,
+    size: int,
+    group: comm.Group,
+    nbytes: int,
+    *,
+    takes_part: bool,
+) -> Timing:
     part = max(1, nbytes // 4 // size)
     if takes_part:
         out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
@@ -172,7 +199,9 @@ def _timing(clock: _Clock, kind: Any, where: Where, size: int, group: comm.Group
         def operation() -> None:
             begin(out, sent, group=group).wait()
 
-    return Timing(kind, where, size, 4 * part * size, clock.steady(operation if takes_part else None))
+    return Timing(
+        kind, where, size, 4 * part * size, clock.steady(operation if takes_part else None)
+    )
 
 
 def _memory_gb_s(clock: _Clock) -> float:
@@ -183,10 +212,15 @@ def _memory_gb_s(clock: _Clock) -> float:
 
 
 def _tflops(clock: _Clock) -> tuple[float, str]:
-    """TFLOP/s of Newton-Schulz with the settings that a run has by default, and the dtype of its products."""
+    """TFLOP/s of Newton-Schulz with the settings that a run has by default, and the dtype of its
+    products.
+    """
     recipe, shape = recipes.Muon(), _MATRIX_ON_HOST if clock.on_host else _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
-    seconds = clock.steady(lambda: newton_schulz(matrix, rule.ns_coefficients, method=recipe.ns_method,
-                                                 dtype=rule.products_in))
+    seconds = clock.steady(
+        lambda: newton_schulz(
+            matrix, rule.ns_coefficients, method=recipe.ns_method, dtype=rule.products_in
+        )
+    )
     return recipe.work(shape) / seconds / 1e12, str(rule.products_in).removeprefix("torch.")

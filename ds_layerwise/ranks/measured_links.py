@@ -1,4 +1,6 @@
-"""``ds-layerwise links``: the links between the ranks that a launcher has started, measured, and written to a file."""
+"""``ds-layerwise links``: the links between the ranks that a launcher has started, measured, and
+written to a file.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,25 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     joins = not dist.is_initialized()
     if joins:
         if not any(name in environment for name in _LAUNCHED):
-            raise LayerWiseError(f"links are measured between processes, and no launcher has started this one; start "
-                                 f"it with: {START}")
+            raise LayerWiseError(
+                "links are measured between processes, and no launcher has started this one; "
+                f"start it with: {START}"
+            )
         local = environment.get("LOCAL_RANK", "")
         if local.isdecimal() and get_accelerator().device_name() != "cpu":
             get_accelerator().set_device(int(local))
         dist.init_distributed()
     if comm.size_of(None) == 1:
-        raise LayerWiseError(f"links are measured between processes, and the launcher has started one alone; start "
-                             f"several, such as one a device, with: {START}")
+        raise LayerWiseError(
+            "links are measured between processes, and the launcher has started one alone; start "
+            f"several, such as one a device, with: {START}"
+        )
     return joins
 
 
 def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) -> str:
-    """Measure links between all ranks, which :func:`join` has brought together, and write them to ``out`` on rank 0.
+    """Measure links between all ranks, which :func:`join` has brought together, and write them to
+    ``out`` on rank 0.
 
     It takes about a minute. ``layerwise.links`` and ``plan --links`` read the file.
 
@@ -58,8 +65,8 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
         What was measured, and where it is now, in lines.
 
     Raises:
-        LayerWiseError: on every rank, if on any ``like`` is needed or wrong, ``out`` cannot be written, nodes differ,
-            or times are no use.
+        LayerWiseError: on every rank, if on any ``like`` is needed or wrong, ``out`` cannot be
+            written, nodes differ, or times are no use.
     """
     device = torch.device(get_accelerator().current_device_name())
     on_host, where = device.type == "cpu", nodes.node_of_each_rank()
@@ -69,21 +76,41 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
         if missing and like is None:
             raise LayerWiseError(require_like(shape.ranks_per_node, shape.num_nodes))
         if like is not None and not missing:
-            raise LayerWiseError(f"--like {like} is for what cannot be measured, and {shape.num_nodes} nodes of "
-                                 f"{shape.ranks_per_node} ranks have all of it; leave it out")
-        assumed = None if like is None else links_of_run(like, on_host=on_host, where="--like",
-                                                         ranks_per_node=shape.ranks_per_node)
+            raise LayerWiseError(
+                f"--like {like} is for what cannot be measured, and {shape.num_nodes} nodes of "
+                f"{shape.ranks_per_node} ranks have all of it; leave it out"
+            )
+        assumed = (
+            None
+            if like is None
+            else links_of_run(
+                like, on_host=on_host, where="--like", ranks_per_node=shape.ranks_per_node
+            )
+        )
         if comm.rank_of(None) == 0:
             _check_out(out, overwrite=overwrite)
     times = link_times.measure(where, device)
     with comm.Alike(None):
-        found = measured_links(times.timings, ranks_per_node=shape.ranks_per_node, num_nodes=shape.num_nodes,
-                               memory_gb_s=times.memory_gb_s, tflops=times.tflops, on_host=on_host, like=assumed,
-                               like_name=like or "")
+        found = measured_links(
+            times.timings,
+            ranks_per_node=shape.ranks_per_node,
+            num_nodes=shape.num_nodes,
+            memory_gb_s=times.memory_gb_s,
+            tflops=times.tflops,
+            on_host=on_host,
+            like=assumed,
+            like_name=like or "",
+        )
         if comm.rank_of(None) == 0:
             _write(found, out)
-    return "\n".join([f"{shape.num_nodes} x {shape.ranks_per_node} ranks, {device.type}, Newton-Schulz in "
-                      f"{times.products_in}", found.text, f"written to {out}"])
+    return "\n".join(
+        [
+            f"{shape.num_nodes} x {shape.ranks_per_node} ranks, {device.type}, Newton-Schulz in "
+            f"{times.products_in}",
+            found.text,
+            f"written to {out}",
+        ]
+    )
 
 
 def _check_out(out: Path, *, overwrite: bool) -> None:

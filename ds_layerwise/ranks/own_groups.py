@@ -1,9 +1,10 @@
 """Process groups in which one optimizer alone reduces gradients.
 
 Note: why none is shared on a host
-    Collectives of a group must begin in the same order on every rank. On a host it is a matter of time when a bucket
-    begins inside a backward pass, and one pass may go through the models of two engines: those of a generator and its
-    critic. On a device with streams a bucket begins as soon as its gradients are there, so they may share.
+    Collectives of a group must begin in the same order on every rank. On a host it is a matter of
+    time when a bucket begins inside a backward pass, and one pass may go through the models of two
+    engines: those of a generator and its critic. On a device with streams a bucket begins as soon
+    as its gradients are there, so they may share.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ _seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary(
 
 
 def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups:
-    """``groups``, or copies where others have those, for the reductions of ``user`` until :func:`release`.
+    """``groups``, or copies where others have those, for the reductions of ``user`` until
+    :func:`release`.
 
     Every rank of the world must call this at the same point.
     """
     if device.type != "cpu":
         return groups
-    mine = {tuple(comm.ranks_of(group)): _seats_of(distributed.group.WORLD if group is None else group)
-            for group in groups.values() if comm.size_of(group) > 1}
+    mine = {
+        tuple(comm.ranks_of(group)): _seats_of(distributed.group.WORLD if group is None else group)
+        for group in groups.values()
+        if comm.size_of(group) > 1
+    }
     taken = {ranks: [seat.is_taken for seat in seats] for ranks, seats in mine.items()}
     if any(comm.gather_objects(any(map(any, taken.values())), group=None)):
         # One rank may still hold on to an engine that is gone on another.

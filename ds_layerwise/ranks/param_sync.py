@@ -27,30 +27,40 @@ from ds_layerwise.ranks.wires import Wires
 class ParamSync:
     """Sends updated shards of the parameter buffer to all ranks, bucket by bucket.
 
-    With :meth:`overlap_with_forward` the wait moves from the optimizer step to whoever uses a parameter first.
+    With :meth:`overlap_with_forward` the wait moves from the optimizer step to whoever uses a
+    parameter first.
 
     Note: who waits for a parameter that is under way
-        A module that holds parameters waits for them just before it runs, saves or loads, whatever its code is; outside
-        of a forward pass of the model it waits for all. Within one, whatever torch is given waits too: ``F.linear(x,
-        self.head.weight)`` in the code of another module. When that forward pass is over, nothing is under way. The
-        step itself waits for all parameters of a module whose ``forward`` was replaced, as by a captured graph, and for
-        everything once torch has compiled anything. Code of a script that reads weights between a step and the forward
-        pass calls :meth:`finish`.
+        A module that holds parameters waits for them just before it runs, saves or loads, whatever
+        its code is; outside of a forward pass of the model it waits for all. Within one, whatever
+        torch is given waits too: ``F.linear(x, self.head.weight)`` in the code of another module.
+        When that forward pass is over, nothing is under way. The step itself waits for all
+        parameters of a module whose ``forward`` was replaced, as by a captured graph, and for
+        everything once torch has compiled anything. Code of a script that reads weights between a
+        step and the forward pass calls :meth:`finish`.
 
     Note: buckets in cuts
         Owners send what the cuts of all ranks hold of their shards, in the rounds of an
-        :class:`~ds_layerwise.ranks.exchange.Exchange`, and then each rank gives its cut to all. A round begins when its
-        last bucket is launched, and the buckets that it completes when the next round has begun, so that all ranks
-        begin everything in the same order.
+        :class:`~ds_layerwise.ranks.exchange.Exchange`, and then each rank gives its cut to all. A
+        round begins when its last bucket is launched, and the buckets that it completes when the
+        next round has begun, so that all ranks begin everything in the same order.
 
     Note: gathers in two levels on a device
-        Where a wire has any, all of its gathers go one after the other on a stream of their own: neither the host nor
-        the update of the next bucket waits between the two collectives, those of different groups are in one order on
-        all ranks, and one bucket at a time has memory for what is sorted.
+        Where a wire has any, all of its gathers go one after the other on a stream of their own:
+        neither the host nor the update of the next bucket waits between the two collectives, those
+        of different groups are in one order on all ranks, and one bucket at a time has memory for
+        what is sorted.
     """
 
-    def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
-                 wires: Wires) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, nn.Parameter],
+        values: FlatBuffer,
+        *,
+        wires: Wires,
+    ) -> None:
         self.layout, self.rank = layout, rank
         self._values, self._wires = values, wires
         self._exchange = Exchange(reversed(layout.buckets), rank, wires)
@@ -66,7 +76,8 @@ class ParamSync:
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._index_of: dict[object, int] = {
-            params[slot.name]: bucket.index for bucket in layout.buckets for slot in bucket.slots}
+            params[slot.name]: bucket.index for bucket in layout.buckets for slot in bucket.slots
+        }
         self._modules: list[nn.Module] = []
         self._modes: list[Any] = []
         self._overlaps = False
@@ -74,7 +85,8 @@ class ParamSync:
         self._lock = threading.RLock()
 
     def launch(self, index: int) -> None:
-        """Start sending bucket ``index``; its shards must not be written until it has been waited for.
+        """Start sending bucket ``index``; its shards must not be written until it has been waited
+        for.
 
         It may find no memory for what travels, and goes on from there when it is called again.
         """
@@ -125,9 +137,11 @@ class ParamSync:
         if each.own is not None:
             bucket = self.layout.buckets[each.own]
             start, stop = bucket.shard(self.rank)
-            shard = self._memory[each.own][start - bucket.start:stop - bucket.start]
-        cuts = {index: cut_of(self._memory[index], self.layout.buckets[index], self.rank)
-                for index in {run.bucket for run in each.held}}
+            shard = self._memory[each.own][start - bucket.start : stop - bucket.start]
+        cuts = {
+            index: cut_of(self._memory[index], self.layout.buckets[index], self.rank)
+            for index in {run.bucket for run in each.held}
+        }
         self._under_way.append((number, self._exchange.to_cuts(each, shard, cuts)))
         self._started.add(number)
 
@@ -160,7 +174,11 @@ class ParamSync:
 
     def wait_for(self, params: Iterable[object]) -> None:
         """Wait for those of ``params`` that are under way."""
-        self.wait(sorted({self._index_of[param] for param in params if param in self._index_of}, reverse=True))
+        self.wait(
+            sorted(
+                {self._index_of[param] for param in params if param in self._index_of}, reverse=True
+            )
+        )
 
     def finish(self) -> None:
         """Wait for everything under way."""
@@ -195,10 +213,15 @@ class ParamSync:
     def _do_not_overlap(self, reason: str) -> None:
         self._overlaps = False
         if self.rank == 0:
-            announce(f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for its parameters")
+            announce(
+                f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for "
+                "its parameters"
+            )
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """Hook ``model``, and every module of it that holds parameters of the layout, or has modules that do."""
+        """Hook ``model``, and every module of it that holds parameters of the layout, or has
+        modules that do.
+        """
         self._overlaps, self._modules = True, list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             self._do_not_overlap("some modules are scripted, and call no hooks")
@@ -215,7 +238,8 @@ class ParamSync:
             if sync is not None:
                 method(sync, *args)
 
-        # A compiler traces these, asks whether anything is under way, and compiles anew where that changes.
+        # A compiler traces these, asks whether anything is under way, and compiles anew where that
+        # changes.
         def before_module(module: nn.Module, *_: object) -> None:
             if pending:
                 run(ParamSync._arrive, module)
@@ -231,12 +255,19 @@ class ParamSync:
         for module in self._modules:
             # Those of modules below, too: its code may use them, and call none of these.
             if any(param in self._index_of for param in module.parameters()):
-                self._hooks += [module.register_forward_pre_hook(before_module, prepend=True),
-                                module.register_state_dict_pre_hook(before_module),  # type: ignore[no-untyped-call]
-                                module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-                                    before_module)]
-        self._hooks += [model.register_forward_pre_hook(before_forward, prepend=True),
-                        model.register_forward_hook(after_forward, always_call=True)]
+                self._hooks += [
+                    module.register_forward_pre_hook(before_module, prepend=True),
+                    module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                        before_module
+                    ),
+                    module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                        before_module
+                    ),
+                ]
+        self._hooks += [
+            model.register_forward_pre_hook(before_forward, prepend=True),
+            model.register_forward_hook(after_forward, always_call=True),
+        ]
 
     def _arrive(self, module: nn.Module) -> None:
         if self._modes:
@@ -268,7 +299,9 @@ class _Readers(TorchFunctionMode):
         super().__init__()
         self._sync = sync
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if self._sync._pending:
             self._sync.wait_for(_tensors_in((args, kwargs)))
         return function(*args, **(kwargs or {}))

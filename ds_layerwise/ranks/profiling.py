@@ -1,4 +1,6 @@
-"""What a profiler shows of a step: ranges of the names ``ds_layerwise.reduce``, ``.update`` and ``.gather``."""
+"""What a profiler shows of a step: ranges of the names ``ds_layerwise.reduce``, ``.update`` and
+``.gather``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ _NOTHING = nullcontext()
 
 
 def profiled(what: Literal["reduce", "update", "gather"]) -> AbstractContextManager[object]:
-    """A range of :mod:`torch.profiler` around the work on one bucket; nothing where no profiler runs.
+    """A range of :mod:`torch.profiler` around the work on one bucket; nothing where no profiler
+    runs.
 
     A range would take some microseconds there, too, and a step has three for each bucket.
     """

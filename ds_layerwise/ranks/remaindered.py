@@ -1,4 +1,6 @@
-"""Masters of one rank as its bfloat16 weights and what these lack; see :mod:`ds_layerwise.optimizers.remainders`."""
+"""Masters of one rank as its bfloat16 weights and what these lack; see
+:mod:`ds_layerwise.optimizers.remainders`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from ds_layerwise.recipes.bits import BLOCK
 class Remaindered:
     """Remainders and marks of shards of ``rank``, one tensor each a bucket.
 
-    Blocks start where shards do, and so do parameters: what a parameter is cut into does not move them.
+    Blocks start where shards do, and so do parameters: what a parameter is cut into does not move
+    them.
 
     Args:
         layout: with an alignment that is a multiple of 64.
@@ -24,7 +27,9 @@ class Remaindered:
         buckets: by index, those that are meant; of bfloat16.
     """
 
-    def __init__(self, layout: Layout, rank: int, values: ShardBuffer, buckets: Collection[int]) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, values: ShardBuffer, buckets: Collection[int]
+    ) -> None:
         self._values = values
         self._remainders: dict[int, Tensor] = {}
         self._marks: dict[int, Tensor] = {}
@@ -32,7 +37,9 @@ class Remaindered:
         for index in buckets:
             shard = values.bucket(index)
             self._remainders[index] = torch.zeros_like(shard, dtype=torch.int16)
-            self._marks[index] = torch.zeros(shard.numel() // BLOCK, dtype=torch.int64, device=shard.device)
+            self._marks[index] = torch.zeros(
+                shard.numel() // BLOCK, dtype=torch.int64, device=shard.device
+            )
             self.follow(index)
             origin = layout.buckets[index].shard(rank)[0]
             for piece in values.pieces[index]:
@@ -52,11 +59,13 @@ class Remaindered:
         return (*self._remainders.values(), *self._marks.values())
 
     def open(self, index: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The masters of this rank's shard of bucket ``index`` in float32, new memory; :meth:`close` takes them back.
+        """The masters of this rank's shard of bucket ``index`` in float32, new memory;
+        :meth:`close` takes them back.
 
         Returns:
-            All of them 1-D, padding included; by parameter, its own among them; and 0-d bool, whether some follow
-            weights that somebody else has written, which are all of a block then.
+            All of them 1-D, padding included; by parameter, its own among them; and 0-d bool,
+            whether some follow weights that somebody else has written, which are all of a block
+            then.
         """
         values = self._values.bucket(index)
         masters = torch.empty_like(values, dtype=torch.float32)
@@ -64,11 +73,13 @@ class Remaindered:
         pieces = {}
         for piece in self._values.pieces[index]:
             _, start, numel = self._place[piece.name]
-            pieces[piece.name] = masters[start:start + numel]
+            pieces[piece.name] = masters[start : start + numel]
         return masters, pieces, written
 
     def close(self, index: int, masters: Tensor) -> None:
-        """Write ``masters`` of this rank's whole shard of bucket ``index``, and the weights that they round to."""
+        """Write ``masters`` of this rank's whole shard of bucket ``index``, and the weights that
+        they round to.
+        """
         split_(masters, self._values.bucket(index), self._remainders[index], self._marks[index])
 
     def follow(self, index: int) -> None:
@@ -81,7 +92,9 @@ class Remaindered:
         return masters[:numel]
 
     def set_piece(self, name: str, master: Tensor) -> None:
-        """Write what this rank holds of the master of ``name``, and the weights that it rounds to."""
+        """Write what this rank holds of the master of ``name``, and the weights that it rounds
+        to.
+        """
         masters, numel = self._open_piece(name)
         masters[:numel].copy_(master)
         split_(masters, *self._blocks(name))
@@ -96,5 +109,8 @@ class Remaindered:
         """Weights, remainders and marks of the blocks that this rank's piece of ``name`` fills."""
         index, start, numel = self._place[name]
         stop = start + -(-numel // BLOCK) * BLOCK
-        return (self._values.bucket(index)[start:stop], self._remainders[index][start:stop],
-                self._marks[index][start // BLOCK:stop // BLOCK])
+        return (
+            self._values.bucket(index)[start:stop],
+            self._remainders[index][start:stop],
+            self._marks[index][start // BLOCK : stop // BLOCK],
+        )

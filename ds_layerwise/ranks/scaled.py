@@ -23,16 +23,22 @@ class Factors:
     cols: int
 
     def scale_(self, piece: Tensor, start: int) -> None:
-        """Multiply, in place, 1-D ``piece``, which begins ``start`` elements into the flattened parameter."""
+        """Multiply, in place, 1-D ``piece``, which begins ``start`` elements into the flattened
+        parameter.
+        """
         cols, values = self.cols, self.values.to(piece.device)
         first, column = divmod(start, cols)
         # Up to three parts: the rest of a row, whole rows, the beginning of a row.
         begin = min(-start % cols, piece.numel())
         rows = (piece.numel() - begin) // cols
         whole = first + bool(column)
-        for part, row, left in ((piece[:begin], first, column), (piece[begin + rows * cols:], whole + rows, 0)):
+        for part, row, left in (
+            (piece[:begin], first, column),
+            (piece[begin + rows * cols :], whole + rows, 0),
+        ):
             if part.numel():
-                part.mul_(values[row] if self.axis == 0 else values[left:left + part.numel()])
+                part.mul_(values[row] if self.axis == 0 else values[left : left + part.numel()])
         if rows:
-            piece[begin:begin + rows * cols].view(rows, cols).mul_(
-                values[whole:whole + rows, None] if self.axis == 0 else values)
+            piece[begin : begin + rows * cols].view(rows, cols).mul_(
+                values[whole : whole + rows, None] if self.axis == 0 else values
+            )

@@ -1,4 +1,6 @@
-"""What many tensors of a rank add up to, in few operations, and without a copy of any as a whole."""
+"""What many tensors of a rank add up to, in few operations, and without a copy of any as a
+whole.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ _SQUARED_AT_A_TIME = 1 << 22
 
 
 def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements of 1-D ``views``, 0-d, float64 where the device has it.
+    """The sum of the squares of all elements of 1-D ``views``, 0-d, float64 where the device has
+    it.
 
     No finite float32 overflows it, and how parameters are cut does not show in the float32 norm.
     """
     wide = widest_float()
     # Each part may be copied into the wide dtype.
-    parts = [part for view in views
-             for part in ((view,) if view.numel() <= _SQUARED_AT_A_TIME else torch.split(view, _SQUARED_AT_A_TIME))]
+    parts = [
+        part
+        for view in views
+        for part in (
+            (view,) if view.numel() <= _SQUARED_AT_A_TIME else torch.split(view, _SQUARED_AT_A_TIME)
+        )
+    ]
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
@@ -31,7 +39,9 @@ def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
 class ReducedGradients(ShardBuffer):
     """Averaged gradients of one rank."""
 
-    def sum_of_squares(self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None) -> Tensor:
+    def sum_of_squares(
+        self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None
+    ) -> Tensor:
         """See :func:`sum_of_squares`.
 
         Args:
@@ -51,12 +61,20 @@ class ReducedGradients(ShardBuffer):
         others = torch.stack([torch.count_nonzero(part) for part in parts]).sum()
         return (sum(part.numel() for part in parts) - others).to(widest_float())
 
-    def _parts(self, leave_out: Collection[str], only: Collection[str] | None = None) -> list[Tensor]:
-        return [self.piece(piece.name) for pieces in self.pieces for piece in pieces
-                if piece.name not in leave_out and (only is None or piece.name in only)]
+    def _parts(
+        self, leave_out: Collection[str], only: Collection[str] | None = None
+    ) -> list[Tensor]:
+        return [
+            self.piece(piece.name)
+            for pieces in self.pieces
+            for piece in pieces
+            if piece.name not in leave_out and (only is None or piece.name in only)
+        ]
 
     def multiply_(self, index: int, factor: float, factors: Mapping[str, float]) -> None:
-        """Multiply those of bucket ``index`` by ``factor``, or by parameter with what ``factors`` has in its place."""
+        """Multiply those of bucket ``index`` by ``factor``, or by parameter with what ``factors``
+        has in its place.
+        """
         alike: dict[float, list[Tensor]] = {}
         for piece in self.pieces[index]:
             alike.setdefault(factors.get(piece.name, factor), []).append(self.piece(piece.name))

@@ -1,4 +1,6 @@
-"""From the gradients of a step to their averages at the owners: how they add up, and what there is of them when."""
+"""From the gradients of a step to their averages at the owners: how they add up, and what there is
+of them when.
+"""
 
 from __future__ import annotations
 
@@ -19,44 +21,69 @@ from ds_layerwise.ranks.wires import Wires, room_in
 
 def nothing_reduced() -> StepError:
     """The error for a step without gradients."""
-    return StepError("step() before the gradients were reduced: no backward pass reached the boundary of gradient "
-                     "accumulation; call engine.backward(loss) first, and engine.step() after every micro-batch, also "
-                     "of those that accumulate: it counts them, and updates after the last")
+    return StepError(
+        "step() before the gradients were reduced: no backward pass reached the boundary of "
+        "gradient accumulation; call engine.backward(loss) first, and engine.step() after every "
+        "micro-batch, also of those that accumulate: it counts them, and updates after the last"
+    )
 
 
 def half_a_pass(*, outside: bool) -> StepError:
-    """The error for a step after a backward pass that was not reduced; ``outside`` where the engine knew of none."""
+    """The error for a step after a backward pass that was not reduced; ``outside`` where the engine
+    knew of none.
+    """
     if outside:
-        return StepError("step() before the gradients were reduced: their backward pass did not go through the engine; "
-                         "call engine(inputs) in place of the model, then engine.backward(loss) and engine.step(). "
-                         "engine.zero_grad() on all ranks drops what there is")
-    return StepError("step() before the gradients were reduced: an exception has ended a backward pass, and not all of "
-                     "its gradients are there; call engine.zero_grad() on all ranks, and go on with the next batch")
+        return StepError(
+            "step() before the gradients were reduced: their backward pass did not go through the "
+            "engine; call engine(inputs) in place of the model, then engine.backward(loss) and "
+            "engine.step(). engine.zero_grad() on all ranks drops what there is"
+        )
+    return StepError(
+        "step() before the gradients were reduced: an exception has ended a backward pass, and not "
+        "all of its gradients are there; call engine.zero_grad() on all ranks, and go on with the "
+        "next batch"
+    )
 
 
 def no_gradient() -> StepError:
     """The error for a question about averaged gradients at a time when there are none."""
-    return StepError("averaged gradients are there between the backward pass that reaches the boundary of gradient "
-                     "accumulation (at stage 2, any backward pass) and the step, not now")
+    return StepError(
+        "averaged gradients are there between the backward pass that reaches the boundary of "
+        "gradient accumulation (at stage 2, any backward pass) and the step, not now"
+    )
 
 
 class GradSync(BucketOrder):
-    """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners' shards.
+    """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners'
+    shards.
 
     Args:
         params: the trainable parameters by name; ``param.grad`` is None after it was taken over.
         grads: where micro-batches accumulate, laid out like the parameters.
-        reduced: where the averaged gradient of this rank's shards ends up, float32; may alias ``grads``.
+        reduced: where the averaged gradient of this rank's shards ends up, float32; may alias
+            ``grads``.
 
-    Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and ``finish`` once, ``reset``.
+    Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and
+    ``finish`` once, ``reset``.
     """
 
-    def __init__(self, layout: Layout, rank: int, params: Mapping[str, nn.Parameter], grads: FlatBuffer,
-                 reduced: ShardBuffer, *, wires: Wires, divide_by: float,
-                 wire_dtype: Callable[[Bucket], torch.dtype]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, nn.Parameter],
+        grads: FlatBuffer,
+        reduced: ShardBuffer,
+        *,
+        wires: Wires,
+        divide_by: float,
+        wire_dtype: Callable[[Bucket], torch.dtype],
+    ) -> None:
         self._grads = grads
         self._shaped = {name: grads.param(name).view(param.shape) for name, param in params.items()}
-        super().__init__(layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype)
+        super().__init__(
+            layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype
+        )
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
@@ -73,13 +100,16 @@ class GradSync(BucketOrder):
         return Gradients.SUMS if self._has_grad else Gradients.NONE
 
     def accumulated(self) -> dict[str, Tensor]:
-        """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once it has begun to."""
+        """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once
+        it has begun to.
+        """
         if self.gradients is not Gradients.SUMS:
             return {}
         return {name: self._grads.param(name) for name in sorted(self._has_grad)}
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
-        """This rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros where it has none so far.
+        """This rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros where it
+        has none so far.
 
         None where there is nothing to add up: no gradient at all yet, or reduced ones.
 
@@ -113,7 +143,9 @@ class GradSync(BucketOrder):
 
     @torch.no_grad()
     def sum_over(self, name: str, *, group: comm.Group) -> None:
-        """Add up what has accumulated of ``name`` on the ranks of ``group``, which hold it in their layouts, too."""
+        """Add up what has accumulated of ``name`` on the ranks of ``group``, which hold it in their
+        layouts, too.
+        """
         self.accumulate(name, launch=False)
         whole = self._grads.param(name)
         if name not in self._has_grad:
@@ -133,7 +165,8 @@ class GradSync(BucketOrder):
 
     def _end_pass(self) -> None:
         if not self._finished:
-            # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves averages alone.
+            # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves
+            # averages alone.
             self._to_owners(self.reduced.bucket)
             with self._side:
                 for index, cut in self._cuts.items():
@@ -146,7 +179,8 @@ class GradSync(BucketOrder):
         """Make sure that ``reduced`` holds the averages of this step.
 
         Raises:
-            StepError: nothing was reduced, because no backward pass reached the boundary; or a gradient came too late.
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a
+                gradient came too late.
         """
         super().finish(aside=aside)
         if self.gradients is not Gradients.AVERAGES:
@@ -158,12 +192,23 @@ class GradSync(BucketOrder):
             for slot in bucket.slots:
                 if slot.name not in self._has_grad:
                     self._grads.param(slot.name).zero_()
-            out = self._cuts[bucket.index] if bucket.way == "cuts" else self.reduced.bucket(bucket.index)
+            out = (
+                self._cuts[bucket.index]
+                if bucket.way == "cuts"
+                else self.reduced.bucket(bucket.index)
+            )
             # What is not float32 yet is divided when it is.
             divide_by = self._divide_by if out.dtype == torch.float32 else 1
-            self._start(self._wires[bucket.ep_size].reduce(
-                self._grads.bucket(bucket), bucket, out, divide_by=divide_by, wire_dtype=self._wire_dtype(bucket),
-                turn=self._turn()))
+            self._start(
+                self._wires[bucket.ep_size].reduce(
+                    self._grads.bucket(bucket),
+                    bucket,
+                    out,
+                    divide_by=divide_by,
+                    wire_dtype=self._wire_dtype(bucket),
+                    turn=self._turn(),
+                )
+            )
 
     def _sum_dtype(self, bucket: Bucket) -> str:
         reduction: Reduction = "native" if self._wires[bucket.ep_size].native else "ordered"
@@ -175,19 +220,21 @@ class GradSync(BucketOrder):
 
 
 class EagerGradSync(BucketOrder):
-    """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients of other owners.
+    """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients
+    of other owners.
 
-    Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then they are copied
-    into a bucket that lives as long as it travels, and are None. Their sums over ranks are added up in float32.
-    Reduction follows accumulation where :class:`GradSync` has it the other way round, so with several micro-batches
-    the two round differently; of whole numbers they make the same sums.
+    Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then
+    they are copied into a bucket that lives as long as it travels, and are None. Their sums over
+    ranks are added up in float32. Reduction follows accumulation where :class:`GradSync` has it the
+    other way round, so with several micro-batches the two round differently; of whole numbers they
+    make the same sums.
 
     Args:
         params: the trainable parameters by name.
         reduced: where the averaged gradient of this rank's shards is added up, float32.
         wire_dtype: what the gradients of a bucket travel in.
-        max_waiting: how many buckets may have all their gradients and wait, before the backward pass waits for them;
-            None for any number.
+        max_waiting: how many buckets may have all their gradients and wait, before the backward
+            pass waits for them; None for any number.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
@@ -236,7 +283,9 @@ class EagerGradSync(BucketOrder):
             self._exchange_sums(aside=False)
 
     def _exchange_sums(self, *, aside: bool) -> None:
-        """Let what is in cuts be at its owners; with ``aside``, beside ``reduced`` until the next time."""
+        """Let what is in cuts be at its owners; with ``aside``, beside ``reduced`` until the next
+        time.
+        """
         if not self._in_cuts:
             for cut in self._cuts.values():
                 cut.zero_()
@@ -259,8 +308,11 @@ class EagerGradSync(BucketOrder):
     def _make_aside(self, index: int) -> Tensor:
         if index not in self._aside:
             bucket = self.layout.buckets[index]
-            self._aside[index] = torch.zeros(bucket.shard_numels[self.rank // bucket.ep_size], dtype=torch.float32,
-                                             device=self._device)
+            self._aside[index] = torch.zeros(
+                bucket.shard_numels[self.rank // bucket.ep_size],
+                dtype=torch.float32,
+                device=self._device,
+            )
         return self._aside[index]
 
     def _end_pass(self) -> None:
@@ -274,7 +326,8 @@ class EagerGradSync(BucketOrder):
             StepError: there was no backward pass; or a gradient came too late.
         """
         self._side.join()
-        # Also on a rank that has lost its gradients, or has finished where another could not: others count on it.
+        # Also on a rank that has lost its gradients, or has finished where another could not:
+        # others count on it.
         if self._exchange.rounds:
             self._exchange_sums(aside=aside)
         if self._passes and not (self._finished or aside):
@@ -286,7 +339,9 @@ class EagerGradSync(BucketOrder):
             raise nothing_reduced()
 
     def _reopen(self) -> None:
-        """Let averages be sums again: the step that they were for was refused, and there is another backward pass."""
+        """Let averages be sums again: the step that they were for was refused, and there is another
+        backward pass.
+        """
         for index in range(len(self.layout.buckets)):
             self.reduced.bucket(index).mul_(self._divide_by)
         self._finished = False
@@ -309,7 +364,7 @@ class EagerGradSync(BucketOrder):
                 param = self._params[slot.name]
                 if param.grad is not None:
                     start = slot.start - bucket.start
-                    travelling[start:start + slot.numel].view(param.shape).copy_(param.grad)
+                    travelling[start : start + slot.numel].view(param.shape).copy_(param.grad)
                     if math.isinf(self._max_waiting):
                         self._side.keep(param.grad)
                     else:
@@ -319,8 +374,9 @@ class EagerGradSync(BucketOrder):
                 self._copied.append((self._side.moment(), gradients))
             out = total if is_first else turn.empty("added", total.numel(), total.dtype)
             self._empty[bucket.index] = False
-            pending = self._wires[bucket.ep_size].reduce(travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype,
-                                                         turn=turn)
+            pending = self._wires[bucket.ep_size].reduce(
+                travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype, turn=turn
+            )
             self._start(pending if is_first else pending.then(lambda: total.add_(out)))
         while len(self._copied) > self._max_waiting:
             # Their memory is there for what computation makes when it has waited.

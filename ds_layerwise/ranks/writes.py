@@ -1,4 +1,5 @@
-"""Weights that somebody else than the optimizer has written, such as ``load_state_dict`` or an average that is tried.
+"""Weights that somebody else than the optimizer has written, such as ``load_state_dict`` or an
+average that is tried.
 
 Masters are what a step starts from, and would undo the write without a word.
 """
@@ -15,7 +16,9 @@ _AT_A_TIME = 1 << 22
 
 
 def followed(masters: Tensor, values: Tensor) -> Tensor:
-    """``masters`` itself where it rounds to ``values``, else a copy on the host that has followed them."""
+    """``masters`` itself where it rounds to ``values``, else a copy on the host that has followed
+    them.
+    """
     if not any(_differs(*some).any() for some in _some_at_a_time(masters, values)):
         return masters
     copy = masters.to("cpu", copy=True)
@@ -26,8 +29,8 @@ def followed(masters: Tensor, values: Tensor) -> Tensor:
 def follow_(masters: Tensor, values: Tensor) -> Tensor:
     """Set masters to those values that they do not round to.
 
-    Element by element, so that the result does not depend on how parameters are cut, and what was not written keeps
-    its precision.
+    Element by element, so that the result does not depend on how parameters are cut, and what was
+    not written keeps its precision.
 
     Args:
         masters: 1-D float32, written in place.
@@ -48,7 +51,7 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
 
 def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for start in range(0, masters.numel(), _AT_A_TIME):
-        master, value = (t[start:start + _AT_A_TIME] for t in (masters, values))
+        master, value = (t[start : start + _AT_A_TIME] for t in (masters, values))
         yield master, value.to(master.device)
 
 

@@ -12,13 +12,15 @@ from ds_layerwise.recipes.newton_schulz import most_together
 from ds_layerwise.recipes.recipe import COUNT, Recipe, StateSpec
 from ds_layerwise.recipes.settings import NonNegative, Positive
 
-#: Largest sum of elements of matrices of a stack that are updated together; one may be larger. Enough to fill an
-#: accelerator.
+#: Largest sum of elements of matrices of a stack that are updated together; one may be larger.
+#: Enough to fill an accelerator.
 MAX_BATCH_NUMEL = 16 * 2**20
 
 
 class Adafactor(Recipe):
-    """Adafactor of whole matrices, as :class:`torch.optim.Adafactor`; see :mod:`ds_layerwise.optimizers.adafactor`."""
+    """Adafactor of whole matrices, as :class:`torch.optim.Adafactor`; see
+    :mod:`ds_layerwise.optimizers.adafactor`.
+    """
 
     rule: ClassVar[str] = "adafactor"
     whole: ClassVar[bool] = True
@@ -36,8 +38,11 @@ class Adafactor(Recipe):
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Mean squares of rows and of columns, and how many steps there were."""
         *batch, rows, cols = shape
-        return {"row_var": StateSpec((*batch, rows, 1)), "col_var": StateSpec((*batch, 1, cols)),
-                **COUNT}
+        return {
+            "row_var": StateSpec((*batch, rows, 1)),
+            "col_var": StateSpec((*batch, 1, cols)),
+            **COUNT,
+        }
 
     def work(self, shape: tuple[int, ...]) -> int:
         """The FLOPs of the product of column and row."""
@@ -49,17 +54,28 @@ class Adafactor(Recipe):
         return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes: the update of as many matrices as go together, what decay takes beside it, and their norms."""
+        """Bytes: the update of as many matrices as go together, what decay takes beside it, and
+        their norms.
+        """
         together = self.together(shape)
         return super().workspace((together, *shape[-2:])) + 16 * together
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
+    def refusal(
+        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
+    ) -> str | None:
         """Tensor shards, because means of rows, of columns and of all are of a whole matrix."""
-        return None if cut_axis is None else (
-            "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; send it to another "
-            "optimizer by layerwise.overrides")
+        return (
+            None
+            if cut_axis is None
+            else (
+                "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; "
+                "send it to another optimizer by layerwise.overrides"
+            )
+        )
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """All settings."""
-        return (f"beta2_decay {self.beta2_decay:g}, eps1 {self.eps1:g}, eps2 {self.eps2:g}, clip_threshold "
-                f"{self.clip_threshold:g}")
+        return (
+            f"beta2_decay {self.beta2_decay:g}, eps1 {self.eps1:g}, eps2 {self.eps2:g}, "
+            f"clip_threshold {self.clip_threshold:g}"
+        )

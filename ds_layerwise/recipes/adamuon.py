@@ -9,14 +9,18 @@ from ds_layerwise.recipes.recipe import StateSpec
 
 
 class AdaMuon(Adaptive):
-    """Muon divided by the root of its own second moment; see :class:`ds_layerwise.optimizers.adamuon.AdaMuon`."""
+    """Muon divided by the root of its own second moment; see
+    :class:`ds_layerwise.optimizers.adamuon.AdaMuon`.
+    """
 
     rule: ClassVar[str] = "adamuon"
     family: ClassVar[str] = "adamuon"
 
     scale_mode: ScaleMode = "match_rms_adamw"
     moment2_rescale: bool = True
-    """Bring what was divided back to the Frobenius norm of an orthogonal matrix, the root of its shorter side."""
+    """Bring what was divided back to the Frobenius norm of an orthogonal matrix, the root of its
+    shorter side.
+    """
     sign_momentum: bool = False
     """Orthogonalise the signs of the momentum, not the momentum."""
 
@@ -31,5 +35,7 @@ class AdaMuon(Adaptive):
 
     def scale_summary(self) -> str:
         """The scale, the average, and what is set."""
-        return (f"{super().scale_summary()}{'' if self.moment2_rescale else ', not rescaled'}"
-                f"{', of signs' if self.sign_momentum else ''}")
+        return (
+            f"{super().scale_summary()}{'' if self.moment2_rescale else ', not rescaled'}"
+            f"{', of signs' if self.sign_momentum else ''}"
+        )

@@ -1,7 +1,8 @@
 """Optimizers that nobody here wrote: any class of ``torch.optim.Optimizer``, by its path.
 
-What such a class keeps, and from when on, only a step of it can tell. :mod:`ds_layerwise.optimizers.probe` takes some
-on tensors without memory, and is found by its name, like rules, because it takes torch.
+What such a class keeps, and from when on, only a step of it can tell.
+:mod:`ds_layerwise.optimizers.probe` takes some on tensors without memory, and is found by its name,
+like rules, because it takes torch.
 """
 
 from __future__ import annotations
@@ -36,25 +37,33 @@ def _arguments(value: object) -> object:
     found = tuple((key, normalised(each)) for key, each in sorted(value.items()))
     for key, each in found:
         if not _is_plain(each):
-            raise ValueError(f"the argument {key} of a class is {each!r}; arguments are numbers, texts, true, false, "
-                             "null, and lists of them, so that ranks can compare them")
+            raise ValueError(
+                f"the argument {key} of a class is {each!r}; arguments are numbers, texts, true, "
+                "false, null, and lists of them, so that ranks can compare them"
+            )
     return found
 
 
 def _is_plain(value: object) -> bool:
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else value is None or isinstance(
-        value, (str, bool, int, float))
+    return (
+        all(map(_is_plain, value))
+        if isinstance(value, tuple)
+        else value is None or isinstance(value, (str, bool, int, float))
+    )
 
 
 #: Keyword arguments, as pairs in the order of their names, with tuples for lists.
-Arguments = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_arguments), WithJsonSchema({"type": "object"})]
+Arguments = Annotated[
+    tuple[tuple[str, Any], ...], BeforeValidator(_arguments), WithJsonSchema({"type": "object"})
+]
 
 
 class AnyTorch(Recipe):
     """One class of ``torch.optim.Optimizer``, with its own arguments.
 
-    Its ``lr`` and, where it has one, its ``weight_decay`` are those of the parameter group, so that schedules move
-    them; where it has none, weight decay is decoupled, beside it. A subclass stands for one path.
+    Its ``lr`` and, where it has one, its ``weight_decay`` are those of the parameter group, so that
+    schedules move them; where it has none, weight decay is decoupled, beside it. A subclass stands
+    for one path.
     """
 
     hyper: ClassVar[tuple[str, ...]] = ()
@@ -63,15 +72,21 @@ class AnyTorch(Recipe):
     def _decays_by_itself(self) -> AnyTorch:
         for key in Recipe.keys():
             if getattr(self, key) != Recipe.model_fields[key].default:
-                raise ValueError(f"{key} is {getattr(self, key)!r}, and {self.rule} decays weights in its own way; "
-                                 "give it arguments in matrix_params or scalar_params, and the key to the parameters "
-                                 "of other optimizers, in layerwise.overrides")
+                raise ValueError(
+                    f"{key} is {getattr(self, key)!r}, and {self.rule} decays weights in its own "
+                    "way; give it arguments in matrix_params or scalar_params, and the key to the "
+                    "parameters of other optimizers, in layerwise.overrides"
+                )
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What another process makes an equal recipe of, which has no module to find its type in: stages of a pipeline
-        tell each other their routes."""
-        return _again, (self.rule, self.whole, {key: getattr(self, key) for key in self.model_fields_set})
+        """What another process makes an equal recipe of, which has no module to find its type in:
+        stages of a pipeline tell each other their routes."""
+        return _again, (
+            self.rule,
+            self.whole,
+            {key: getattr(self, key) for key in self.model_fields_set},
+        )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -88,19 +103,25 @@ class AnyTorch(Recipe):
         return found
 
     def work(self, shape: tuple[int, ...]) -> int:
-        """The FLOPs of the matrix products of a step, as counted in a probe; decompositions count for none."""
+        """The FLOPs of the matrix products of a step, as counted in a probe; decompositions count
+        for none.
+        """
         flops: int = _probe().kept_of(self, shape).flops
         return flops
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """A copy of the gradient, which a class may write to, and two more tensors like it: what AdamW takes."""
+        """A copy of the gradient, which a class may write to, and two more tensors like it: what
+        AdamW takes.
+        """
         return 3 * super().workspace(shape)
 
     def refusal(self, shape: tuple[int, ...], *, cut_axis: Any = None) -> str | None:
         """What the class says to such a matrix; and parts of matrices are refused."""
         if cut_axis is not None:
-            return (f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; send it to "
-                    "another optimizer with layerwise.overrides")
+            return (
+                f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; "
+                "send it to another optimizer with layerwise.overrides"
+            )
         said: str | None = _probe().refusal_of(self, shape)
         return said
 
@@ -128,7 +149,9 @@ class WholeTorch(AnyTorch):
 
 
 class ElementTorch(AnyTorch):
-    """Such a class that updates every element as if it were alone: parameters may be cut anywhere."""
+    """Such a class that updates every element as if it were alone: parameters may be cut
+    anywhere.
+    """
 
     whole: ClassVar[bool] = False
     lr_ratio = "scalar_lr_ratio"
@@ -142,7 +165,10 @@ class ElementTorch(AnyTorch):
 
 
 #: What a config may say for the name of an optimizer, beside those of the registry.
-Path = Annotated[str, Field(pattern=PATH, json_schema_extra={"expects": "the path of a class, package.module:Class"})]
+Path = Annotated[
+    str,
+    Field(pattern=PATH, json_schema_extra={"expects": "the path of a class, package.module:Class"}),
+]
 
 
 @lru_cache(maxsize=None)
@@ -160,13 +186,17 @@ def path_of(kind: type) -> str:
     """What a config calls the class ``kind``: by the outermost package that has it."""
     name, parts = kind.__qualname__.rpartition(".")[2], kind.__module__.split(".")
     packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    found = next((each for each in packages if getattr(sys.modules.get(each), name, None) is kind), kind.__module__)
+    found = next(
+        (each for each in packages if getattr(sys.modules.get(each), name, None) is kind),
+        kind.__module__,
+    )
     return f"{found}:{name}"
 
 
 def family_at(path: str) -> str:
-    """The one name that the class at ``path`` goes by, however a config spells it: as :func:`path_of`, and of a script
-    by the name with which another one imports it. Nothing is imported; what is no class by now stays as it is."""
+    """The one name that the class at ``path`` goes by, however a config spells it: as
+    :func:`path_of`, and of a script by the name with which another one imports it. Nothing is
+    imported; what is no class by now stays as it is."""
     module, _, name = path.partition(":")
     kind = getattr(sys.modules.get(module), name, None) if name else None
     if not isinstance(kind, type):
@@ -176,15 +206,21 @@ def family_at(path: str) -> str:
 
 
 def are_one_family(saved: str, own: str) -> bool:
-    """Whether the family ``saved`` of a checkpoint is ``own`` of this run, both as :func:`family_at` has them.
+    """Whether the family ``saved`` of a checkpoint is ``own`` of this run, both as
+    :func:`family_at` has them.
 
-    A script may have another name by now, or be started as a module: a class of the script at hand is the one of its
-    name in a module that is neither loaded nor of an installed package.
+    A script may have another name by now, or be started as a module: a class of the script at hand
+    is the one of its name in a module that is neither loaded nor of an installed package.
     """
     was, _, name = saved.rpartition(":")
     script, _, own_name = own.rpartition(":")
-    return saved == own or (bool(was) and name == own_name and script == _name_of_script() and was not in sys.modules
-                            and not _is_installed(was.partition(".")[0]))
+    return saved == own or (
+        bool(was)
+        and name == own_name
+        and script == _name_of_script()
+        and was not in sys.modules
+        and not _is_installed(was.partition(".")[0])
+    )
 
 
 @lru_cache(maxsize=None)
@@ -206,9 +242,17 @@ def _name_of_script() -> str:
 def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
     """The recipe of the class at ``path``. Its states are of use to that class alone."""
     base = WholeTorch if whole else ElementTorch
-    found: type[AnyTorch] = new_class(path, (base,), exec_body=lambda body: body.update(
-        rule=path, family=path, __module__=__name__, __doc__=base.__doc__,
-        __annotations__={"rule": ClassVar[str], "family": ClassVar[str]}))
+    found: type[AnyTorch] = new_class(
+        path,
+        (base,),
+        exec_body=lambda body: body.update(
+            rule=path,
+            family=path,
+            __module__=__name__,
+            __doc__=base.__doc__,
+            __annotations__={"rule": ClassVar[str], "family": ClassVar[str]},
+        ),
+    )
     return found
 
 

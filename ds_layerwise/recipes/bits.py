@@ -1,4 +1,6 @@
-"""In how many bits masters and states are kept, and what that takes: dtypes, blocks and bytes, without torch."""
+"""In how many bits masters and states are kept, and what that takes: dtypes, blocks and bytes,
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,18 @@ BLOCK = 64
 SCALED = 256
 
 #: Bytes of all else, by torch's names of dtypes.
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-               "uint8": 1, "bool": 1}
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 def state_bytes(numel: int, dtype: str) -> int:
@@ -27,7 +39,9 @@ def state_bytes(numel: int, dtype: str) -> int:
 
 
 def master_bytes(numel: int, param_dtype: str, kept_as: MasterDtype) -> int:
-    """The bytes of the masters of so many elements of parameters, a multiple of 64: none where these are float32."""
+    """The bytes of the masters of so many elements of parameters, a multiple of 64: none where
+    these are float32.
+    """
     if param_dtype == "float32":
         return 0
     if kept_as == "bfloat16+remainder" and param_dtype == "bfloat16":

@@ -1,4 +1,6 @@
-"""Optimizer objects that a script gives to ``deepspeed.initialize``: one recipe for each of their parameter groups."""
+"""Optimizer objects that a script gives to ``deepspeed.initialize``: one recipe for each of their
+parameter groups.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,21 @@ class ClientOptimizerConfig(Section):
     example: ClassVar[str] = "{'split': 'whole'}"
 
     split: ClientSplit = "whole"
-    """What a rank owns: whole parameters, or "element", evenly cut pieces, which an element-wise class can update. A
-    parameter group that says ``split`` says it for itself."""
+    """What a rank owns: whole parameters, or "element", evenly cut pieces, which an element-wise
+    class can update. A parameter group that says ``split`` says it for itself."""
 
 
 class ClientTorch(AnyTorch):
-    """The class of an optimizer object, as one of its parameter groups has set it. A subclass stands for one group.
+    """The class of an optimizer object, as one of its parameter groups has set it. A subclass
+    stands for one group.
 
     Shapes that it sees are those of the parameters themselves, whatever their number of axes.
     """
 
     prototype: ClassVar[Any]
-    """Makes optimizers like the object; see :class:`ds_layerwise.optimizers.client_object.Prototype`."""
+    """Makes optimizers like the object; see
+    :class:`ds_layerwise.optimizers.client_object.Prototype`.
+    """
     told: ClassVar[Mapping[str, str]] = {}
     """By name, what the group has set, as text that is equal on ranks that were given the same."""
 
@@ -45,20 +50,41 @@ class ClientTorch(AnyTorch):
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """What its group has set, but for switches that are off."""
-        return ", ".join(f"{key} {value}" for key, value in self.told.items() if value not in ("None", "False"))
+        return ", ".join(
+            f"{key} {value}" for key, value in self.told.items() if value not in ("None", "False")
+        )
 
     def settings(self) -> dict[str, Any]:
         """What its group has set; overrides can change none of it."""
         return dict(self.told)
 
 
-def client_recipe(path: str, prototype: Any, told: Mapping[str, str], *, split: ClientSplit) -> ClientTorch:
-    """The recipe of one group of an object whose class is at ``path``. Its states are of use to that class alone."""
-    made = new_class(path, (ClientTorch,), exec_body=lambda body: body.update(
-        rule=path, family=path, whole=split == "whole", prototype=prototype, told=dict(told), __module__=__name__,
-        __doc__=ClientTorch.__doc__, __annotations__={
-            "rule": ClassVar[str], "family": ClassVar[str], "whole": ClassVar[bool], "prototype": ClassVar[Any],
-            "told": ClassVar[Mapping[str, str]]}))
+def client_recipe(
+    path: str, prototype: Any, told: Mapping[str, str], *, split: ClientSplit
+) -> ClientTorch:
+    """The recipe of one group of an object whose class is at ``path``. Its states are of use to
+    that class alone.
+    """
+    made = new_class(
+        path,
+        (ClientTorch,),
+        exec_body=lambda body: body.update(
+            rule=path,
+            family=path,
+            whole=split == "whole",
+            prototype=prototype,
+            told=dict(told),
+            __module__=__name__,
+            __doc__=ClientTorch.__doc__,
+            __annotations__={
+                "rule": ClassVar[str],
+                "family": ClassVar[str],
+                "whole": ClassVar[bool],
+                "prototype": ClassVar[Any],
+                "told": ClassVar[Mapping[str, str]],
+            },
+        ),
+    )
     found: ClientTorch = made()
     return found
 
@@ -72,5 +98,8 @@ def check_override(name: str, changes: Mapping[str, Any]) -> None:
     takes = ("lr", "lr_scale", "min_lr", "weight_decay")
     for key in changes:
         if key not in takes:
-            raise ConfigError(f"layerwise.overrides sets {key} for {name}, which the optimizer given to initialize() "
-                              f"trains: they can set {', '.join(takes)}; say the rest in a parameter group of its own")
+            raise ConfigError(
+                f"layerwise.overrides sets {key} for {name}, which the optimizer given to "
+                f"initialize() trains: they can set {', '.join(takes)}; say the rest in a "
+                "parameter group of its own"
+            )

@@ -1,4 +1,6 @@
-"""Optimizers that update every element as if it were alone: AdamW, Adam, Lion, SGD, Signum, LaProp, AdEMAMix."""
+"""Optimizers that update every element as if it were alone: AdamW, Adam, Lion, SGD, Signum, LaProp,
+AdEMAMix.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Lion(Elementwise, KeptAverage):
 
 
 class Sgd(Elementwise, KeptMomentum):
-    """SGD with momentum and L2 regularisation, as :class:`torch.optim.SGD`. Its momentum is a sum, no average."""
+    """SGD with momentum and L2 regularisation, as :class:`torch.optim.SGD`. Its momentum is a sum,
+    no average.
+    """
 
     rule: ClassVar[str] = "sgd"
     family: ClassVar[str] = "sgd"
@@ -94,12 +98,18 @@ class Signum(Elementwise, KeptMomentum):
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Momentum, and how the sign is taken."""
-        kind = ", nesterov" + ("" if self.correct_bias else " without correction of bias") if self.nesterov else ""
+        kind = (
+            ", nesterov" + ("" if self.correct_bias else " without correction of bias")
+            if self.nesterov
+            else ""
+        )
         return super().summary(hyper) + kind
 
 
 class LaProp(Elementwise, KeptMoments):
-    """Momentum of normalised gradients (arXiv 2002.04839): the order of Adam's two averages turned round."""
+    """Momentum of normalised gradients (arXiv 2002.04839): the order of Adam's two averages turned
+    round.
+    """
 
     rule: ClassVar[str] = "laprop"
     family: ClassVar[str] = "laprop"
@@ -113,7 +123,9 @@ class LaProp(Elementwise, KeptMoments):
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Betas, eps, and whether they are corrected."""
-        return super().summary(hyper) + ("" if self.correct_bias else ", without correction of bias")
+        return super().summary(hyper) + (
+            "" if self.correct_bias else ", without correction of bias"
+        )
 
 
 class AdEMAMix(Elementwise, KeptMoments):
@@ -131,7 +143,9 @@ class AdEMAMix(Elementwise, KeptMoments):
     alpha_warmup_steps: Steps = 0
     """Over so many steps ``alpha`` grows from 0; the paper takes all steps of the run."""
     beta3_warmup_steps: Steps = 0
-    """Over so many steps ``beta3`` grows from the first of ``betas``; the paper takes all steps of the run."""
+    """Over so many steps ``beta3`` grows from the first of ``betas``; the paper takes all steps of
+    the run.
+    """
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """Adam's moments, a slow first one, and how many steps there were."""
@@ -139,8 +153,11 @@ class AdEMAMix(Elementwise, KeptMoments):
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Betas and eps, and of the slow average what it keeps and how much it counts."""
+
         def warm(steps: int) -> str:
             return f" after {steps} steps" if steps else ""
 
-        return (f"{super().summary(hyper)}, beta3 {self.beta3:g}{warm(self.beta3_warmup_steps)}, "
-                f"alpha {self.alpha:g}{warm(self.alpha_warmup_steps)}")
+        return (
+            f"{super().summary(hyper)}, beta3 {self.beta3:g}{warm(self.beta3_warmup_steps)}, alpha "
+            f"{self.alpha:g}{warm(self.alpha_warmup_steps)}"
+        )

@@ -1,4 +1,6 @@
-"""Recipes that say in how many bits their states are kept between two updates; rules get them in float32."""
+"""Recipes that say in how many bits their states are kept between two updates; rules get them in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,23 @@ from typing import Any, ClassVar
 from ds_layerwise.recipes.bits import StateDtype
 from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
 
-#: What an average may keep of itself in a step so that what it takes up is seen in 8 bits of precision: a value that
-#: differs from it by a quarter of it then moves it by half of what bfloat16 tells apart.
+#: What an average may keep of itself in a step so that what it takes up is seen in 8 bits of
+#: precision: a value that differs from it by a quarter of it then moves it by half of what bfloat16
+#: tells apart.
 MOST_KEPT = 1 - 2**-6
 
 
 class Kept(Recipe):
-    """What they have in common. A subclass has a field for each state that may be kept in fewer bits."""
+    """What they have in common. A subclass has a field for each state that may be kept in fewer
+    bits.
+    """
 
     kept_by: ClassVar[Mapping[str, str]] = {}
     """By state, the field that says what it is kept in."""
 
     stochastic_rounding: bool = False
-    """Whether states that are kept in bfloat16 are rounded by chance, so that small changes add up; see
-    :mod:`ds_layerwise.optimizers.rounding`."""
+    """Whether states that are kept in bfloat16 are rounded by chance, so that small changes add up;
+    see :mod:`ds_layerwise.optimizers.rounding`."""
 
     def like(self, shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
         """States of the parameter's own shape, kept as the fields say."""
@@ -46,9 +51,15 @@ class Kept(Recipe):
 
     def kept_summary(self) -> str:
         """What is kept in fewer bits, as the start-up table says it; empty for nothing."""
-        told = [f"{state} in {getattr(self, field)}" for state, field in self.kept_by.items()
-                if getattr(self, field) != "float32"]
-        by_chance = any(getattr(self, field) == "bfloat16" for field in self.kept_by.values()) and self.rounds_by_chance
+        told = [
+            f"{state} in {getattr(self, field)}"
+            for state, field in self.kept_by.items()
+            if getattr(self, field) != "float32"
+        ]
+        by_chance = (
+            any(getattr(self, field) == "bfloat16" for field in self.kept_by.values())
+            and self.rounds_by_chance
+        )
         return ", ".join(told) + " rounded by chance" * by_chance
 
 
@@ -73,7 +84,10 @@ class KeptAverage(Kept):
 class KeptMoments(KeptAverage):
     """A recipe with an ``exp_avg_sq``, too."""
 
-    kept_by: ClassVar[Mapping[str, str]] = {"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
+    kept_by: ClassVar[Mapping[str, str]] = {
+        "exp_avg": "exp_avg_dtype",
+        "exp_avg_sq": "exp_avg_sq_dtype",
+    }
 
     exp_avg_sq_dtype: StateDtype = "float32"
     """What the average of squared gradients is kept in."""

@@ -8,12 +8,16 @@ from ds_layerwise.recipes.settings import Count, Section
 
 
 class Monitor(Section):
-    """What is told of updates, on request: of each optimizer, by name, over all parameters that it trains."""
+    """What is told of updates, on request: of each optimizer, by name, over all parameters that it
+    trains.
+    """
 
     example: ClassVar[str] = '{"update_rms": true}'
 
     update_rms: bool = False
-    """The root mean square of what an update changes float32 weights by, learning rate and weight decay included."""
+    """The root mean square of what an update changes float32 weights by, learning rate and weight
+    decay included.
+    """
     momentum_norm: bool = False
     """The norm of the momentum (``momentum_buffer``, or ``exp_avg``) after an update."""
     every: Count = 1

@@ -8,7 +8,9 @@ from ds_layerwise.recipes.orthogonalized import Scaled
 
 
 class Muon(Scaled):
-    """MomentUm Orthogonalized by Newton-schulz, for whole matrices; see :class:`ds_layerwise.optimizers.muon.Muon`."""
+    """MomentUm Orthogonalized by Newton-schulz, for whole matrices; see
+    :class:`ds_layerwise.optimizers.muon.Muon`.
+    """
 
     rule: ClassVar[str] = "muon"
     family: ClassVar[str] = "muon"

@@ -11,7 +11,8 @@ from ds_layerwise.recipes.recipe import StateSpec
 
 
 class Namo(Adaptive):
-    """Muon scaled by the norm of the momentum over that of gradients; see :class:`ds_layerwise.optimizers.namo.Namo`.
+    """Muon scaled by the norm of the momentum over that of gradients; see
+    :class:`ds_layerwise.optimizers.namo.Namo`.
     """
 
     rule: ClassVar[str] = "namo"
@@ -21,8 +22,10 @@ class Namo(Adaptive):
     @model_validator(mode="after")
     def _sees_gradients(self) -> Namo:
         if self.weight_decay_method == "l2":
-            raise ValueError("weight_decay_method of namo is 'l2', which would make weight decay a part of the "
-                             "gradients whose norms it compares; set it to 'decoupled', 'independent' or 'palm'")
+            raise ValueError(
+                "weight_decay_method of namo is 'l2', which would make weight decay a part of the "
+                "gradients whose norms it compares; set it to 'decoupled', 'independent' or 'palm'"
+            )
         return self
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:

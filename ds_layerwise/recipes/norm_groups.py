@@ -1,4 +1,6 @@
-"""Named groups of parameters whose gradients have a norm of their own: ``layerwise.norm_groups``."""
+"""Named groups of parameters whose gradients have a norm of their own:
+``layerwise.norm_groups``.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class NormGroup(Conditions):
     example: ClassVar[str] = '{"name": "mtp.*"}'
 
     gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
-    """What their gradients are clipped to by their own norm, which the norm of all others then leaves out; 0: to
-    nothing. None: they are counted, and clipped, with all others."""
+    """What their gradients are clipped to by their own norm, which the norm of all others then
+    leaves out; 0: to nothing. None: they are counted, and clipped, with all others."""
     optional: bool = False
     """Whether it may match no parameter."""
 
@@ -38,15 +40,22 @@ def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
         ConfigError: a name or an entry cannot be.
     """
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{where} must be an object of names of groups to conditions like {{\"mtp\": {{\"name\": "
-                          f"\"mtp.*\"}}}}, got {given!r}")
-    return {_checked_name(where, name): _checked(f"{where}.{name}", entry) for name, entry in given.items()}
+        raise ConfigError(
+            f'{where} must be an object of names of groups to conditions like {{"mtp": {{"name": '
+            f'"mtp.*"}}}}, got {given!r}'
+        )
+    return {
+        _checked_name(where, name): _checked(f"{where}.{name}", entry)
+        for name, entry in given.items()
+    }
 
 
 def _checked_name(where: str, name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{where} names a group {name!r}; give it a name of letters, digits, dots, dashes and "
-                          "underscores, for the monitor")
+        raise ConfigError(
+            f"{where} names a group {name!r}; give it a name of letters, digits, dots, dashes and "
+            "underscores, for the monitor"
+        )
     return name
 
 
@@ -56,5 +65,7 @@ def _checked(where: str, entry: object) -> NormGroup:
     found = build(NormGroup, where, entry)
     found.check_conditions(where)
     if not found.given():
-        raise ConfigError(f"{where} has no condition; give it one of {', '.join(NormGroup.condition_keys())}")
+        raise ConfigError(
+            f"{where} has no condition; give it one of {', '.join(NormGroup.condition_keys())}"
+        )
     return found

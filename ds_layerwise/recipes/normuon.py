@@ -11,15 +11,17 @@ Line = Literal["row", "column", "longer_side"]
 
 
 class NorMuon(Adaptive):
-    """Muon whose rows are evened out by a second moment of each; see :class:`ds_layerwise.optimizers.normuon.NorMuon`.
+    """Muon whose rows are evened out by a second moment of each; see
+    :class:`ds_layerwise.optimizers.normuon.NorMuon`.
     """
 
     rule: ClassVar[str] = "normuon"
     family: ClassVar[str] = "normuon"
 
     moment2_per: Line = "row"
-    """What has a second moment: each row, each column, or each of those of which there are more. A row is a neuron of
-    a layer that holds (outputs, inputs), as ``nn.Linear`` does; of transformers' ``Conv1D`` that is a column."""
+    """What has a second moment: each row, each column, or each of those of which there are more. A
+    row is a neuron of a layer that holds (outputs, inputs), as ``nn.Linear`` does; of transformers'
+    ``Conv1D`` that is a column."""
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One momentum, and a number for each row, or column."""
@@ -32,13 +34,19 @@ class NorMuon(Adaptive):
         per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
         return -1 if per_row else -2
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
-        """With "longer_side", of a matrix that is cut: which side of it is longer, its parts cannot tell."""
+    def refusal(
+        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
+    ) -> str | None:
+        """With "longer_side", of a matrix that is cut: which side of it is longer, its parts cannot
+        tell.
+        """
         if cut_axis is None or self.moment2_per != "longer_side" or self.sees_tensor_shards:
             return None
-        return ("is cut by tensor parallelism, and moment2_per is 'longer_side', which the parts of a matrix do not "
-                f"show; set moment2_per to '{'row' if shape[-2] >= shape[-1] else 'column'}', which means the same "
-                "for it")
+        return (
+            "is cut by tensor parallelism, and moment2_per is 'longer_side', which the parts of a "
+            "matrix do not show; set moment2_per to "
+            f"'{'row' if shape[-2] >= shape[-1] else 'column'}', which means the same for it"
+        )
 
     def scale_summary(self) -> str:
         """The scale, and the average."""

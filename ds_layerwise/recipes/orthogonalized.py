@@ -27,7 +27,9 @@ Rows = tuple[tuple[float, float, float], ...]
 
 
 class Orthogonalized(UpdateHooks, KeptMomentum):
-    """Momentum, and how it is orthogonalised; see :class:`ds_layerwise.optimizers.orthogonalized.Orthogonalized`."""
+    """Momentum, and how it is orthogonalised; see
+    :class:`ds_layerwise.optimizers.orthogonalized.Orthogonalized`.
+    """
 
     whole: ClassVar[bool] = True
     gradient_average: ClassVar[str | None] = "momentum_buffer"
@@ -38,11 +40,15 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     nesterov: bool = True
     ns_method: NsMethod = "gram"
     ns_steps: Annotated[int, Field(ge=1, le=1000)] = 5
-    ns_coefficients: Annotated[str | Annotated[Rows, Field(min_length=1)], Field(
-        json_schema_extra={"expects": "a name or a list of [a, b, c]"})] = "simple"
+    ns_coefficients: Annotated[
+        str | Annotated[Rows, Field(min_length=1)],
+        Field(json_schema_extra={"expects": "a name or a list of [a, b, c]"}),
+    ] = "simple"
     ns_dtype: NsDtype = "auto"
     muon_tp_mode: TpMode = "duplicated"
-    """How matrices that tensor parallelism has cut are orthogonalised; see :mod:`.orthogonalize.tensor_shards`."""
+    """How matrices that tensor parallelism has cut are orthogonalised; see
+    :mod:`.orthogonalize.tensor_shards`.
+    """
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """One momentum."""
@@ -51,14 +57,17 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     def work(self, shape: tuple[int, ...]) -> int:
         """The FLOPs of the Newton-Schulz iteration, and of hooks."""
         *batch, rows, cols = shape
-        return newton_schulz_flops(rows, cols, steps=self.ns_steps, method=self.ns_method,
-                                   batch=math.prod(batch)) + self.hook_flops(shape)
+        return newton_schulz_flops(
+            rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
+        ) + self.hook_flops(shape)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """The bytes that Newton-Schulz works in, on as many matrices as go through it together, and with l2 the
-        gradients that weight decay makes of theirs; or those of a hook after it."""
-        return max(newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2")),
-                   self.hook_workspace(shape))
+        """The bytes that Newton-Schulz works in, on as many matrices as go through it together, and
+        with l2 the gradients that weight decay makes of theirs; or those of a hook after it."""
+        return max(
+            newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2")),
+            self.hook_workspace(shape),
+        )
 
     @property
     def sees_tensor_shards(self) -> bool:
@@ -72,11 +81,16 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
 
     def summary(self, hyper: Callable[[str], str]) -> str:
         """Momentum, how the update is scaled, and what else is done to it."""
-        return (f"momentum {hyper('momentum')}{', nesterov' if self.nesterov else ''}{self.scale_summary()}"
-                f"{self.hook_summary()}")
+        return (
+            f"momentum {hyper('momentum')}{', nesterov' if self.nesterov else ''}"
+            f"{self.scale_summary()}"
+            f"{self.hook_summary()}"
+        )
 
     def scale_summary(self) -> str:
-        """What a recipe says of its own in :meth:`summary`; begins with a comma unless it is empty."""
+        """What a recipe says of its own in :meth:`summary`; begins with a comma unless it is
+        empty.
+        """
         return ""
 
 
@@ -92,21 +106,28 @@ class Scaled(Orthogonalized):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """With ``scale_mode`` "match_rms_adamw", or what is the same: "spectral", and 0.2 times that; unless a hook
-        decides how large updates are."""
-        same = self.scale_mode == "match_rms_adamw" or (self.scale_mode, self.extra_scale_factor) == ("spectral", 0.2)
+        """With ``scale_mode`` "match_rms_adamw", or what is the same: "spectral", and 0.2 times
+        that; unless a hook decides how large updates are."""
+        same = self.scale_mode == "match_rms_adamw" or (
+            self.scale_mode,
+            self.extra_scale_factor,
+        ) == ("spectral", 0.2)
         return same and self.sizing_hook is None
 
     def scale_summary(self) -> str:
         """The scale, unless a hook replaces it."""
         if self.sizing_hook is not None:
             return ""
-        return (f", scale_mode {self.scale_mode}"
-                f"{f' x {self.extra_scale_factor:g}' if self.extra_scale_factor != 1 else ''}")
+        return (
+            f", scale_mode {self.scale_mode}"
+            f"{f' x {self.extra_scale_factor:g}' if self.extra_scale_factor != 1 else ''}"
+        )
 
 
 class Adaptive(Scaled):
-    """An orthogonalised momentum that is divided by the root of a second moment, beside the first."""
+    """An orthogonalised momentum that is divided by the root of a second moment, beside the
+    first.
+    """
 
     moment2_beta: Decay = 0.95
     """What is kept of the second moment at a step."""

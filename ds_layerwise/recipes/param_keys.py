@@ -1,6 +1,8 @@
-"""Keys of overrides in Python: what :mod:`.recipes.conditions` have, and functions of a parameter besides.
+"""Keys of overrides in Python: what :mod:`.recipes.conditions` have, and functions of a parameter
+besides.
 
-Reference: the classes of the same names in Megatron-LM, ``megatron/core/optimizer/optimizer_config.py``.
+Reference: the classes of the same names in Megatron-LM,
+``megatron/core/optimizer/optimizer_config.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class _Predicate:
     def __post_init__(self) -> None:
         kind = type(self).__name__
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"{kind}.name must be a text, by which it is known and compared, got {self.name!r}")
+            raise ConfigError(
+                f"{kind}.name must be a text, by which it is known and compared, got {self.name!r}"
+            )
         if not callable(self.fn):
             raise ConfigError(f"{kind}.fn must be a function, got {self.fn!r}")
 
@@ -51,9 +55,10 @@ class ParamWithNamePredicate(_Predicate):
 class ParamKey:
     """A choice of parameters, as a key of overrides in Python. Equal keys choose alike.
 
-    ``name``, ``attr``, ``predicate`` and ``with_name_predicate`` mean what they do in Megatron-LM: each is one or
-    several, and a parameter is chosen if *any* of all these matches. The other conditions are those of
-    ``layerwise.overrides``, and narrow the choice: *all* of them must hold. One of all these must be given.
+    ``name``, ``attr``, ``predicate`` and ``with_name_predicate`` mean what they do in Megatron-LM:
+    each is one or several, and a parameter is chosen if *any* of all these matches. The other
+    conditions are those of ``layerwise.overrides``, and narrow the choice: *all* of them must hold.
+    One of all these must be given.
 
     Raises:
         ConfigError: one is of the wrong type, or none is given; names it.
@@ -79,10 +84,15 @@ class ParamKey:
         for key, kind in _ANY.items():
             for value in each_of(getattr(self, key)):
                 if not isinstance(value, kind) or value == "":
-                    raise ConfigError(f"ParamKey.{key} must be a {kind.__name__} or a tuple of them, got {value!r}")
+                    raise ConfigError(
+                        f"ParamKey.{key} must be a {kind.__name__} or a tuple of them, got "
+                        f"{value!r}"
+                    )
         if not (self.choices or self.narrowed):
-            raise ConfigError("ParamKey has no condition; give it one of "
-                              f"{', '.join(each.name for each in fields(self))}")
+            raise ConfigError(
+                "ParamKey has no condition; give it one of "
+                f"{', '.join(each.name for each in fields(self))}"
+            )
         self.conditions()
 
     @property
@@ -112,23 +122,33 @@ class ParamKey:
             modules: the class names of the modules that hold it, for a key with ``module``.
 
         Raises:
-            RoutingError: the key has ``module``, and ``modules`` is None; an attribute is neither true nor false.
+            RoutingError: the key has ``module``, and ``modules`` is None; an attribute is neither
+                true nor false.
         """
-        facts = Facts(name=param_name, shape=tuple(param.shape), param=param,
-                      modules=None if modules is None else tuple(modules))
+        facts = Facts(
+            name=param_name,
+            shape=tuple(param.shape),
+            param=param,
+            modules=None if modules is None else tuple(modules),
+        )
         return self.conditions().hold(facts) and self.chooses(facts)
 
     def chooses(self, facts: Facts) -> bool:
         """Whether any of the four matches, or none of them is given.
 
         Raises:
-            RoutingError: a function fails, or an attribute is neither true nor false; names the parameter.
+            RoutingError: a function fails, or an attribute is neither true nor false; names the
+                parameter.
         """
         return not self.choices or (
             any(fnmatchcase(facts.name, glob) for glob in each_of(self.name))
             or any(has_attribute(facts, attr) for attr in each_of(self.attr))
             or any(_asked(each, facts, facts.param) for each in each_of(self.predicate))
-            or any(_asked(each, facts, facts.param, facts.name) for each in each_of(self.with_name_predicate)))
+            or any(
+                _asked(each, facts, facts.param, facts.name)
+                for each in each_of(self.with_name_predicate)
+            )
+        )
 
     def __repr__(self) -> str:
         given = {**self.choices, **self.narrowed}
@@ -136,15 +156,29 @@ class ParamKey:
 
 
 #: What a parameter needs any of, and of what type each is; and what it needs all of.
-_ANY: dict[str, type] = {"name": str, "attr": str, "predicate": ParamPredicate,
-                         "with_name_predicate": ParamWithNamePredicate}
+_ANY: dict[str, type] = {
+    "name": str,
+    "attr": str,
+    "predicate": ParamPredicate,
+    "with_name_predicate": ParamWithNamePredicate,
+}
 _ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
 
 
 def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
     try:
         return predicate(*args)
-    except (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError,
-            ValueError) as e:
-        raise RoutingError(f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
-                           f"{str(e).partition(chr(10))[0]}") from e
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as e:
+        raise RoutingError(
+            f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
+            f"{str(e).partition(chr(10))[0]}"
+        ) from e

@@ -1,10 +1,11 @@
-"""Named parts of a fused matrix, such as the q, k and v of one projection: what they are, and where they lie.
+"""Named parts of a fused matrix, such as the q, k and v of one projection: what they are, and where
+they lie.
 
 Note: the order along the axis
-    The axis is ``groups`` times the named sizes, one after the other. A part without ``heads`` is one matrix, of its
-    pieces in all groups; one with ``heads`` is that many matrices in each group. So a projection that has the queries,
-    keys and values of head 0, then those of head 1, has as many groups as heads, and its queries are one matrix, or a
-    matrix a head.
+    The axis is ``groups`` times the named sizes, one after the other. A part without ``heads`` is
+    one matrix, of its pieces in all groups; one with ``heads`` is that many matrices in each group.
+    So a projection that has the queries, keys and values of head 0, then those of head 1, has as
+    many groups as heads, and its queries are one matrix, or a matrix a head.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _NAME = "[A-Za-z_][A-Za-z_0-9]*"
 
 _SIZES = 'an object like {"q": 64, "k": 16, "v": {"size": 16, "heads": 4}}'
 
-#: A shape by which states that are like the parameter are told from others: no two of its axes are alike.
+#: A shape by which states that are like the parameter are told from others: no two of its axes are
+#: alike.
 _PROBE = (3, 5)
 
 
@@ -58,9 +60,15 @@ class Split(NamedTuple):
         return self.groups * sum(part.size for _, part in self.parts)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name} {part.size}{f' ({part.heads} heads)' if part.heads else ''}"
-                          for name, part in self.parts)
-        return (sizes or "nothing") + f" x {self.groups}" * (self.groups > 1) + ' along "in"' * (self.axis == "in")
+        sizes = ", ".join(
+            f"{name} {part.size}{f' ({part.heads} heads)' if part.heads else ''}"
+            for name, part in self.parts
+        )
+        return (
+            (sizes or "nothing")
+            + f" x {self.groups}" * (self.groups > 1)
+            + ' along "in"' * (self.axis == "in")
+        )
 
 
 def _checked_sizes(where: str, given: object) -> dict[str, Part]:
@@ -74,10 +82,15 @@ def _checked_sizes(where: str, given: object) -> dict[str, Part]:
     found = {}
     for name, size in given.items():
         if not isinstance(name, str) or not re.fullmatch(_NAME, name):
-            raise ConfigError(f"{where} names a part {name!r}; give it a name of letters, digits and underscores")
+            raise ConfigError(
+                f"{where} names a part {name!r}; give it a name of letters, digits and underscores"
+            )
         own = f"{where}.{name}"
-        part = build(Part, own, {"size": None, **size}) if isinstance(size, Mapping) else Part(
-            size=check(Count, own, size))
+        part = (
+            build(Part, own, {"size": None, **size})
+            if isinstance(size, Mapping)
+            else Part(size=check(Count, own, size))
+        )
         if part.heads and part.size % part.heads:
             raise ConfigError(f"{own} has size {part.size}, which {part.heads} heads do not divide")
         found[name] = part
@@ -85,7 +98,9 @@ def _checked_sizes(where: str, given: object) -> dict[str, Part]:
 
 
 class Place(NamedTuple):
-    """Where the elements of a part lie in a parameter that lies in one piece, and how its rule sees them."""
+    """Where the elements of a part lie in a parameter that lies in one piece, and how its rule sees
+    them.
+    """
 
     shape: tuple[int, ...]
     """(rows, cols) or (batch, rows, cols)."""
@@ -122,21 +137,26 @@ class Parts:
         return tuple(name for name, _ in self.each)
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """By part of a parameter of ``shape``, (rows, cols) or (batch, rows, cols), what its rule sees."""
+        """By part of a parameter of ``shape``, (rows, cols) or (batch, rows, cols), what its rule
+        sees.
+        """
         return {name: place.shape for name, place in self.places(shape).items()}
 
     def places(self, shape: tuple[int, ...]) -> dict[str, Place]:
         """By part, where it lies in a parameter of ``shape``."""
         step = shape[-1] if self.axis == -2 else 1
         starts = [step * sum(part.size for _, part in self.each[:i]) for i in range(len(self.each))]
-        return {name: self._place(shape, part, start, step)
-                for (name, part), start in zip(self.each, starts, strict=True)}
+        return {
+            name: self._place(shape, part, start, step)
+            for (name, part), start in zip(self.each, starts, strict=True)
+        }
 
     def _place(self, shape: tuple[int, ...], part: Part, start: int, step: int) -> Place:
         *batch, rows, cols = shape
         heads, of_group = part.heads or 1, self.length // self.groups * step
         groups, one = (self.groups, of_group), (part.size // heads, step)
-        # Each axis that the rule sees is one or more runs in memory, (size, stride) from the outside in.
+        # Each axis that the rule sees is one or more runs in memory, (size, stride) from the
+        # outside in.
         outer = [(math.prod(batch), rows * cols)]
         along = [one] if part.heads else [groups, one]
         across = [(cols, 1)] if self.axis == -2 else [(rows, cols)]
@@ -149,13 +169,15 @@ class Parts:
         if all(len(axis) == 1 for axis in runs):
             return Place(seen, seen, tuple(stride for ((_, stride),) in runs), start)
         flat = [run for axis in runs for run in axis]
-        return Place(seen, tuple(size for size, _ in flat), tuple(stride for _, stride in flat), start)
+        return Place(
+            seen, tuple(size for size, _ in flat), tuple(stride for _, stride in flat), start
+        )
 
     def states(self, recipe: Recipe, shape: tuple[int, ...]) -> dict[str, StateSpec]:
         """What ``recipe`` keeps of a parameter of ``shape``.
 
-        A state that is like the parameter is one tensor for all parts, as if there were none. Of any other each part
-        has its own, under the name of the state, a dot, and that of the part.
+        A state that is like the parameter is one tensor for all parts, as if there were none. Of
+        any other each part has its own, under the name of the state, a dot, and that of the part.
         """
         like, found = whole_states(recipe), {}
         for name, seen in self.shapes(shape).items():
@@ -167,8 +189,8 @@ class Parts:
         return found
 
     def meaning(self, recipe: Recipe) -> str:
-        """Where the parts lie, in words, if ``recipe`` keeps anything of one that is not like the parameter: its name
-        and shape may be the same of other rows. Empty if not."""
+        """Where the parts lie, in words, if ``recipe`` keeps anything of one that is not like the
+        parameter: its name and shape may be the same of other rows. Empty if not."""
         like = whole_states(recipe)
         # What lies on the host counts steps, or follows such a count.
         if all(spec.on_host or key in like for key, spec in recipe.states(_PROBE).items()):
@@ -176,15 +198,25 @@ class Parts:
         return f"parts {Split(self.each, 'out' if self.axis == -2 else 'in', self.groups)}"
 
     def copied(self, recipe: Recipe, shape: tuple[int, ...]) -> int:
-        """Bytes that an update copies parts into which no strides make a matrix of: of the parameter, of its gradient,
-        and of states that are like it."""
-        numel = sum(math.prod(place.shape) for place in self.places(shape).values() if not place.is_view)
-        return numel * (8 + sum(spec.rule_nbytes for key, spec in recipe.states((1, 1)).items()
-                                if key in whole_states(recipe)))
+        """Bytes that an update copies parts into which no strides make a matrix of: of the
+        parameter, of its gradient, and of states that are like it."""
+        numel = sum(
+            math.prod(place.shape) for place in self.places(shape).values() if not place.is_view
+        )
+        return numel * (
+            8
+            + sum(
+                spec.rule_nbytes
+                for key, spec in recipe.states((1, 1)).items()
+                if key in whole_states(recipe)
+            )
+        )
 
 
 def whole_states(recipe: Recipe) -> frozenset[str]:
-    """The states of ``recipe`` that have one element for each of the parameter, whatever its shape."""
+    """The states of ``recipe`` that have one element for each of the parameter, whatever its
+    shape.
+    """
     return frozenset(key for key, spec in recipe.states(_PROBE).items() if spec.shape == _PROBE)
 
 
@@ -205,24 +237,41 @@ def checked_split(where: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """``entry``, an override that a config has under ``where``, with its parts checked.
 
     Raises:
-        ConfigError: a size or a name cannot be, or it says how parts lie without naming them, or counts heads beside.
+        ConfigError: a size or a name cannot be, or it says how parts lie without naming them, or
+            counts heads beside.
     """
     if "split" in entry and "num_heads" in entry:
-        raise ConfigError(f"{where} has split and num_heads; count the heads of each part, like "
-                          "{\"q\": {\"size\": 64, \"heads\": 4}}, in place of num_heads")
+        raise ConfigError(
+            f"{where} has split and num_heads; count the heads of each part, like "
+            '{"q": {"size": 64, "heads": 4}}, in place of num_heads'
+        )
     if "split" in entry:
         return {**entry, "split": _checked_sizes(f"{where}.split", entry["split"])}
     for key in ("split_axis", "split_groups"):
         if key in entry:
-            raise ConfigError(f"{where}.{key} says how parts lie, and {where} names none; give it split, like "
-                              "{\"q\": 64, \"k\": 16, \"v\": 16}, too")
+            raise ConfigError(
+                f"{where}.{key} says how parts lie, and {where} names none; give it split, like "
+                '{"q": 64, "k": 16, "v": 16}, too'
+            )
     return dict(entry)
 
 
 def as_one_change(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``changes`` that an override makes, with what it says of parts as one :class:`Split`, as which it is compared."""
-    rest = {key: value for key, value in changes.items() if key not in ("split", "split_axis", "split_groups")}
+    """``changes`` that an override makes, with what it says of parts as one :class:`Split`, as
+    which it is compared.
+    """
+    rest = {
+        key: value
+        for key, value in changes.items()
+        if key not in ("split", "split_axis", "split_groups")
+    }
     if "split" not in changes:
         return rest
-    return {**rest, "split": Split(tuple(changes["split"].items()), changes.get("split_axis", "out"),
-                                   changes.get("split_groups", 1))}
+    return {
+        **rest,
+        "split": Split(
+            tuple(changes["split"].items()),
+            changes.get("split_axis", "out"),
+            changes.get("split_groups", 1),
+        ),
+    }

@@ -9,7 +9,9 @@ from ds_layerwise.recipes.settings import Positive
 
 
 class PolarGrad(Orthogonalized):
-    """Steepest descent in the spectral norm; see :class:`ds_layerwise.optimizers.polargrad.PolarGrad`."""
+    """Steepest descent in the spectral norm; see
+    :class:`ds_layerwise.optimizers.polargrad.PolarGrad`.
+    """
 
     rule: ClassVar[str] = "polargrad"
     family: ClassVar[str] = "muon"
@@ -19,4 +21,5 @@ class PolarGrad(Orthogonalized):
 
     def scale_summary(self) -> str:
         """The scale."""
-        return f", nuclear norm{f' x {self.extra_scale_factor:g}' if self.extra_scale_factor != 1 else ''}"
+        factor = f" x {self.extra_scale_factor:g}" if self.extra_scale_factor != 1 else ""
+        return f", nuclear norm{factor}"

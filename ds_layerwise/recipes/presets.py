@@ -1,21 +1,49 @@
-"""Named starting values of ``optimizer.params``, each as somebody has published it; what a config says itself wins."""
+"""Named starting values of ``optimizer.params``, each as somebody has published it; what a config
+says itself wins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: Learning rates are not among them where an update has AdamW's size: the rate is then that of the run.
+#: Learning rates are not among them where an update has AdamW's size: the rate is then that of the
+#: run.
 PRESETS: dict[str, dict[str, Any]] = {
-    # arXiv 2502.16982, section 2.2; betas and eps by the code that its authors published with it, MoonshotAI/Moonlight.
-    "kimi": {"momentum": 0.95, "nesterov": True, "ns_coefficients": "simple", "ns_steps": 5,
-             "scale_mode": "match_rms_adamw", "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},
+    # arXiv 2502.16982, section 2.2; betas and eps by the code that its authors published with it,
+    # MoonshotAI/Moonlight.
+    "kimi": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": "simple",
+        "ns_steps": 5,
+        "scale_mode": "match_rms_adamw",
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+    },
     # https://kellerjordan.github.io/posts/muon/; betas and eps by KellerJordan/Muon.
-    "keller_jordan": {"muon_lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_coefficients": "simple", "ns_steps": 5,
-                      "scale_mode": "original", "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10},
+    "keller_jordan": {
+        "muon_lr": 0.02,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": "simple",
+        "ns_steps": 5,
+        "scale_mode": "original",
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+    },
     # Defaults of Muon in NVIDIA-NeMo/Emerging-Optimizers 0.5.0.
-    "soap_muon_beyond": {"momentum": 0.9, "nesterov": False, "ns_coefficients": "polar_express", "ns_steps": 16,
-                         "scale_mode": "spectral", "extra_scale_factor": 0.2, "weight_decay": 0.1},
+    "soap_muon_beyond": {
+        "momentum": 0.9,
+        "nesterov": False,
+        "ns_coefficients": "polar_express",
+        "ns_steps": 16,
+        "scale_mode": "spectral",
+        "extra_scale_factor": 0.2,
+        "weight_decay": 0.1,
+    },
 }
 
 #: How large an update is. They go together: who says the first has said what the others must fit.
@@ -26,6 +54,11 @@ _HOOKS = ("hyperball", "relative_update")
 
 
 def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The starting values of ``preset`` that a config leaves as they are, which says what is ``given`` itself."""
-    left_out = {*given, *(_SIZE if _SIZE[0] in given or any(given.get(hook) for hook in _HOOKS) else ())}
+    """The starting values of ``preset`` that a config leaves as they are, which says what is
+    ``given`` itself.
+    """
+    left_out = {
+        *given,
+        *(_SIZE if _SIZE[0] in given or any(given.get(hook) for hook in _HOOKS) else ()),
+    }
     return {key: value for key, value in PRESETS[preset].items() if key not in left_out}

@@ -1,4 +1,6 @@
-"""What a recipe is: the rule of a parameter with all its settings, and what that costs, from a shape alone."""
+"""What a recipe is: the rule of a parameter with all its settings, and what that costs, from a
+shape alone.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,13 @@ class StateSpec:
 
 
 class Recipe(Section):
-    """The rule of a parameter with all its settings: what is computed. Equal recipes update parameters alike.
+    """The rule of a parameter with all its settings: what is computed. Equal recipes update
+    parameters alike.
 
-    A subclass is one optimizer: its fields are the settings that hold for a run, or for the parameters that an override
-    names. What a parameter group may change from step to step (``hyper``) is no field. Shapes are those that the rule
-    sees: of a whole parameter ``(rows, cols)`` or ``(batch, rows, cols)``, of a piece of a split one ``(numel,)``.
+    A subclass is one optimizer: its fields are the settings that hold for a run, or for the
+    parameters that an override names. What a parameter group may change from step to step
+    (``hyper``) is no field. Shapes are those that the rule sees: of a whole parameter ``(rows,
+    cols)`` or ``(batch, rows, cols)``, of a piece of a split one ``(numel,)``.
     """
 
     rule: ClassVar[str]
@@ -56,29 +60,43 @@ class Recipe(Section):
     family: ClassVar[str]
     """Equal for recipes that go on from each other's states."""
     gradient_average: ClassVar[str | None] = None
-    """The state that is an exponential moving average of the gradient: other families may go on from it."""
+    """The state that is an exponential moving average of the gradient: other families may go on
+    from it.
+    """
     lr_ratio: ClassVar[Literal["matrix_lr_ratio", "scalar_lr_ratio"]] = "matrix_lr_ratio"
-    """What of a parameter group its ``lr`` is multiplied with: the ratio of ``muon_lr``, or of ``adam_lr``."""
+    """What of a parameter group its ``lr`` is multiplied with: the ratio of ``muon_lr``, or of
+    ``adam_lr``.
+    """
     as_adamw: ClassVar[str] = ""
-    """The setting, and its value, with which a recipe that would take other learning rates takes AdamW's."""
+    """The setting, and its value, with which a recipe that would take other learning rates takes
+    AdamW's.
+    """
     hyper: ClassVar[tuple[str, ...]] = ()
-    """What a rule takes of a parameter group, beside ``lr`` and ``weight_decay``: some of ``momentum, betas, eps``."""
+    """What a rule takes of a parameter group, beside ``lr`` and ``weight_decay``: some of
+    ``momentum, betas, eps``.
+    """
 
     full_batch_numel: ClassVar[int] = 0
-    """Elements of matrices of one shape up to which it gains from updating more of them together; 0: nothing."""
+    """Elements of matrices of one shape up to which it gains from updating more of them together;
+    0: nothing.
+    """
 
     weight_decay_method: WeightDecayMethod = "decoupled"
-    """What ``weight_decay`` is multiplied with, and where it enters; see :mod:`ds_layerwise.optimizers.decay`."""
+    """What ``weight_decay`` is multiplied with, and where it enters; see
+    :mod:`ds_layerwise.optimizers.decay`.
+    """
     cautious_weight_decay: bool = False
     """Whether only those elements decay that the update draws towards zero, too."""
 
     @model_validator(mode="after")
     def _can_decay_so(self) -> Recipe:
         if self.cautious_weight_decay and self.weight_decay_method == "l2":
-            raise ValueError(f"cautious_weight_decay is true, and weight_decay_method of {self.rule} is 'l2', which "
-                             "adds weight decay to the gradient before there is an update to compare signs with; set "
-                             "weight_decay_method to 'decoupled', 'independent' or 'palm', or cautious_weight_decay to "
-                             "false")
+            raise ValueError(
+                f"cautious_weight_decay is true, and weight_decay_method of {self.rule} is 'l2', "
+                "which adds weight decay to the gradient before there is an update to compare "
+                "signs with; set weight_decay_method to 'decoupled', 'independent' or 'palm', or "
+                "cautious_weight_decay to false"
+            )
         return self
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
@@ -90,15 +108,25 @@ class Recipe(Section):
         return 0
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes that an update of a parameter of ``shape`` takes at most, beside the parameter, gradient and states."""
+        """Bytes that an update of a parameter of ``shape`` takes at most, beside the parameter,
+        gradient and states.
+        """
         # With l2 a copy of the gradient, cautious two of the update.
-        return 4 * math.prod(shape) * (1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay)
+        return (
+            4
+            * math.prod(shape)
+            * (1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay)
+        )
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None) -> str | None:
-        """Why it cannot update whole matrices of ``shape``, as an error says it after the parameter; None if it can.
+    def refusal(
+        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
+    ) -> str | None:
+        """Why it cannot update whole matrices of ``shape``, as an error says it after the
+        parameter; None if it can.
 
         Args:
-            cut_axis: the axis of them that tensor parallelism has cut; ``shape`` is that of all parts together.
+            cut_axis: the axis of them that tensor parallelism has cut; ``shape`` is that of all
+                parts together.
         """
         return None
 
@@ -108,7 +136,9 @@ class Recipe(Section):
 
     @property
     def meaning(self) -> str:
-        """The settings, in words, that decide what its states mean, though not their names and shapes."""
+        """The settings, in words, that decide what its states mean, though not their names and
+        shapes.
+        """
         return ""
 
     @property
@@ -117,7 +147,9 @@ class Recipe(Section):
         return False
 
     def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """What ``state``, which is kept in fewer bits, keeps of itself in a step, with such hyper-parameters."""
+        """What ``state``, which is kept in fewer bits, keeps of itself in a step, with such
+        hyper-parameters.
+        """
         raise NotImplementedError
 
     def kept_summary(self) -> str:
@@ -140,12 +172,19 @@ class Recipe(Section):
         return None
 
     def summary(self, hyper: Callable[[str], str]) -> str:
-        """One line for the start-up table, without its name; ``hyper`` gives the text of a group's hyper-parameter."""
+        """One line for the start-up table, without its name; ``hyper`` gives the text of a group's
+        hyper-parameter.
+        """
         return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)
 
     def decay_summary(self) -> str:
-        """How weights decay, as far as that is not what this optimizer does by default; else empty."""
-        default, said = type(self).model_fields["weight_decay_method"].default, self.weight_decay_method
+        """How weights decay, as far as that is not what this optimizer does by default; else
+        empty.
+        """
+        default, said = (
+            type(self).model_fields["weight_decay_method"].default,
+            self.weight_decay_method,
+        )
         return ", ".join([said] * (said != default) + ["cautious"] * self.cautious_weight_decay)
 
     def settings(self) -> dict[str, Any]:

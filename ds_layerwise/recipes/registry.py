@@ -1,4 +1,6 @@
-"""Every optimizer there is, by the name that a config uses: its recipe, and the class of the rule that runs it."""
+"""Every optimizer there is, by the name that a config uses: its recipe, and the class of the rule
+that runs it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Entry(NamedTuple):
 
     recipe: type[Recipe]
     rule: str
-    """``module:Class``; the class is built from the recipe, see :func:`ds_layerwise.optimizers.registry.rule_of`."""
+    """``module:Class``; the class is built from the recipe, see
+    :func:`ds_layerwise.optimizers.registry.rule_of`.
+    """
 
 
 REGISTRY: dict[str, Entry] = {
@@ -53,8 +57,9 @@ REGISTRY: dict[str, Entry] = {
 #: Keys of other packages' optimizers that mean something else here, and what to do.
 NOT_HERE = {
     "max_grad_norm": "set gradient_clipping at the top level",
-    "use_shape_scaling": "scalar optimizers see pieces of parameters, which have no shape; multiply the rate by 2 / "
-                         "(rows + columns) with lr_scale in layerwise.overrides",
+    "use_shape_scaling": "scalar optimizers see pieces of parameters, which have no shape; "
+    "multiply the rate by 2 / "
+    "(rows + columns) with lr_scale in layerwise.overrides",
 }
 
 
@@ -65,13 +70,19 @@ def entry_of(name: str, *, whole: bool) -> Entry:
         whole: whether a class by its path is to have whole parameters.
     """
     if any_torch.is_path(name):
-        return Entry(any_torch.recipe_of(name, whole=whole), "ds_layerwise.optimizers.any_torch:AnyTorch")
+        return Entry(
+            any_torch.recipe_of(name, whole=whole), "ds_layerwise.optimizers.any_torch:AnyTorch"
+        )
     return REGISTRY[name]
 
 
 def recipes_of_settings() -> tuple[type[Recipe], ...]:
     """Recipes that together have every setting there is."""
-    return (*(entry.recipe for entry in REGISTRY.values()), any_torch.WholeTorch, any_torch.ElementTorch)
+    return (
+        *(entry.recipe for entry in REGISTRY.values()),
+        any_torch.WholeTorch,
+        any_torch.ElementTorch,
+    )
 
 
 def names(*, whole: bool) -> tuple[str, ...]:
@@ -79,8 +90,11 @@ def names(*, whole: bool) -> tuple[str, ...]:
     return tuple(name for name, entry in REGISTRY.items() if entry.recipe.whole is whole)
 
 
-def refuse_of_others(params: Iterable[str], matrix: type[Recipe], scalar: type[Recipe], known: Collection[str]) -> None:
-    """Refuse keys of ``optimizer.params`` that are not ``known``, and are those of optimizers that a run has not.
+def refuse_of_others(
+    params: Iterable[str], matrix: type[Recipe], scalar: type[Recipe], known: Collection[str]
+) -> None:
+    """Refuse keys of ``optimizer.params`` that are not ``known``, and are those of optimizers that
+    a run has not.
 
     Raises:
         ConfigError: names the first, and who has it.
@@ -89,13 +103,20 @@ def refuse_of_others(params: Iterable[str], matrix: type[Recipe], scalar: type[R
         if key in known:
             continue
         if key in ("matrix_params", "scalar_params"):
-            raise ConfigError(f"optimizer.params.{key} is for a class, named as package.module:Class in "
-                              f"{key.removesuffix('params')}optimizer (optimizer.type 'LayerWise' has both); write its "
-                              "entries as keys of optimizer.params")
+            raise ConfigError(
+                f"optimizer.params.{key} is for a class, named as package.module:Class in "
+                f"{key.removesuffix('params')}optimizer (optimizer.type 'LayerWise' has both); "
+                "write its entries as keys of optimizer.params"
+            )
         if key == "matrix_optimizer":
-            raise ConfigError("optimizer.params.matrix_optimizer needs optimizer.type 'LayerWise', got "
-                              "'LayerWiseMuon', which has muon for matrices; change the type, or remove the key")
+            raise ConfigError(
+                "optimizer.params.matrix_optimizer needs optimizer.type 'LayerWise', got "
+                "'LayerWiseMuon', which has muon for matrices; change the type, or remove the key"
+            )
         if of := [name for name, entry in REGISTRY.items() if key in entry.recipe.keys()]:
-            raise ConfigError(f"optimizer.params.{key} belongs to {' or '.join(of)}, and this run has {matrix.rule} "
-                              "for matrices (another: optimizer.type 'LayerWise' with matrix_optimizer), "
-                              f"{scalar.rule} for the rest (another: scalar_optimizer); choose that, or remove it")
+            raise ConfigError(
+                f"optimizer.params.{key} belongs to {' or '.join(of)}, and this run has "
+                f"{matrix.rule} for matrices (another: optimizer.type 'LayerWise' with "
+                f"matrix_optimizer), {scalar.rule} for the rest (another: scalar_optimizer); "
+                "choose that, or remove it"
+            )

@@ -21,15 +21,24 @@ class Scion(Orthogonalized):
     spectral_radius: Positive = 1.0
     """The spectral norm of the ball, in units of the root of rows over columns."""
     constrained: bool = True
-    """Stay in the ball: weights decay by the learning rate, whatever ``weight_decay`` says. False: the ball bounds the
-    update alone, and weights decay as for every other optimizer."""
+    """Stay in the ball: weights decay by the learning rate, whatever ``weight_decay`` says. False:
+    the ball bounds the update alone, and weights decay as for every other optimizer."""
 
     @model_validator(mode="after")
     def _stays_in_the_ball(self) -> Scion:
-        if self.constrained and (self.weight_decay_method != "decoupled" or self.cautious_weight_decay):
-            key = "cautious_weight_decay" if self.weight_decay_method == "decoupled" else "weight_decay_method"
-            raise ValueError(f"{key} of scion is {getattr(self, key)!r}, and constrained is true, with which every "
-                             "weight decays by the learning rate; leave it out, or set constrained to false")
+        if self.constrained and (
+            self.weight_decay_method != "decoupled" or self.cautious_weight_decay
+        ):
+            key = (
+                "cautious_weight_decay"
+                if self.weight_decay_method == "decoupled"
+                else "weight_decay_method"
+            )
+            raise ValueError(
+                f"{key} of scion is {getattr(self, key)!r}, and constrained is true, with which "
+                "every weight decays by the learning rate; leave it out, or set constrained to "
+                "false"
+            )
         return self
 
     @property
@@ -39,4 +48,5 @@ class Scion(Orthogonalized):
 
     def scale_summary(self) -> str:
         """The radius, and whether it bounds weights."""
-        return f", spectral_radius {self.spectral_radius:g}, {'' if self.constrained else 'un'}constrained"
+        constrained = "constrained" if self.constrained else "unconstrained"
+        return f", spectral_radius {self.spectral_radius:g}, {constrained}"

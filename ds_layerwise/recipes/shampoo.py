@@ -15,7 +15,9 @@ Statistics = Literal["average", "sum"]
 
 
 class Shampoo(Kronecker):
-    """Stochastic tensor optimization with matrix preconditioning; see :class:`.optimizers.shampoo.Shampoo`."""
+    """Stochastic tensor optimization with matrix preconditioning; see
+    :class:`.optimizers.shampoo.Shampoo`.
+    """
 
     rule: ClassVar[str] = "shampoo"
     family: ClassVar[str] = "shampoo"
@@ -24,17 +26,23 @@ class Shampoo(Kronecker):
     grafting: Grafting = "adam"
     """Whose norm the update of a matrix has: "adam", that of Adam's update; "none", its own."""
     statistics: Statistics = "average"
-    """What ``L`` and ``R`` are: "average" over steps by ``shampoo_beta``, or "sum", as AdaGrad has it."""
+    """What ``L`` and ``R`` are: "average" over steps by ``shampoo_beta``, or "sum", as AdaGrad has
+    it.
+    """
     matrix_eps: Positive = 1e-6
     """Is added to eigenvalues, times the largest of the factor, before the root."""
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """A momentum, factors and their inverse roots, the steps, and the second moment that Adam's norm takes."""
+        """A momentum, factors and their inverse roots, the steps, and the second moment that Adam's
+        norm takes.
+        """
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
         return {**self.averages(shape, *moments), **self.squares(shape, "", "root_")}
 
     def work(self, shape: tuple[int, ...]) -> int:
-        """FLOPs of an update: factors, and the momentum between the roots; of the roots the share of one step."""
+        """FLOPs of an update: factors, and the momentum between the roots; of the roots the share
+        of one step.
+        """
         matrices = math.prod(shape[:-2])
         roots = sum((EIGH_FLOPS + 2) * side**3 for side in self.sides(shape).values())
         return 2 * self.products(shape) + matrices * roots // self.precondition_frequency
@@ -47,7 +55,8 @@ class Shampoo(Kronecker):
         *_, rows, cols = shape
         vectors = 8 * max(rows, cols)
         return 4 * self.together(shape) * (
-            max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2) + vectors) + self.decaying(shape)
+            max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2) + vectors
+        ) + self.decaying(shape)
 
     @property
     def meaning(self) -> str:
@@ -63,5 +72,7 @@ class Shampoo(Kronecker):
         """Averages, and how roots are made."""
         kind = f"shampoo_beta {self.shampoo_beta:g}" if self.statistics == "average" else "sums"
         limit = f", RMS up to {self.max_update_rms:g}" if self.max_update_rms else ""
-        return (f"betas {hyper('betas')}, eps {hyper('eps')}, {kind}, roots every {self.precondition_frequency} steps, "
-                f"grafting {self.grafting}{limit}")
+        return (
+            f"betas {hyper('betas')}, eps {hyper('eps')}, {kind}, roots every "
+            f"{self.precondition_frequency} steps, grafting {self.grafting}{limit}"
+        )

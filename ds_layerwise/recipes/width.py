@@ -1,9 +1,9 @@
 """Learning rates that were found on a narrow model, for a wide one (muP).
 
 Note: the rules, with m the width over the base width
-    arXiv 2203.03466, table 8, in which an output head's result is divided by m in the model. Of what is updated element
-    by element, *hidden* parameters have two axes that grow with the model; the others have one: vectors, embeddings,
-    output heads.
+    arXiv 2203.03466, table 8, in which an output head's result is divided by m in the model. Of
+    what is updated element by element, *hidden* parameters have two axes that grow with the model;
+    the others have one: vectors, embeddings, output heads.
 
     ======================  ==============================  =====================
     optimizer               hidden                          others
@@ -14,10 +14,11 @@ Note: the rules, with m the width over the base width
 
     eps is Megatron-LM's reading of appendix B.3: in the paper it is to scale like the gradient.
 
-    An orthogonal update has a spectral norm of 1, and widths carry over where that of an update grows like the root of
-    rows over columns (arXiv 2310.17813, condition 1). ``unit_rms_norm`` is this factor, and ``original`` grows like it
-    while both axes grow alike: their rates stay. ``spectral`` and ``match_rms_adamw`` make the spectral norm grow with
-    the root of m by themselves, and 1/m, or nothing, on top of that is right for no width but the base.
+    An orthogonal update has a spectral norm of 1, and widths carry over where that of an update
+    grows like the root of rows over columns (arXiv 2310.17813, condition 1). ``unit_rms_norm`` is
+    this factor, and ``original`` grows like it while both axes grow alike: their rates stay.
+    ``spectral`` and ``match_rms_adamw`` make the spectral norm grow with the root of m by
+    themselves, and 1/m, or nothing, on top of that is right for no width but the base.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Mup(Section):
     def from_section(cls, where: str, value: object) -> Mup:
         """Parse what a config has under the name ``where``."""
         if not isinstance(value, Mapping) or not {"base_width", "width"} <= value.keys():
-            raise ConfigError(f"{where} must be an object like {{\"base_width\": 256, \"width\": 4096}}, got {value!r}")
+            raise ConfigError(
+                f'{where} must be an object like {{"base_width": 256, "width": 4096}}, got '
+                f"{value!r}"
+            )
         return build(cls, where, value)
 
     @property
@@ -70,24 +74,31 @@ class Mup(Section):
             hidden: whether two of its axes grow with the model.
 
         Raises:
-            ValueError: it is not known how the updates of ``recipe`` depend on the width, or they grow with it by
-                themselves; says what to do.
+            ValueError: it is not known how the updates of ``recipe`` depend on the width, or they
+                grow with it by themselves; says what to do.
         """
         if recipe.whole:
             _check_matrix_rule(recipe)
             return Multipliers()
         if recipe.rule in _NORMALISED:
             less = 1 / self.ratio
-            return Multipliers(less, less if "eps" in recipe.hyper else 1.0) if hidden else Multipliers()
+            return (
+                Multipliers(less, less if "eps" in recipe.hyper else 1.0)
+                if hidden
+                else Multipliers()
+            )
         if recipe.rule == "sgd":
             return Multipliers() if hidden else Multipliers(self.ratio)
-        raise ValueError(f"how the rate of {recipe.rule} depends on the width is not known; leave layerwise.mup out, "
-                         "and give rates by layerwise.overrides")
+        raise ValueError(
+            f"how the rate of {recipe.rule} depends on the width is not known; leave layerwise.mup "
+            "out, and give rates by layerwise.overrides"
+        )
 
 
 def is_hidden(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of ``shape`` that is no embedding and no output head has two axes that grow with the model:
-    the first two, which a depthwise kernel, or one row of positions, does not have."""
+    """Whether a parameter of ``shape`` that is no embedding and no output head has two axes that
+    grow with the model: the first two, which a depthwise kernel, or one row of positions, does not
+    have."""
     return len(shape) > 1 and shape[0] > 1 and shape[1] > 1
 
 
@@ -102,9 +113,13 @@ def _check_matrix_rule(recipe: Recipe) -> None:
         return
     if hook is not None or mode is None or getattr(recipe, "moment2_rescale", True) is False:
         what = f"{recipe.rule} with {hook}" if hook else recipe.rule
-        raise ValueError(f"how the rate of {what} depends on the width is not known; leave layerwise.mup out, or take "
-                         "muon with scale_mode 'unit_rms_norm'")
+        raise ValueError(
+            f"how the rate of {what} depends on the width is not known; leave layerwise.mup out, "
+            "or take muon with scale_mode 'unit_rms_norm'"
+        )
     if mode not in _CARRY_OVER:
-        raise ValueError(f"scale_mode of {recipe.rule} is {mode!r}, with which updates grow with the width by "
-                         "themselves, so that widths would count twice; set it to 'unit_rms_norm' or 'original', or "
-                         "leave layerwise.mup out")
+        raise ValueError(
+            f"scale_mode of {recipe.rule} is {mode!r}, with which updates grow with the width by "
+            "themselves, so that widths would count twice; set it to 'unit_rms_norm' or "
+            "'original', or leave layerwise.mup out"
+        )

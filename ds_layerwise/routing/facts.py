@@ -20,17 +20,25 @@ def holders_of(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
     return holders
 
 
-def facts_of(model: nn.Module, params: Mapping[str, Tensor], asked: Iterable[Conditions], *, tp_size: int = 1,
-             experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[Facts]]:
+def facts_of(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    asked: Iterable[Conditions],
+    *,
+    tp_size: int = 1,
+    experts: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, list[Facts]]:
     """By name, what the conditions in ``asked`` may ask of ``params``, parameters of ``model``.
 
     Args:
-        tp_size: how many ranks tensor parallelism has cut parameters for. A condition means the same parameters however
-            many there are, so sizes are those of whole ones.
-        experts: by name, what the experts are called that go by it on one rank or another; each has facts of its own.
+        tp_size: how many ranks tensor parallelism has cut parameters for. A condition means the
+            same parameters however many there are, so sizes are those of whole ones.
+        experts: by name, what the experts are called that go by it on one rank or another; each has
+            facts of its own.
 
     Raises:
-        RoutingError: a condition asks for sizes, and a parameter that is cut does not say along which axis.
+        RoutingError: a condition asks for sizes, and a parameter that is cut does not say along
+            which axis.
     """
     holders, sized = holders_of(model), any(each.ask_for_sizes for each in asked)
     facts = {}
@@ -38,11 +46,15 @@ def facts_of(model: nn.Module, params: Mapping[str, Tensor], asked: Iterable[Con
         shape = tuple(param.shape)
         if sized and tp_size > 1 and is_cut(param):
             shape = whole_dims(name, param, tp_size)
-        facts[name] = [Facts(name=called, shape=shape, modules=_classes(holders[param]), param=param)
-                       for called in (experts or {}).get(name, (name,))]
+        facts[name] = [
+            Facts(name=called, shape=shape, modules=_classes(holders[param]), param=param)
+            for called in (experts or {}).get(name, (name,))
+        ]
     return facts
 
 
 def _classes(holders: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
     kinds = dict.fromkeys(kind_of(module) for _, module in holders)
-    return tuple(each for kind in kinds for each in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"))
+    return tuple(
+        each for kind in kinds for each in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    )

@@ -1,10 +1,11 @@
 """Which module a parameter belongs to, where torch's parametrizations have put it elsewhere.
 
 Note: where torch puts a weight
-    ``torch.nn.utils.parametrizations`` moves ``weight`` into a ``ParametrizationList``, as ``original``, or for
-    ``weight_norm`` as gains (``original0``) and directions (``original1``), and makes a class of its own for the
-    module. The older ``weight_norm``, ``spectral_norm`` and pruning leave it in the module under another name. In each
-    case ``module.weight`` is then computed, and to compute it may change buffers.
+    ``torch.nn.utils.parametrizations`` moves ``weight`` into a ``ParametrizationList``, as
+    ``original``, or for ``weight_norm`` as gains (``original0``) and directions (``original1``),
+    and makes a class of its own for the module. The older ``weight_norm``, ``spectral_norm`` and
+    pruning leave it in the module under another name. In each case ``module.weight`` is then
+    computed, and to compute it may change buffers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ _OLDER = ("weight_orig", "weight_v")
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Each module with its path and its own parameters, those that parametrizations hold for it included."""
+    """Each module with its path and its own parameters, those that parametrizations hold for it
+    included.
+    """
     for path, module in model.named_modules():
         if not isinstance(module, ParametrizationList):
-            own = [*module._parameters.values(), *(param for held in _lists(module).values()
-                                                   for param in held._parameters.values())]
+            own = [
+                *module._parameters.values(),
+                *(param for held in _lists(module).values() for param in held._parameters.values()),
+            ]
             yield path, module, [param for param in own if param is not None]
 
 
@@ -36,7 +41,9 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def told(config: Any, key: str) -> Any:
-    """The value that ``config`` has under ``key``; None if it has none, or one that differs from layer to layer."""
+    """The value that ``config`` has under ``key``; None if it has none, or one that differs from
+    layer to layer.
+    """
     try:
         return getattr(config, key, None)
     except RuntimeError:
@@ -50,14 +57,21 @@ def is_table(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's GroupNormAct."""
+    """Whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's
+    GroupNormAct.
+    """
     # Linear layers that scale their rows are called after norms, too.
-    return not isinstance(module, nn.Linear) and re.search(r"Norm(Act|Gated|\d\w*)*( |$)", _kinds(module)) is not None
+    return (
+        not isinstance(module, nn.Linear)
+        and re.search(r"Norm(Act|Gated|\d\w*)*( |$)", _kinds(module)) is not None
+    )
 
 
 def is_bare(module: nn.Module) -> bool:
     """Whether the parameters of ``module`` are those of no layer that is known, nor of a norm."""
-    return not (is_table(module) or is_norm(module) or re.search("inear|Conv1D|_ConvNd", _kinds(module)))
+    return not (
+        is_table(module) or is_norm(module) or re.search("inear|Conv1D|_ConvNd", _kinds(module))
+    )
 
 
 def _kinds(module: nn.Module) -> str:
@@ -66,14 +80,21 @@ def _kinds(module: nn.Module) -> str:
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """What ``module.weight`` is, or is computed from, without gains; empty where that is no tensor."""
+    """What ``module.weight`` is, or is computed from, without gains; empty where that is no
+    tensor.
+    """
     held = _lists(module).get("weight")
     if held is not None:
-        return [param for param in held._parameters.values() if param is not None and not is_gain(param)]
+        return [
+            param for param in held._parameters.values() if param is not None and not is_gain(param)
+        ]
     for name in _OLDER:
         # They put what they have computed where any attribute is.
-        if "weight" in vars(module) and name in module._parameters and isinstance(
-                older := module._parameters[name], Tensor):
+        if (
+            "weight" in vars(module)
+            and name in module._parameters
+            and isinstance(older := module._parameters[name], Tensor)
+        ):
             return [older]
     weight = getattr(module, "weight", None)
     return [weight] if isinstance(weight, Tensor) else []
@@ -87,5 +108,8 @@ def is_gain(param: Tensor) -> bool:
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
     # What holds the modules of a scripted one has no get().
     held = module._modules["parametrizations"] if "parametrizations" in module._modules else None
-    return {name: each for name, each in (held.items() if isinstance(held, nn.ModuleDict) else ())
-            if isinstance(each, ParametrizationList)}
+    return {
+        name: each
+        for name, each in (held.items() if isinstance(held, nn.ModuleDict) else ())
+        if isinstance(each, ParametrizationList)
+    }

@@ -1,9 +1,10 @@
-"""Which matrix a parameter is to the matrix optimizer: a convolution's kernel one of (outputs, everything else).
+"""Which matrix a parameter is to the matrix optimizer: a convolution's kernel one of (outputs,
+everything else).
 
 Note: three axes
-    A bare parameter of three axes is a stack of matrices, of experts or heads. In XLNet and Funnel it is one matrix
-    whose outputs are counted by head and within it. An unknown one of that kind shows by a first axis that is far
-    longer than the others, which its reason then says.
+    A bare parameter of three axes is a stack of matrices, of experts or heads. In XLNet and Funnel
+    it is one matrix whose outputs are counted by head and within it. An unknown one of that kind
+    shows by a first axis that is far longer than the others, which its reason then says.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ _OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
 _EXPERTS_IN_ROWS = ("DbrxExpertGLU",)
 
 #: Layers with a kernel.
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:

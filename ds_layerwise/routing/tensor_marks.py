@@ -1,7 +1,8 @@
-"""Which parameters tensor parallelism has cut, and along which axis, by the marks that it leaves on them.
+"""Which parameters tensor parallelism has cut, and along which axis, by the marks that it leaves on
+them.
 
-Megatron sets ``tensor_model_parallel`` (before 2021: ``model_parallel``) and ``partition_dim`` on every part.
-DeepSpeed's AutoTP sets the first, and keeps the shape that a parameter had before.
+Megatron sets ``tensor_model_parallel`` (before 2021: ``model_parallel``) and ``partition_dim`` on
+every part. DeepSpeed's AutoTP sets the first, and keeps the shape that a parameter had before.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ from torch import Tensor
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes import Axis
 
-#: The attribute in which AutoTP keeps what it knows of a parameter: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.
+#: The attribute in which AutoTP keeps what it knows of a parameter:
+#: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.
 AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 
 def is_cut(param: Tensor) -> bool:
-    """Whether tensor-parallel peers have other parts of ``param``; without a mark they have copies."""
-    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+    """Whether tensor-parallel peers have other parts of ``param``; without a mark they have
+    copies.
+    """
+    return bool(
+        getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
+    )
 
 
 def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: int) -> Axis | None:
-    """Which axis of the matrices in ``param`` is cut; None where each rank has whole ones out of a stack.
+    """Which axis of the matrices in ``param`` is cut; None where each rank has whole ones out of a
+    stack.
 
     Args:
         matrix_shape: how the matrix optimizer sees ``param``.
@@ -37,8 +44,10 @@ def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: in
     elif len(matrix_shape) == 2:
         rows = 0  # a kernel as (out, rest)
     else:
-        raise RoutingError(f"{name} {tuple(param.shape)} is a grouped convolution, of which tensor parallelism has cut "
-                           f"axis {dim}; send it to the scalar optimizer with layerwise.overrides")
+        raise RoutingError(
+            f"{name} {tuple(param.shape)} is a grouped convolution, of which tensor parallelism "
+            f"has cut axis {dim}; send it to the scalar optimizer with layerwise.overrides"
+        )
     return None if dim < rows else -2 if dim == rows else -1
 
 
@@ -57,27 +66,35 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     if meta is None:
         dim = getattr(param, "partition_dim", None)
         if not isinstance(dim, int) or not 0 <= dim < param.dim():
-            raise RoutingError(f"{name} {tuple(param.shape)} is marked as a part of a tensor-parallel parameter, but "
-                               f"its partition_dim is {dim!r}; set it to the axis that is cut, or send the parameter "
-                               "to the scalar optimizer with layerwise.overrides")
+            raise RoutingError(
+                f"{name} {tuple(param.shape)} is marked as a part of a tensor-parallel parameter, "
+                f"but its partition_dim is {dim!r}; set it to the axis that is cut, or send the "
+                "parameter to the scalar optimizer with layerwise.overrides"
+            )
         return dim
     before, reason = tuple(meta["original_shape"]), meta["conversion"].get("unsupported_reason")
     cut = [i for i, (n, part) in enumerate(zip(before, param.shape, strict=True)) if n != part]
     if reason or len(cut) != 1 or before[cut[0]] != tp_size * param.shape[cut[0]]:
-        raise RoutingError(f"{name}: AutoTP made {tuple(param.shape)} of {before} over {tp_size} ranks"
-                           f"{f' ({reason})' if reason else ''}, and only parts of equal size without overlap can be "
-                           "orthogonalised as a whole; send it to the scalar optimizer with layerwise.overrides")
+        raise RoutingError(
+            f"{name}: AutoTP made {tuple(param.shape)} of {before} over {tp_size} "
+            f"ranks{f' ({reason})' if reason else ''}, and only parts of equal size without "
+            "overlap can be orthogonalised as a whole; send it to the scalar optimizer with "
+            "layerwise.overrides"
+        )
     return cut[0]
 
 
 def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
-    """The sizes of the runs of an axis, ``length`` in all, of each of which every tensor shard has an equal piece.
+    """The sizes of the runs of an axis, ``length`` in all, of each of which every tensor shard has
+    an equal piece.
 
     None where pieces differ from rank to rank, or lie otherwise.
     """
     meta: dict[str, Any] = getattr(param, AUTOTP_META, None) or {}
     widths, sizes = meta.get("sub_param_shard_widths"), meta.get("sub_param_sizes")
-    in_segments = meta.get("conversion", {}).get("affine_map") and not (sizes or meta.get("partition_sizes"))
+    in_segments = meta.get("conversion", {}).get("affine_map") and not (
+        sizes or meta.get("partition_sizes")
+    )
     if in_segments or widths and any(len(set(each)) > 1 for each in widths):
         return None
     if sizes:
@@ -87,15 +104,20 @@ def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
 
 
 def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
-    """How many of ``num_heads`` equal blocks of rows are in this part of ``param``, whose rows are cut.
+    """How many of ``num_heads`` equal blocks of rows are in this part of ``param``, whose rows are
+    cut.
 
     Raises:
         RoutingError: some blocks are cut.
     """
     meta: dict[str, Any] = getattr(param, AUTOTP_META, None) or {}
-    in_one_run = getattr(param, "partition_stride", 1) in (1, None) and not meta.get("sub_param_sizes")
+    in_one_run = getattr(param, "partition_stride", 1) in (1, None) and not meta.get(
+        "sub_param_sizes"
+    )
     if num_heads % tp_size or not in_one_run:
-        raise RoutingError(f"{name}: {num_heads} heads do not lie whole on {tp_size} tensor-parallel ranks"
-                           f"{'' if in_one_run else ', which have several runs of rows each'}; orthogonalise it as one "
-                           "matrix, without num_heads and per_head_muon")
+        raise RoutingError(
+            f"{name}: {num_heads} heads do not lie whole on {tp_size} tensor-parallel "
+            f"ranks{'' if in_one_run else ', which have several runs of rows each'}; orthogonalise "
+            "it as one matrix, without num_heads and per_head_muon"
+        )
     return num_heads // tp_size

@@ -1,4 +1,6 @@
-"""What Hugging Face keeps beside the weights: the files without which ``from_pretrained`` does not read them."""
+"""What Hugging Face keeps beside the weights: the files without which ``from_pretrained`` does not
+read them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,30 @@ from ds_layerwise.errors import LayerWiseError
 CONFIG = "config.json"
 
 #: The model's own, its tokenizer's and its processor's.
-_NAMES = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-          "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-          "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-          "processor_config.json", "video_preprocessor_config.json")
+_NAMES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 def find_companions(source: Path, asked: Path | None) -> list[Path]:
-    """Files to lay beside the weights of the checkpoint ``source``: from its own folder, else from the one above, where
-    a Trainer writes them.
+    """Files to lay beside the weights of the checkpoint ``source``: from its own folder, else from
+    the one above, where a Trainer writes them.
 
     Args:
         asked: a ``config.json``, or a folder with one, to take instead.
@@ -32,13 +49,23 @@ def find_companions(source: Path, asked: Path | None) -> list[Path]:
         folder = asked if asked.is_dir() else asked.parent
         config = asked / CONFIG if asked.is_dir() else asked
         if not config.is_file():
-            raise LayerWiseError(f"{config} is no file; give --config a config.json or a folder with one")
-        return [config, *(path for name in _NAMES[1:] if (path := folder / name).is_file() and path != config)]
-    return [path for name in _NAMES if (path := folder / name).is_file()] if (folder / CONFIG).is_file() else []
+            raise LayerWiseError(
+                f"{config} is no file; give --config a config.json or a folder with one"
+            )
+        return [
+            config,
+            *(path for name in _NAMES[1:] if (path := folder / name).is_file() and path != config),
+        ]
+    return (
+        [path for name in _NAMES if (path := folder / name).is_file()]
+        if (folder / CONFIG).is_file()
+        else []
+    )
 
 
 def lay_beside(files: list[Path], folder: Path) -> None:
-    """Copy ``files``, of which the first is the model's config whatever it is called, into ``folder``.
+    """Copy ``files``, of which the first is the model's config whatever it is called, into
+    ``folder``.
 
     Raises:
         LayerWiseError: the config is not JSON.

@@ -34,33 +34,50 @@ _OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", ".h5")
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
 
-def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, workers: int, trust: bool,
-                overwrite: bool, bars: Bars, config: Path | None = None) -> list[str]:
-    """Write the float32 weights of the checkpoint at ``path``, frozen parameters and buffers too, to ``out``.
+def consolidate(
+    path: Path,
+    out: Path,
+    *,
+    dtype: str,
+    max_shard_bytes: int,
+    workers: int,
+    trust: bool,
+    overwrite: bool,
+    bars: Bars,
+    config: Path | None = None,
+) -> list[str]:
+    """Write the float32 weights of the checkpoint at ``path``, frozen parameters and buffers too,
+    to ``out``.
 
-    Memory: the parameters of one file that do not lie in one piece, or that ``dtype`` is not their own; else none.
+    Memory: the parameters of one file that do not lie in one piece, or that ``dtype`` is not their
+    own; else none.
 
     Args:
-        out: one file, if its name says so; else a folder of files of at most ``max_shard_bytes``, or of one tensor.
+        out: one file, if its name says so; else a folder of files of at most ``max_shard_bytes``,
+            or of one tensor.
         dtype: a key of :data:`DTYPES`, for everything that has a floating point.
         trust: whether the model's file may run code.
-        overwrite: whether an earlier result, or a Hugging Face model, may be where ``out`` will be. Its weights are
-            replaced, and what else is there stays.
+        overwrite: whether an earlier result, or a Hugging Face model, may be where ``out`` will be.
+            Its weights are replaced, and what else is there stays.
         config: see :func:`.companions.find_companions`; a file of its own has nothing beside it.
 
     Returns:
         What was written, in lines.
 
     Raises:
-        LayerWiseError: there is no checkpoint, it is damaged, a weight does not fit ``dtype``, or ``out`` cannot be
-            written.
+        LayerWiseError: there is no checkpoint, it is damaged, a weight does not fit ``dtype``, or
+            ``out`` cannot be written.
     """
     source, one_file = find(path), _is_one_file(out)
     refuse_parts(source)
     has_weights = any((out / name).exists() for name in WEIGHTS[:2])
-    check_target(out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights)
+    check_target(
+        out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights
+    )
     if one_file and config is not None:
-        raise LayerWiseError(f"--config lays a config beside weights, and {out} is one file; name a folder")
+        raise LayerWiseError(
+            f"--config lays a config beside weights, and {out} is one file; name a folder"
+        )
     beside = [] if one_file else _beside(source, out, config)
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
@@ -90,8 +107,10 @@ def consolidate(path: Path, out: Path, *, dtype: str, max_shard_bytes: int, work
                 lay_beside(beside, staged)
             aside.commit(out, Manifest.of(staged), replaces=WEIGHTS)
         undo.pop_all()
-    return [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}",
-            *([] if one_file else _said_beside(beside, out))]
+    return [
+        f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}",
+        *([] if one_file else _said_beside(beside, out)),
+    ]
 
 
 def _said_beside(beside: Sequence[Path], out: Path) -> list[str]:
@@ -99,11 +118,16 @@ def _said_beside(beside: Sequence[Path], out: Path) -> list[str]:
         return [f"beside them, from {beside[0].parent}: {', '.join(path.name for path in beside)}"]
     if (out / CONFIG).exists():
         return []
-    return [f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with --config"]
+    return [
+        f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
+        "--config"
+    ]
 
 
 def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
-    """What to lay beside the weights: not in place of what the user has put into ``out``, unless asked to."""
+    """What to lay beside the weights: not in place of what the user has put into ``out``, unless
+    asked to.
+    """
     found = find_companions(source, config)
     kept = others_in(out, replaces=WEIGHTS) if config is None and out.is_dir() else []
     return [path for path in found if path.name not in kept]
@@ -111,8 +135,10 @@ def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
 
 def _is_one_file(out: Path) -> bool:
     if out.suffix in _OTHER_FILES and not out.is_dir():
-        raise LayerWiseError(f"{out} is called like a file of another kind, and would become a folder of safetensors; "
-                             f"write one file as {out.with_suffix(SUFFIX).name}, or name a folder")
+        raise LayerWiseError(
+            f"{out} is called like a file of another kind, and would become a folder of "
+            f"safetensors; write one file as {out.with_suffix(SUFFIX).name}, or name a folder"
+        )
     return out.suffix == SUFFIX
 
 
@@ -125,7 +151,9 @@ def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
 
     def itemsize(name: str) -> int:
         value = contents.others.get(name)
-        return dtype.itemsize if value is None or value.is_floating_point() else value.element_size()
+        return (
+            dtype.itemsize if value is None or value.is_floating_point() else value.element_size()
+        )
 
     return {name: numels[name] * itemsize(name) for name in order}
 
@@ -150,7 +178,10 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
         # Two names of one buffer. safetensors refuses memory that belongs to two tensors.
         tensors[name] = value.clone() if value.untyped_storage().data_ptr() in storages else value
         storages.add(tensors[name].untyped_storage().data_ptr())
-    metadata = {"format": "pt", **{alias: name for alias, name in contents.aliases.items() if name in tensors}}
+    metadata = {
+        "format": "pt",
+        **{alias: name for alias, name in contents.aliases.items() if name in tensors},
+    }
     # safetensors gives the file to its owner alone, whatever the umask says.
     path.touch()
     mode = path.stat().st_mode
@@ -167,6 +198,8 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
     cast = value.to(dtype)
     if not bool((cast.isfinite() | ~value.isfinite()).all()):
-        raise LayerWiseError(f"{name} has weights beyond {torch.finfo(dtype).max}, the largest number of {dtype}; "
-                             "write it as bf16 or fp32")
+        raise LayerWiseError(
+            f"{name} has weights beyond {torch.finfo(dtype).max}, the largest number of {dtype}; "
+            "write it as bf16 or fp32"
+        )
     return cast

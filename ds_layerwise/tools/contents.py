@@ -27,7 +27,8 @@ class Contents:
         mp_rank: which piece of a model that is cut; see :func:`.regular.mp_size`.
 
     Raises:
-        LayerWiseError: a file is missing, unreadable, of another save, or in a newer format; names it.
+        LayerWiseError: a file is missing, unreadable, of another save, or in a newer format; names
+            it.
     """
 
     def __init__(self, folder: Path, *, trust: bool, mp_rank: int = 0) -> None:
@@ -54,8 +55,11 @@ class Contents:
         self.others: dict[str, Tensor] = {}
         """Frozen parameters and buffers, in the dtype that they are saved in."""
         if isinstance(self.saved, UniversalCheckpoint):
-            self.others = {name: self.saved.value(name, WEIGHTS) for name in held
-                           if name not in self.trained and name not in self.aliases}
+            self.others = {
+                name: self.saved.value(name, WEIGHTS)
+                for name in held
+                if name not in self.trained and name not in self.aliases
+            }
         for name, value in (self.model.others(self.trained) if self.model else {}).items():
             # A universal folder has them in float32, the model's file has them as they are.
             if name not in self.others or self.others[name].shape == value.shape:
@@ -78,7 +82,8 @@ class Contents:
         return list(self.saved.pieces(name, 0, math.prod(self.trained[name])))
 
     def weight(self, name: str) -> Tensor:
-        """The float32 weights of a trained parameter, or a frozen one or a buffer as it is saved; in its shape.
+        """The float32 weights of a trained parameter, or a frozen one or a buffer as it is saved;
+        in its shape.
 
         Raises:
             LayerWiseError: not every element is there.
@@ -86,10 +91,13 @@ class Contents:
         if name in self.others:
             return self.others[name]
         shape = self.trained[name]
-        return together(name, WEIGHTS, [piece.master for piece in self.pieces(name)], math.prod(shape)).view(shape)
+        return together(
+            name, WEIGHTS, [piece.master for piece in self.pieces(name)], math.prod(shape)
+        ).view(shape)
 
     def values(self, name: str, *, states: bool) -> Iterator[tuple[str, Tensor]]:
-        """The weights of ``name`` and, if asked for, its states, each by its key; see :meth:`weight`.
+        """The weights of ``name`` and, if asked for, its states, each by its key; see
+        :meth:`weight`.
 
         States with one element for each of the parameter are 1-D, and so are its weights.
         """
@@ -99,16 +107,21 @@ class Contents:
         pieces, numel = self.pieces(name), math.prod(self.trained[name])
         for key in self.keys(name)[1:]:
             if any(key not in piece.state for piece in pieces):
-                raise LayerWiseError(f"{name} has no {key}, though the checkpoint names the optimizer that has it")
+                raise LayerWiseError(
+                    f"{name} has no {key}, though the checkpoint names the optimizer that has it"
+                )
             values = [piece.state[key] for piece in pieces]
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, together(name, key, values, numel)
             elif all(torch.equal(value, values[0]) for value in values):
-                # A parameter without axes has its states without axes in one form and with one in the other.
+                # A parameter without axes has its states without axes in one form and with one in
+                # the other.
                 yield key, values[0] if self.trained[name] else values[0].reshape(-1)
             else:
-                raise LayerWiseError(f"{name} has several {key}, one for each of its {len(values)} pieces, which "
-                                     "differ, or one of them is cut short")
+                raise LayerWiseError(
+                    f"{name} has several {key}, one for each of its {len(values)} pieces, which "
+                    "differ, or one of them is cut short"
+                )
 
 
 def together(name: str, key: str, values: list[Tensor], numel: int) -> Tensor:
@@ -117,9 +130,16 @@ def together(name: str, key: str, values: list[Tensor], numel: int) -> Tensor:
     Raises:
         LayerWiseError: it is not ``numel`` elements.
     """
-    whole = values[0] if len(values) == 1 else torch.cat(values) if values else torch.zeros(
-        0, dtype=torch.float32, device="cpu")
+    whole = (
+        values[0]
+        if len(values) == 1
+        else torch.cat(values)
+        if values
+        else torch.zeros(0, dtype=torch.float32, device="cpu")
+    )
     if whole.numel() != numel:
-        raise LayerWiseError(f"{name} has {whole.numel()} elements of {key}, and {numel} in its shape; a file is "
-                             "missing or belongs to another save")
+        raise LayerWiseError(
+            f"{name} has {whole.numel()} elements of {key}, and {numel} in its shape; a file is "
+            "missing or belongs to another save"
+        )
     return whole

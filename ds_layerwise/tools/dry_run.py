@@ -1,4 +1,6 @@
-"""A run before it starts: a model and a config from files, and the plans that training would make of them."""
+"""A run before it starts: a model and a config from files, and the plans that training would make
+of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from ds_layerwise.plan.layout import ParamSpec
 from ds_layerwise.plan.links import Links, links_of_run
 from ds_layerwise.plan.listing import listed
 from ds_layerwise.plan.matching import check_norm_groups
-from ds_layerwise.plan.model_file import Model, deal_out_experts, find_model, is_hf_config, read_model, route_model
+from ds_layerwise.plan.model_file import (
+    Model,
+    deal_out_experts,
+    find_model,
+    is_hf_config,
+    read_model,
+    route_model,
+)
 from ds_layerwise.plan.prediction import Prediction, predict
 from ds_layerwise.plan.rates import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.reduction import Reduction, reduction_of_run
@@ -44,18 +53,31 @@ class DryRun:
     """How many ranks have a part of the model each, where the forecasts speak of one."""
 
     @classmethod
-    def of(cls, model: str, config: Path, ranks: Sequence[int], *, links: str | None = None,
-           reduction: Reduction | None = None, ranks_per_node: int | None = None, ep_size: int = 1,
-           tp_size: int | None = None, memory_bytes: int | None = None) -> DryRun:
-        """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on each of ``ranks``.
+    def of(
+        cls,
+        model: str,
+        config: Path,
+        ranks: Sequence[int],
+        *,
+        links: str | None = None,
+        reduction: Reduction | None = None,
+        ranks_per_node: int | None = None,
+        ep_size: int = 1,
+        tp_size: int | None = None,
+        memory_bytes: int | None = None,
+    ) -> DryRun:
+        """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on
+        each of ``ranks``.
 
         Args:
-            links: a name or a file, see :func:`.plan.links.find_links`; what the config says if None, where "auto"
-                stands for devices that talk.
+            links: a name or a file, see :func:`.plan.links.find_links`; what the config says if
+                None, where "auto" stands for devices that talk.
             reduction: what the config says if None.
             ranks_per_node: as the links have it if None.
-            ep_size: how many ranks share the experts of a layer; each of them then plans with its own.
-            tp_size: how many ranks tensor parallelism cuts the model for, beside ``ranks``; as the config says if None.
+            ep_size: how many ranks share the experts of a layer; each of them then plans with its
+                own.
+            tp_size: how many ranks tensor parallelism cuts the model for, beside ``ranks``; as the
+                config says if None.
             memory_bytes: what one device has; if None, nothing is asked whether it fits.
 
         Raises:
@@ -71,39 +93,89 @@ class DryRun:
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
         talks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks[0].on_host)
-        overrides, per_head, recipes = run.layerwise.overrides, run.optimizer.per_head_muon, run.optimizer.recipes
+        overrides, per_head, recipes = (
+            run.layerwise.overrides,
+            run.optimizer.per_head_muon,
+            run.optimizer.recipes,
+        )
         by_kind = ByKind.of(run.optimizer, run.layerwise)
         if hf is not None:
-            shapes, routes = hf.params, hf.route(overrides, per_head=per_head, recipes=recipes,
-                                                auto_split=run.layerwise.auto_split, by_kind=by_kind)
+            shapes, routes = (
+                hf.params,
+                hf.route(
+                    overrides,
+                    per_head=per_head,
+                    recipes=recipes,
+                    auto_split=run.layerwise.auto_split,
+                    by_kind=by_kind,
+                ),
+            )
         else:
             shapes = [(p.name, p.shape) for p in file.params]
-            routes = route_model(file.params, overrides, per_head=per_head, recipes=recipes,
-                                 auto_split=run.layerwise.auto_split, by_kind=by_kind)
+            routes = route_model(
+                file.params,
+                overrides,
+                per_head=per_head,
+                recipes=recipes,
+                auto_split=run.layerwise.auto_split,
+                by_kind=by_kind,
+            )
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         in_use = {route.recipe for route in routes.values()}
         if any(recipe != type(recipe)() for recipe in in_use):
             # What only the rules know of their settings takes torch to find out.
             from ds_layerwise.optimizers.registry import check_recipes
+
             check_recipes(in_use)
         check_taken(run.optimizer, routes)
         idle = idle_keys(run.optimizer, run.layerwise, routes.values())
         run = replace(run, without_effect=(*run.without_effect, *idle))
         check_floors(routes, [run.optimizer.group()])
-        check_peaks(filled.get("scheduler"), [run.optimizer.group()], run.optimizer,
-                    used={0: {route.recipe.lr_ratio for route in routes.values()}})
+        check_peaks(
+            filled.get("scheduler"),
+            [run.optimizer.group()],
+            run.optimizer,
+            used={0: {route.recipe.lr_ratio for route in routes.values()}},
+        )
         shapes, experts = deal_out_experts(shapes, ep_size)
         if hf is not None:
             hf.check_heads(tp_size)
-        shapes, routes = cut(shapes, {name: routes[name] for name, _ in shapes if name in routes}, tp_size, cutter)
-        specs = specs_of(((name, shape, run.param_dtype) for name, shape in shapes), routes, ep_size=experts,
-                         wires=dict.fromkeys(routes, run.sent_as(run.param_dtype)), tp_size=tp_size)
+        shapes, routes = cut(
+            shapes, {name: routes[name] for name, _ in shapes if name in routes}, tp_size, cutter
+        )
+        specs = specs_of(
+            ((name, shape, run.param_dtype) for name, shape in shapes),
+            routes,
+            ep_size=experts,
+            wires=dict.fromkeys(routes, run.sent_as(run.param_dtype)),
+            tp_size=tp_size,
+        )
         check_kept(routes, specs, [run.optimizer.group()], run.layerwise, host_ratio=run.host_ratio)
-        forecasts = [forecast(specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size)
-                     for num_ranks, on in zip(ranks, talks, strict=True)]
-        return cls(run, routes, specs, forecasts, [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes], [
-            predict(each, specs, routes, run, links=on, reduction=sums, tp_size=tp_size, memory_bytes=memory_bytes)
-            for each, on in zip(forecasts, talks, strict=True)], tp_size)
+        forecasts = [
+            forecast(specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size)
+            for num_ranks, on in zip(ranks, talks, strict=True)
+        ]
+        return cls(
+            run,
+            routes,
+            specs,
+            forecasts,
+            [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes],
+            [
+                predict(
+                    each,
+                    specs,
+                    routes,
+                    run,
+                    links=on,
+                    reduction=sums,
+                    tp_size=tp_size,
+                    memory_bytes=memory_bytes,
+                )
+                for each, on in zip(forecasts, talks, strict=True)
+            ],
+            tp_size,
+        )
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
@@ -118,77 +190,117 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
     """
     run = RunConfig.from_ds_config(given)
     if run.autocast:
-        raise ConfigError("torch_autocast.enabled is true, and shapes do not say which modules it makes send their "
-                          "gradients in half precision; plan without it")
+        raise ConfigError(
+            "torch_autocast.enabled is true, and shapes do not say which modules it makes send "
+            "their gradients in half precision; plan without it"
+        )
     return run
 
 
 def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[str]:
-    lines = [f'assumed for "auto", which a Trainer by default fills in like this: {path} = {json.dumps(value)}'
-             for path, value in by_trainer.items()]
+    lines = [
+        f'assumed for "auto", which a Trainer by default fills in like this: {path} = '
+        f"{json.dumps(value)}"
+        for path, value in by_trainer.items()
+    ]
     for path, value in left.items():
-        why = (", as the model says no hidden_size, of which a Trainer takes the square"
-               if path == "zero_optimization.reduce_bucket_size" else "")
-        lines.append(f'assumed for "auto", for which DeepSpeed takes its default{why}: {path} = {json.dumps(value)}')
+        why = (
+            ", as the model says no hidden_size, of which a Trainer takes the square"
+            if path == "zero_optimization.reduce_bucket_size"
+            else ""
+        )
+        lines.append(
+            f'assumed for "auto", for which DeepSpeed takes its default{why}: {path} = '
+            f"{json.dumps(value)}"
+        )
     return lines
 
 
 def _of_nodes(ranks: Sequence[int], links: Links, tp_size: int) -> list[str]:
     lines = []
     if tp_size > 1:
-        lines.append(f"tensor parallelism over {tp_size} ranks: numbers are of one of them, and --ranks are those with "
-                     f"the same part of the model, of which a node has {links.ranks_per_node}")
+        lines.append(
+            f"tensor parallelism over {tp_size} ranks: numbers are of one of them, and --ranks are "
+            f"those with the same part of the model, of which a node has {links.ranks_per_node}"
+        )
     if uneven := [str(num_ranks) for num_ranks in ranks if not links.are_full(num_ranks)]:
-        lines.append(f"assumed for {', '.join(uneven)} ranks, of which nodes of {links.ranks_per_node} would have "
-                     "different numbers: sums are not made inside nodes first, and ways are chosen as for one rank a "
-                     "node, as in a run there; start equally many on each, and say how many with --ranks_per_node")
+        lines.append(
+            f"assumed for {', '.join(uneven)} ranks, of which nodes of {links.ranks_per_node} "
+            "would have different numbers: sums are not made inside nodes first, and ways are "
+            "chosen as for one rank a node, as in a run there; start equally many on each, and "
+            "say how many with --ranks_per_node"
+        )
     return lines
 
 
-def _tensor_parallel(given: Mapping[str, Any], tp_size: int | None, ep_size: int) -> tuple[int, Cutter]:
+def _tensor_parallel(
+    given: Mapping[str, Any], tp_size: int | None, ep_size: int
+) -> tuple[int, Cutter]:
     """For how many ranks a model is cut, and by whom.
 
     Raises:
-        ConfigError: the config is none that shapes tell the outcome of, or says something else than ``tp_size``, or
-            experts are shared as well.
+        ConfigError: the config is none that shapes tell the outcome of, or says something else than
+            ``tp_size``, or experts are shared as well.
     """
     section = given.get("tensor_parallel") or {}
     of_config = section.get("autotp_size")
     if of_config in (None, 0):
         return _without_experts(tp_size or 1, ep_size), "megatron"
     if type(of_config) is not int or of_config < 1:
-        raise ConfigError(f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}")
+        raise ConfigError(
+            f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}"
+        )
     if tp_size not in (None, of_config):
-        raise ConfigError(f"tensor_parallel.autotp_size is {of_config}, and tp_size {tp_size}; leave one of them out")
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {of_config}, and tp_size {tp_size}; leave one of them "
+            "out"
+        )
     if of_config > 1 and (others := sorted(section.keys() - {"autotp_size"})):
-        raise ConfigError(f"tensor_parallel.{others[0]} may change how AutoTP cuts the model, which shapes do not say; "
-                          "plan without it")
+        raise ConfigError(
+            f"tensor_parallel.{others[0]} may change how AutoTP cuts the model, which shapes do "
+            "not say; plan without it"
+        )
     return _without_experts(of_config, ep_size), "autotp"
 
 
 def _without_experts(tp_size: int, ep_size: int) -> int:
     if tp_size > 1 and ep_size > 1:
-        raise ConfigError(f"ep_size is {ep_size} and tp_size {tp_size}; experts and tensor parallelism do not go "
-                          "together here: plan with one of them")
+        raise ConfigError(
+            f"ep_size is {ep_size} and tp_size {tp_size}; experts and tensor parallelism do not go "
+            "together here: plan with one of them"
+        )
     return tp_size
 
 
-def _links(links: str | None, run: RunConfig, ranks: Sequence[int], ranks_per_node: int | None,
-           tp_size: int) -> tuple[list[Links], list[str]]:
-    """The links of the ranks with the same part of the model, for each of ``ranks``, as a run plans with them, and what
-    that takes for granted of nodes.
+def _links(
+    links: str | None,
+    run: RunConfig,
+    ranks: Sequence[int],
+    ranks_per_node: int | None,
+    tp_size: int,
+) -> tuple[list[Links], list[str]]:
+    """The links of the ranks with the same part of the model, for each of ``ranks``, as a run plans
+    with them, and what that takes for granted of nodes.
 
     Raises:
-        ConfigError: as :func:`.plan.links.find_links`; or tensor-parallel ranks would lie unevenly on nodes.
+        ConfigError: as :func:`.plan.links.find_links`; or tensor-parallel ranks would lie unevenly
+            on nodes.
     """
     named, where = links or run.layerwise.links, "links" if links else "layerwise.links"
     links_with = partial(links_of_run, named, on_host=None, where=where)
     per_node = links_with(ranks_per_node=ranks_per_node).ranks_per_node
     if per_node % tp_size and tp_size % per_node:
-        raise ConfigError(f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide each other; "
-                          "plan with another tp_size, or say with ranks_per_node how many there are")
+        raise ConfigError(
+            f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide each "
+            "other; plan with another tp_size, or say with ranks_per_node how many there are"
+        )
     alike = max(1, per_node // tp_size)
-    found = (links_with(ranks_per_node=ranks_per_node) if tp_size == 1 else
-             links_with(ranks_per_node=alike, places=per_node // alike))
+    found = (
+        links_with(ranks_per_node=ranks_per_node)
+        if tp_size == 1
+        else links_with(ranks_per_node=alike, places=per_node // alike)
+    )
     uneven = links_with(ranks_per_node=1, places=per_node)
-    return [found if found.are_full(num_ranks) else uneven for num_ranks in ranks], _of_nodes(ranks, found, tp_size)
+    return [found if found.are_full(num_ranks) else uneven for num_ranks in ranks], _of_nodes(
+        ranks, found, tp_size
+    )

@@ -1,4 +1,6 @@
-"""The parameters of a model of Hugging Face's, from its ``config.json`` alone: built without memory, and routed."""
+"""The parameters of a model of Hugging Face's, from its ``config.json`` alone: built without
+memory, and routed.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,44 @@ from ds_layerwise.plan.routes import Route
 from ds_layerwise.recipes.overrides import Override
 
 #: What constructors of models raise at values that they do not expect.
-_FROM_OTHERS = (ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError,
-                AssertionError, OSError)
+_FROM_OTHERS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+)
 
 
 def _validation_error() -> type[Exception]:
-    found: type[Exception] = getattr(import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    found: type[Exception] = getattr(
+        import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError
+    )
     return found
 
 
 def _hidden_size(config: Any) -> int | None:
-    """What a Trainer takes for it, the largest where there are several; None if ``config`` has none."""
+    """What a Trainer takes for it, the largest where there are several; None if ``config`` has
+    none.
+    """
     from ds_layerwise.routing.held import told
+
     sizes = told(config, "hidden_size") or told(config, "hidden_sizes")
     sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
 class HfShapes:
-    """What a ``config.json`` says of a model: names and shapes of all its parameters, tied ones once.
+    """What a ``config.json`` says of a model: names and shapes of all its parameters, tied ones
+    once.
 
     Raises:
-        ConfigError: transformers is not installed, does not know the model, or cannot build it without memory.
+        ConfigError: transformers is not installed, does not know the model, or cannot build it
+            without memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,25 +64,41 @@ class HfShapes:
         try:
             torch, transformers = import_module("torch"), import_module("transformers")
         except ImportError as e:
-            raise ConfigError(f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
-                              "pip install transformers") from e
+            raise ConfigError(
+                f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
+                "pip install transformers"
+            ) from e
         transformers.logging.set_verbosity_error()
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-            named = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
+            named = [
+                getattr(transformers, name)
+                for name in config.architectures or ()
+                if hasattr(transformers, name)
+            ]
             with torch.device("meta"):
-                self.model = named[0](config) if named else transformers.AutoModelForCausalLM.from_config(
-                    config, trust_remote_code=False)
+                self.model = (
+                    named[0](config)
+                    if named
+                    else transformers.AutoModelForCausalLM.from_config(
+                        config, trust_remote_code=False
+                    )
+                )
             self.model.tie_weights()
         except (*_FROM_OTHERS, _validation_error()) as e:
             reason = " ".join(str(e).split()[:40]) or type(e).__name__
-            raise ConfigError(f"{path}: transformers {transformers.__version__} cannot build this model without "
-                              f"memory: {reason}; give a file of names and shapes instead") from e
+            raise ConfigError(
+                f"{path}: transformers {transformers.__version__} cannot build this model without "
+                f"memory: {reason}; give a file of names and shapes instead"
+            ) from e
         self.params = [(name, tuple(param.shape)) for name, param in self.model.named_parameters()]
         from ds_layerwise.routing.heads import number_of
+
         text = getattr(config, "text_config", config)
         self.hidden_size = _hidden_size(config) or _hidden_size(text)
-        self._heads = {key: number_of([text], (key,)) for key in ("num_attention_heads", "num_key_value_heads")}
+        self._heads = {
+            key: number_of([text], (key,)) for key in ("num_attention_heads", "num_key_value_heads")
+        }
 
     def check_heads(self, tp_size: int) -> None:
         """Refuse a ``tp_size`` for which heads of attention would have to be cut, or copied.
@@ -74,21 +108,41 @@ class HfShapes:
         """
         for key, count in self._heads.items():
             if isinstance(count, int) and count % tp_size:
-                raise ConfigError(f"tensor parallelism over {tp_size} ranks does not divide {key} {count} of the "
-                                  "model; plan with another tp_size")
+                raise ConfigError(
+                    f"tensor parallelism over {tp_size} ranks does not divide {key} {count} of the "
+                    "model; plan with another tp_size"
+                )
 
-    def route(self, overrides: Sequence[Override], *, per_head: bool, auto_split: bool = True,
-              recipes: Recipes = Recipes(), by_kind: ByKind = ByKind()) -> dict[str, Route]:
+    def route(
+        self,
+        overrides: Sequence[Override],
+        *,
+        per_head: bool,
+        auto_split: bool = True,
+        recipes: Recipes = Recipes(),
+        by_kind: ByKind = ByKind(),
+    ) -> dict[str, Route]:
         """Where each parameter goes, as in training with all of them in one group.
 
         Raises:
             RoutingError: as :func:`.routing.rules.route_parameters` does.
             ConfigError: an override asks for an attribute, which a script sets on parameters.
         """
-        refuse_conditions(overrides, ("attr",), why="a config.json does not say which attributes a script gives to "
-                          "parameters")
+        refuse_conditions(
+            overrides,
+            ("attr",),
+            why="a config.json does not say which attributes a script gives to parameters",
+        )
         from ds_layerwise.routing.rules import route_parameters
+
         if not self.params:
             raise RoutingError("the model has no parameters")
-        return route_parameters(self.model, [{"params": list(self.model.parameters())}], overrides=overrides,
-                                per_head=per_head, auto_split=auto_split, recipes=recipes, by_kind=by_kind)
+        return route_parameters(
+            self.model,
+            [{"params": list(self.model.parameters())}],
+            overrides=overrides,
+            per_head=per_head,
+            auto_split=auto_split,
+            recipes=recipes,
+            by_kind=by_kind,
+        )

@@ -1,4 +1,6 @@
-"""From a regular checkpoint to the folder that ``layerwise.save_universal`` writes, without an engine."""
+"""From a regular checkpoint to the folder that ``layerwise.save_universal`` writes, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,27 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ds_layerwise.checkpoint import aside, universal
-from ds_layerwise.checkpoint.folder import Bars, ModelFile, check_bytes, check_target, find, in_parallel
+from ds_layerwise.checkpoint.folder import (
+    Bars,
+    ModelFile,
+    check_bytes,
+    check_target,
+    find,
+    in_parallel,
+)
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.errors import LayerWiseError
 
 
-def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars) -> str:
-    """Write the regular checkpoint at ``path`` once more as the universal one ``out``, which appears whole.
+def to_universal(
+    path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars
+) -> str:
+    """Write the regular checkpoint at ``path`` once more as the universal one ``out``, which
+    appears whole.
 
-    Memory: the states of one parameter for each of ``workers``, where they lie in more than one piece; else none.
+    Memory: the states of one parameter for each of ``workers``, where they lie in more than one
+    piece; else none.
 
     Args:
         trust: whether the model's file may run code.
@@ -26,7 +39,8 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
         What was written, in a line.
 
     Raises:
-        LayerWiseError: there is no regular checkpoint of this package, it is damaged, or ``out`` cannot be written.
+        LayerWiseError: there is no regular checkpoint of this package, it is damaged, or ``out``
+            cannot be written.
     """
     source = find(path)
     if universal.is_universal(source):
@@ -39,7 +53,9 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
         saved.state_dict(rank)
     model = ModelFile.read(source, trust=trust)
     if model is None:
-        raise LayerWiseError(f"{source} has no model file, so its frozen parameters and buffers are lost")
+        raise LayerWiseError(
+            f"{source} has no model file, so its frozen parameters and buffers are lost"
+        )
     with ExitStack() as undo:
         undo.callback(aside.abandon, out)
         aside.begin(out)
@@ -48,20 +64,27 @@ def to_universal(path: Path, out: Path, *, workers: int, trust: bool, overwrite:
         undo.pop_all()
     aside.point(out.parent / universal.LATEST, out.name)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return f"{out}: {len(saved.header.shapes)} parameters with their states, {size} bytes, from {source}"
+    count = len(saved.header.shapes)
+    return f"{out}: {count} parameters with their states, {size} bytes, from {source}"
 
 
-def _write(saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers: int, bars: Bars) -> list[Manifest]:
+def _write(
+    saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers: int, bars: Bars
+) -> list[Manifest]:
     def write(name: str) -> Manifest:
         try:
             return Manifest.of(staged, universal.write_parameters(saved, staged, [name]))
         except RuntimeError as e:
             # What torch.save raises on a full disk.
-            raise LayerWiseError(f"{staged / 'zero' / name} cannot be written: {str(e).splitlines()[0]}") from e
+            raise LayerWiseError(
+                f"{staged / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
+            ) from e
 
     header = saved.header
-    sized = [(name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
-             for name, shape in header.shapes.items()]
+    sized = [
+        (name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
+        for name, shape in header.shapes.items()
+    ]
     parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
     rest = universal.write_common(saved.state_dict(0), staged)
     rest += universal.write_model(model.path, model.others(header.shapes), staged)

@@ -1,9 +1,9 @@
 """What a script has set around a call, and must not reach into the arithmetic of a step.
 
 Note: what is set aside here, and what is not
-    Autocast and the precision of float32 products change what a product computes, so both are off inside. Default
-    dtypes and devices are not touched, as every thread of the process sees them: code that a step runs says the dtype
-    and the device of all it makes.
+    Autocast and the precision of float32 products change what a product computes, so both are off
+    inside. Default dtypes and devices are not touched, as every thread of the process sees them:
+    code that a step runs says the dtype and the device of all it makes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,30 @@ import torch
 #: Whose float32 products may run in a shorter dtype.
 _BACKENDS = ("cuda", "mkldnn")
 
-#: Switches of ``torch.backends.cuda.matmul`` that let sums of half-precision products be made in half precision.
-_HALF_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
-              "allow_fp16_accumulation")
+#: Switches of ``torch.backends.cuda.matmul`` that let sums of half-precision products be made in
+#: half precision.
+_HALF_SUMS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
 
 
 @contextmanager
 def set_aside(device: torch.device) -> Iterator[None]:
-    """Compute on ``device`` as if nothing were set around this: no autocast, no gradients, products in full precision.
+    """Compute on ``device`` as if nothing were set around this: no autocast, no gradients, products
+    in full precision.
 
-    Afterwards everything is as it was. Weights that autocast has cached are forgotten, as an update changes them.
+    Afterwards everything is as it was. Weights that autocast has cached are forgotten, as an update
+    changes them.
     """
-    with (torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False),
-          _exact_float32(), _sums_in_float32()):
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        _exact_float32(),
+        _sums_in_float32(),
+    ):
         try:
             yield
         finally:
@@ -51,14 +62,17 @@ def _exact_float32() -> Iterator[None]:
             torch.set_float32_matmul_precision(overall)
         for backend, precision in by_backend.items():
             if precision not in ("none", "ieee"):
-                # Unset it follows a setting for more than products, which may be where it came from.
+                # Unset it follows a setting for more than products, which may be where it came
+                # from.
                 _set(backend, "none")
             if _precision(backend) != precision:
                 _set(backend, precision)
 
 
 def _overall() -> str | None:
-    """The precision in the words that all releases know; None where only the newer ones can say what is set."""
+    """The precision in the words that all releases know; None where only the newer ones can say
+    what is set.
+    """
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -67,8 +81,11 @@ def _overall() -> str | None:
 
 def _by_backend() -> dict[str, str]:
     """The precision in the words of torch 2.9, of which older ones have none."""
-    return {backend: _precision(backend) for backend in _BACKENDS} if hasattr(
-        torch._C, "_get_fp32_precision_getter") else {}
+    return (
+        {backend: _precision(backend) for backend in _BACKENDS}
+        if hasattr(torch._C, "_get_fp32_precision_getter")
+        else {}
+    )
 
 
 def _precision(backend: str) -> str:

@@ -1,4 +1,6 @@
-"""What DeepSpeed's engine and its users ask of any ZeRO optimizer, apart from the path of a gradient."""
+"""What DeepSpeed's engine and its users ask of any ZeRO optimizer, apart from the path of a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from ds_layerwise.zero.settings import Timers
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
-    """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and schedulers look for.
+    """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and
+    schedulers look for.
 
-    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups, and ``attention``.
+    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups,
+    and ``attention``.
     """
 
     optimizer: torch.optim.Optimizer
@@ -29,11 +33,15 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def __init__(self, scaling: LossScaling) -> None:
         super().__init__()
         self.scaling = scaling
-        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = False, None, None
+        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = (
+            False,
+            None,
+            None,
+        )
         self._global_grad_norm: torch.Tensor | None = None
         self._coalesce_grad_reduction = False
 
-    # --- what users and schedulers look at --------------------------------------------------------------------------
+    # --- what users and schedulers look at
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -47,7 +55,9 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped: a gradient was not finite, or their norm above a threshold."""
+        """Whether the last step was skipped: a gradient was not finite, or their norm above a
+        threshold.
+        """
         return self.scaling.overflow
 
     @property
@@ -75,7 +85,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         return self.loss_scale
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
-        """Not for users, nor for the engine, whose ``load_checkpoint`` reads the files of all ranks that it needs.
+        """Not for users, nor for the engine, whose ``load_checkpoint`` reads the files of all ranks
+        that it needs.
 
         Raises:
             StepError: always.
@@ -91,20 +102,25 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         for group in self.param_groups:
             group["lr"] = lr
 
-    # --- attention logits --------------------------------------------------------------------------------------------
+    # --- attention logits
 
     def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
-        """Take note, in a forward pass, of the largest logits by head; see :meth:`.AttentionLogits.note`."""
+        """Take note, in a forward pass, of the largest logits by head; see
+        :meth:`.AttentionLogits.note`.
+        """
         self.attention.note(attention, largest)
 
     @property
     def max_attention_logits(self) -> dict[str, float]:
-        """By attention module, the largest logit of the last step that was not skipped, over all ranks."""
+        """By attention module, the largest logit of the last step that was not skipped, over all
+        ranks.
+        """
         return dict(self.attention.largest)
 
-    # --- the engine's backward protocol ------------------------------------------------------------------------------
+    # --- the engine's backward protocol
 
-    #: Whether the backward pass that was entered last is one of torch.autograd.grad, which leaves no gradients.
+    #: Whether the backward pass that was entered last is one of torch.autograd.grad, which leaves
+    #: no gradients.
     only_asked = False
 
     def enter_backward(self) -> None:
@@ -116,8 +132,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def exit_backward(self) -> None:
         """Leave a backward pass, and let the next one queue its own callback.
 
-        The base class only does so in ``engine.forward``, so a second backward pass after one forward pass would
-        never be finished.
+        The base class only does so in ``engine.forward``, so a second backward pass after one
+        forward pass would never be finished.
         """
         super().exit_backward()
         state = self._backward_hook_state
@@ -133,17 +149,23 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Stage 2, before ``step`` where the user says when a step is over; ``step`` does what there is to do."""
+        """Stage 2, before ``step`` where the user says when a step is over; ``step`` does what
+        there is to do.
+        """
 
     def checkpoint_event_epilogue(self) -> None:
         """After a save or a load: nothing is left to do."""
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Finish the reduction at ZeRO stage 2, after every backward pass, and after ``coalesce_grad_reduction``."""
+        """Finish the reduction at ZeRO stage 2, after every backward pass, and after
+        ``coalesce_grad_reduction``.
+        """
         self.reduce_gradients()
 
     def setup_buckets(self) -> None:
-        """Part of the engine's flush after ``coalesce_grad_reduction``; the epilogue that follows does it all."""
+        """Part of the engine's flush after ``coalesce_grad_reduction``; the epilogue that follows
+        does it all.
+        """
 
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
         """Part of the same flush: the gradient that was left on ``param``."""
@@ -154,7 +176,9 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
 
 def norm_tensor(norm: float, device: torch.device) -> torch.Tensor:
-    """What ``get_global_grad_norm`` gives, as with DeepSpeed's own optimizers: 0-d float32. Nothing waits for it."""
+    """What ``get_global_grad_norm`` gives, as with DeepSpeed's own optimizers: 0-d float32. Nothing
+    waits for it.
+    """
     return torch.full((), norm, dtype=torch.float32, device=device)
 
 
@@ -170,8 +194,8 @@ def timed(timers: Timers, name: str) -> Iterator[None]:
 
 @contextmanager
 def survivable(engine: Any) -> Iterator[None]:
-    """Leave ``engine`` so that an exception in its step can be survived: it would else take the step to be still on,
-    and its timers refuse to start again."""
+    """Leave ``engine`` so that an exception in its step can be survived: it would else take the
+    step to be still on, and its timers refuse to start again."""
     done = False
     try:
         yield

@@ -1,16 +1,18 @@
-"""``layerwise.verify_first_step``: the first update after a start or a load, beside what one process would have made.
+"""``layerwise.verify_first_step``: the first update after a start or a load, beside what one
+process would have made.
 
 Note: what is compared
-    * the averages at their owners with a plain all-reduce, parameter by parameter, of copies of what the backward
-      passes have left on each rank, element by element, as far apart as sums of so many summands may be in the dtype
-      that travels; and with their norm the factor that gradients are multiplied with;
-    * masters, and states that are kept in float32, after the update with those of :class:`.plain_step.PlainStep` on the
-      whole parameter, from the same averages. For each parameter another rank than its owner computes that, with
-      settings of its own;
+    * the averages at their owners with a plain all-reduce, parameter by parameter, of copies of
+      what the backward passes have left on each rank, element by element, as far apart as sums of
+      so many summands may be in the dtype that travels; and with their norm the factor that
+      gradients are multiplied with;
+    * masters, and states that are kept in float32, after the update with those of
+      :class:`.plain_step.PlainStep` on the whole parameter, from the same averages. For each
+      parameter another rank than its owner computes that, with settings of its own;
     * the weights of every rank with the masters, exactly.
 
-    So a wire, a layout, a buffer or a setting of a single rank that is wrong is found, and a rule that is wrong for all
-    is not.
+    So a wire, a layout, a buffer or a setting of a single rank that is wrong is found, and a rule
+    that is wrong for all is not.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from ds_layerwise.zero.plain_step import PlainStep
 from ds_layerwise.zero.planned import Planned
 from ds_layerwise.zero.settings import Settings
 
-#: Rounding errors of a sum of n summands grow about like the root of n; so many times that is no rounding.
+#: Rounding errors of a sum of n summands grow about like the root of n; so many times that is no
+#: rounding.
 _SPREAD = 4.0
 
 
@@ -84,15 +87,32 @@ class FirstStep:
         groups: by how many ranks in a row hold other experts, the ranks that hold the same.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], owned: Owned, planned: Planned,
-                 optimizer: LayerWiseOptimizer, config: LayerWiseConfig, settings: Settings, *, groups: comm.Groups,
-                 fast_dtypes: frozenset[torch.dtype]) -> None:
-        self._params, self._owned, self._planned, self._optimizer = params, owned, planned, optimizer
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        owned: Owned,
+        planned: Planned,
+        optimizer: LayerWiseOptimizer,
+        config: LayerWiseConfig,
+        settings: Settings,
+        *,
+        groups: comm.Groups,
+        fast_dtypes: frozenset[torch.dtype],
+    ) -> None:
+        self._params, self._owned, self._planned, self._optimizer = (
+            params,
+            owned,
+            planned,
+            optimizer,
+        )
         self._norm_groups, self._settings, self._groups = config.norm_groups, settings, groups
-        self._plain = {spec.name: PlainStep(planned.routes[spec.name], spec.numel, fast_dtypes=fast_dtypes)
-                       for spec in planned.specs}
+        self._plain = {
+            spec.name: PlainStep(planned.routes[spec.name], spec.numel, fast_dtypes=fast_dtypes)
+            for spec in planned.specs
+        }
         self._pieces = {piece.name: piece for pieces in owned.pieces for piece in pieces}
-        # By parameter and state, None for the master, what this rank has computed, and how far others may be from it.
+        # By parameter and state, None for the master, what this rank has computed, and how far
+        # others may be from it.
         self._expected: dict[str, dict[str | None, tuple[Tensor, float]]] = {}
         self.arm()
 
@@ -107,7 +127,9 @@ class FirstStep:
 
     @torch.no_grad()
     def see(self, name: str, grad: Tensor | None) -> None:
-        """Keep what a backward pass has left on a parameter, where autograd may add to it later on."""
+        """Keep what a backward pass has left on a parameter, where autograd may add to it later
+        on.
+        """
         if not self.is_armed or grad is None:
             return
         local = self._kept.get(name)
@@ -121,17 +143,24 @@ class FirstStep:
 
     def _sums_in(self, name: str) -> torch.dtype:
         """What a rank adds up its own micro-batches in, where it does."""
-        return torch.float32 if self._settings.stage == 2 else (
-            self._settings.accumulation_dtype or self._params[name].dtype)
+        return (
+            torch.float32
+            if self._settings.stage == 2
+            else (self._settings.accumulation_dtype or self._params[name].dtype)
+        )
 
-    # --- before the update -----------------------------------------------------------------------------------------
+    # --- before the update
 
-    def before(self, decision: Decision, scaled: Mapping[str, Factors], *, by_hand: bool, clip_grad: float) -> bool:
-        """Compare averages, and compute what the update is to be. Every rank must call this at the same point.
+    def before(
+        self, decision: Decision, scaled: Mapping[str, Factors], *, by_hand: bool, clip_grad: float
+    ) -> bool:
+        """Compare averages, and compute what the update is to be. Every rank must call this at the
+        same point.
 
         Args:
             scaled: by parameter, what masters are multiplied with after their update.
-            by_hand: whether some gradients of this step come from elsewhere than from backward passes.
+            by_hand: whether some gradients of this step come from elsewhere than from backward
+                passes.
             clip_grad: the bound of the norm; 0 for none.
 
         Returns:
@@ -144,20 +173,34 @@ class FirstStep:
             return False
         if any(comm.gather_objects(by_hand, group=None)):
             if comm.rank_of(None) == 0:
-                logger.warning("ds_layerwise: layerwise.verify_first_step waits for the next step: gradients of this "
-                               "one were set by hand")
+                logger.warning(
+                    "ds_layerwise: layerwise.verify_first_step waits for the next step: gradients "
+                    "of this one were set by hand"
+                )
             return False
         norms = _Norms()
-        passes = max(comm.gather_objects(max((local.passes for local in self._kept.values()), default=1), group=None))
+        passes = max(
+            comm.gather_objects(
+                max((local.passes for local in self._kept.values()), default=1), group=None
+            )
+        )
         found = self._different_averages(norms, passes)
         self.forget()
         self._raise_first(found, "nothing was updated")
-        self._raise_first(self._different_factors(decision, norms, clip_grad), "nothing was updated")
+        self._raise_first(
+            self._different_factors(decision, norms, clip_grad), "nothing was updated"
+        )
         groups, failed = self._optimizer.groups_now(), Interrupted()
         for index, spec in enumerate(self._planned.specs):
-            grad, (masters, states) = self._whole(spec, self._owned.reduced.piece), self._gathered(spec)
-            if not failed and comm.rank_of(self._groups[spec.ep_size]) == self._comparing(index, spec):
-                # The others are on their way to the next parameter, and an optimizer of the script raises anything.
+            grad, (masters, states) = (
+                self._whole(spec, self._owned.reduced.piece),
+                self._gathered(spec),
+            )
+            if not failed and comm.rank_of(self._groups[spec.ep_size]) == self._comparing(
+                index, spec
+            ):
+                # The others are on their way to the next parameter, and an optimizer of the script
+                # raises anything.
                 with failed:
                     self._compute(spec, grad, masters, states, decision, scaled, groups)
         with comm.Alike(None):
@@ -176,12 +219,18 @@ class FirstStep:
             part = slice(piece.param_start, piece.param_start + piece.numel)
             mine = self._owned.reduced.piece(spec.name)
             if told := _first_difference(mine, plain[part], bound[part], piece.param_start):
-                found.append((index, f"{spec.name}: of its averaged gradient, {told}, by an all-reduce of what the "
-                                     "backward passes of all ranks have left"))
+                found.append(
+                    (
+                        index,
+                        f"{spec.name}: of its averaged gradient, {told}, by an all-reduce of what "
+                        "the backward passes of all ranks have left",
+                    )
+                )
         return found
 
     def _plain_average(self, spec: ParamSpec, passes: int) -> tuple[Tensor, Tensor]:
-        """The average over ranks of what was kept, and how far an element of another sum may be from it; 1-D.
+        """The average over ranks of what was kept, and how far an element of another sum may be
+        from it; 1-D.
 
         Args:
             passes: how many backward passes there were at most.
@@ -201,36 +250,68 @@ class FirstStep:
         both.div_(self._settings.divide_by)
         travels, summands = torch.finfo(DTYPES[spec.wire]), comm.size_of(group) * passes + 1
         # What is near the least that the dtype has is rounded to that.
-        both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(summands * travels.tiny * travels.eps)
+        both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
+            summands * travels.tiny * travels.eps
+        )
         return both[0], both[1]
 
-    def _different_factors(self, decision: Decision, norms: _Norms, clip_grad: float) -> list[tuple[int, str]]:
+    def _different_factors(
+        self, decision: Decision, norms: _Norms, clip_grad: float
+    ) -> list[tuple[int, str]]:
         keys, scale = ["", *self._norm_groups], decision.loss_scale
         squares = norms.summed(keys, self._settings.group, self._owned.device)
-        clips = {key: group.gradient_clipping or 0.0 for key, group in self._norm_groups.items() if group.is_apart}
-        used = {self._planned.norm_groups[name]: factor for name, factor in decision.factors.items()}
+        clips = {
+            key: group.gradient_clipping or 0.0
+            for key, group in self._norm_groups.items()
+            if group.is_apart
+        }
+        used = {
+            self._planned.norm_groups[name]: factor for name, factor in decision.factors.items()
+        }
         found = []
         for key, most in {"": clip_grad, **clips}.items():
             together = [key] if key else [each for each in keys if each not in clips]
-            norm, apart = (math.sqrt(math.fsum(squares[each][i] for each in together)) / scale for i in (0, 1))
+            norm, apart = (
+                math.sqrt(math.fsum(squares[each][i] for each in together)) / scale for i in (0, 1)
+            )
             if not math.isfinite(norm):
                 continue
             apart, factor = apart + 1e-5 * norm, used.get(key) if key else decision.factor
-            low, high = (min(1.0, most / (each + 1e-6) if most else 1.0) / scale
-                         for each in (norm + apart, max(norm - apart, 0.0)))
+            low, high = (
+                min(1.0, most / (each + 1e-6) if most else 1.0) / scale
+                for each in (norm + apart, max(norm - apart, 0.0))
+            )
             if factor is not None and not low * (1 - 1e-5) <= factor <= high * (1 + 1e-5):
-                found.append((-1, f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} were to be multiplied "
-                                  f"with {factor:g}, which by their norm, {norm:g}, is {high:g}"))
+                found.append(
+                    (
+                        -1,
+                        f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} were to be "
+                        f"multiplied with {factor:g}, which by their norm, {norm:g}, is {high:g}",
+                    )
+                )
         return found
 
-    def _compute(self, spec: ParamSpec, grad: Tensor, masters: Tensor, states: State, decision: Decision,
-                 scaled: Mapping[str, Factors], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what the update is to make of a parameter; all but ``decision`` and ``groups`` is overwritten.
+    def _compute(
+        self,
+        spec: ParamSpec,
+        grad: Tensor,
+        masters: Tensor,
+        states: State,
+        decision: Decision,
+        scaled: Mapping[str, Factors],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Keep what the update is to make of a parameter; all but ``decision`` and ``groups`` is
+        overwritten.
 
         Raises:
             StepError: its rule refuses, which it names.
         """
-        name, plain, weights = spec.name, self._plain[spec.name], self._params[spec.name].detach().reshape(-1)
+        name, plain, weights = (
+            spec.name,
+            self._plain[spec.name],
+            self._params[spec.name].detach().reshape(-1),
+        )
         if weights.dtype != torch.float32:
             # Who has written weights means them.
             masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
@@ -238,29 +319,47 @@ class FirstStep:
         before = {key: value.clone() for key, value in now.items()}
         if name not in decision.frozen:
             try:
-                plain.update_(masters, grad.mul_(decision.factors.get(name, decision.factor)), states,
-                              groups[self._planned.routes[name].group])
+                plain.update_(
+                    masters,
+                    grad.mul_(decision.factors.get(name, decision.factor)),
+                    states,
+                    groups[self._planned.routes[name].group],
+                )
             except UpdateError as error:
                 raise StepError(f"{name}: {error}") from error
         if name in scaled:
             scaled[name].scale_(masters, 0)
         # What is kept in fewer bits was rounded since.
-        self._expected[name] = {key: (value, plain.most(key, before[key], value)) for key, value in now.items()
-                                if key is None or plain.states[key].kept_as is None}
+        self._expected[name] = {
+            key: (value, plain.most(key, before[key], value))
+            for key, value in now.items()
+            if key is None or plain.states[key].kept_as is None
+        }
 
     def _comparing(self, index: int, spec: ParamSpec) -> int:
-        """Which rank of its group compares the update of a parameter: not its owner, where there is another."""
-        bucket, size = self._owned.layout.bucket_of(spec.name), comm.size_of(self._groups[spec.ep_size])
-        owner = bucket.owner(self._owned.layout.slot(spec.name)) // spec.ep_size if bucket.whole else index
+        """Which rank of its group compares the update of a parameter: not its owner, where there is
+        another.
+        """
+        bucket, size = (
+            self._owned.layout.bucket_of(spec.name),
+            comm.size_of(self._groups[spec.ep_size]),
+        )
+        owner = (
+            bucket.owner(self._owned.layout.slot(spec.name)) // spec.ep_size
+            if bucket.whole
+            else index
+        )
         return (owner + 1) % size
 
-    # --- after it --------------------------------------------------------------------------------------------------
+    # --- after it
 
     def after(self, *, failed: bool = False) -> None:
-        """Compare masters, states and weights. Every rank must call this at the same point, nothing under way.
+        """Compare masters, states and weights. Every rank must call this at the same point, nothing
+        under way.
 
         Args:
-            failed: whether the update ended on this rank before its time: then no rank compares anything.
+            failed: whether the update ended on this rank before its time: then no rank compares
+                anything.
 
         Raises:
             StepError: on every rank, if on any something differs.
@@ -286,13 +385,17 @@ class FirstStep:
             return None
         for key, (value, bound) in expected.items():
             real, flat = (masters if key is None else states[key]).reshape(-1), value.reshape(-1)
-            if told := _first_difference(real, flat, torch.full_like(flat, bound, dtype=widest_float())):
+            if told := _first_difference(
+                real, flat, torch.full_like(flat, bound, dtype=widest_float())
+            ):
                 rule = self._planned.routes[spec.name].recipe.rule
-                return (f"of its {'weights' if key is None else key} after the update, {told}, by {rule} on the whole "
-                        "parameter in one process, with the settings of this rank")
+                return (
+                    f"of its {'weights' if key is None else key} after the update, {told}, by "
+                    f"{rule} on the whole parameter in one process, with the settings of this rank"
+                )
         return None
 
-    # --- together --------------------------------------------------------------------------------------------------
+    # --- together
 
     def _whole(self, spec: ParamSpec, held: Callable[[str], Tensor]) -> Tensor:
         """What the ranks hold of a parameter, 1-D, on all of them.
@@ -300,9 +403,12 @@ class FirstStep:
         Args:
             held: by name of a parameter, what this rank holds, 1-D.
         """
-        whole, name = torch.zeros(spec.numel, dtype=torch.float32, device=self._owned.device), spec.name
+        whole, name = (
+            torch.zeros(spec.numel, dtype=torch.float32, device=self._owned.device),
+            spec.name,
+        )
         if (mine := self._pieces.get(name)) is not None:
-            whole[mine.param_start:mine.param_start + mine.numel].copy_(held(name))
+            whole[mine.param_start : mine.param_start + mine.numel].copy_(held(name))
         return comm.sum_over_ranks(whole, group=self._groups[spec.ep_size])
 
     def _gathered(self, spec: ParamSpec) -> tuple[Tensor, State]:
@@ -314,8 +420,15 @@ class FirstStep:
                 states[key] = self._whole(spec, partial(self._owned.value, key=key))
                 continue
             dtype: torch.dtype = getattr(torch, state.dtype)
-            value = torch.zeros(plain.shape_of(key), dtype=torch.float64 if dtype == torch.float64 else torch.float32
-                                if dtype.is_floating_point else torch.int64, device=self._owned.device)
+            value = torch.zeros(
+                plain.shape_of(key),
+                dtype=torch.float64
+                if dtype == torch.float64
+                else torch.float32
+                if dtype.is_floating_point
+                else torch.int64,
+                device=self._owned.device,
+            )
             if (mine := self._pieces.get(name)) is not None and mine.param_start == 0:
                 value.copy_(self._owned.value(name, key))
             comm.sum_over_ranks(value, group=self._groups[spec.ep_size])
@@ -323,27 +436,45 @@ class FirstStep:
         return self._whole(spec, self._owned.value), states
 
     def _raise_first(self, found: Sequence[tuple[int, str]], state: str) -> None:
-        """Raise what the first parameter differs in, in the order of the model, found by any rank; the same on all."""
+        """Raise what the first parameter differs in, in the order of the model, found by any rank;
+        the same on all.
+        """
         everyone = comm.gather_objects(min(found, default=None), group=None)
-        first = min(((*each, rank) for rank, each in enumerate(everyone) if each is not None), default=None)
+        first = min(
+            ((*each, rank) for rank, each in enumerate(everyone) if each is not None), default=None
+        )
         if first is not None:
             self._expected.clear()
             raise StepError(
-                f"the first step is not what one process would have made: {first[1]} (found by rank {first[2]}); "
-                f"{state}. If nothing but backward passes has changed gradients, this is a fault of this machine or of "
-                "this package: report it with the start-up table. layerwise.reduction \"ordered\" adds up in another "
-                "way; layerwise.verify_first_step false compares nothing")
+                f"the first step is not what one process would have made: {first[1]} (found by "
+                f"rank {first[2]}); "
+                f"{state}. If nothing but backward passes has changed gradients, this is a fault "
+                "of this machine or of "
+                'this package: report it with the start-up table. layerwise.reduction "ordered" '
+                "adds up in another "
+                "way; layerwise.verify_first_step false compares nothing"
+            )
 
 
 @contextmanager
-def compared(first: FirstStep | None, decision: Decision, grad_sync: GradSync | EagerGradSync, param_sync: ParamSync, *,
-             scaled: Mapping[str, Factors], clip: float) -> Iterator[None]:
-    """Around an update: let ``first``, if there is one, compare it. Every rank must enter this at the same point.
+def compared(
+    first: FirstStep | None,
+    decision: Decision,
+    grad_sync: GradSync | EagerGradSync,
+    param_sync: ParamSync,
+    *,
+    scaled: Mapping[str, Factors],
+    clip: float,
+) -> Iterator[None]:
+    """Around an update: let ``first``, if there is one, compare it. Every rank must enter this at
+    the same point.
 
     Raises:
         StepError: as :meth:`FirstStep.before` and :meth:`FirstStep.after` do.
     """
-    compares = first is not None and first.before(decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip)
+    compares = first is not None and first.before(
+        decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip
+    )
     update = Interrupted()
     with update:
         yield
@@ -365,18 +496,29 @@ class _Norms:
 
     def add(self, key: str | None, average: Tensor, bound: Tensor, shared_by: int) -> None:
         """Count a parameter that so many ranks count."""
-        both = torch.stack([torch.linalg.vector_norm(each, dtype=widest_float()).square() for each in (average, bound)])
+        both = torch.stack(
+            [
+                torch.linalg.vector_norm(each, dtype=widest_float()).square()
+                for each in (average, bound)
+            ]
+        )
         self._squares.setdefault(key or "", []).append(both / shared_by)
 
-    def summed(self, keys: Sequence[str], group: comm.Group, device: torch.device) -> dict[str, list[float]]:
+    def summed(
+        self, keys: Sequence[str], group: comm.Group, device: torch.device
+    ) -> dict[str, list[float]]:
         """Both sums over all ranks, by norm group."""
         none = torch.zeros(2, dtype=widest_float(), device=device)
-        sums = torch.stack([torch.stack([none, *self._squares.get(key, ())]).sum(0) for key in keys])
+        sums = torch.stack(
+            [torch.stack([none, *self._squares.get(key, ())]).sum(0) for key in keys]
+        )
         found: list[list[float]] = comm.sum_over_ranks(sums, group=group).tolist()
         return dict(zip(keys, found, strict=True))
 
 
-def _first_difference(real: Tensor, expected: Tensor, bound: Tensor | None, origin: int = 0) -> str | None:
+def _first_difference(
+    real: Tensor, expected: Tensor, bound: Tensor | None, origin: int = 0
+) -> str | None:
     """Where ``real`` is further from ``expected`` than ``bound``, or at all; None if nowhere.
 
     Args:
@@ -390,5 +532,7 @@ def _first_difference(real: Tensor, expected: Tensor, bound: Tensor | None, orig
     places = (~same).nonzero()
     place = int(places[0])
     apart = f" and may be {float(bound[place]):.2g} apart" if bound is not None else ""
-    return (f"element {origin + place} is {float(real[place]):.6g} instead of {float(expected[place]):.6g}{apart}, as "
-            f"are {len(places)} of {real.numel()}")
+    return (
+        f"element {origin + place} is {float(real[place]):.6g} instead of "
+        f"{float(expected[place]):.6g}{apart}, as are {len(places)} of {real.numel()}"
+    )

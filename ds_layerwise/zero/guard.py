@@ -15,33 +15,47 @@ from ds_layerwise.zero.takeover import has_optimizer
 
 
 class Guard:
-    """Looks before every step whether the parameters of a model are still those that the optimizer trains.
+    """Looks before every step whether the parameters of a model are still those that the optimizer
+    trains.
 
     Args:
-        params: the trained parameters of ``model`` by name. What else requires a gradient now is left to the user.
+        params: the trained parameters of ``model`` by name. What else requires a gradient now is
+            left to the user.
         values: the buffer that they look into.
         may_be_unused: whether a step may be without a gradient of a parameter that requires one.
         tells: whether this rank says what is no error.
     """
 
-    def __init__(self, model: nn.Module, params: Mapping[str, nn.Parameter], values: FlatBuffer, *,
-                 may_be_unused: bool, tells: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        values: FlatBuffer,
+        *,
+        may_be_unused: bool,
+        tells: bool,
+    ) -> None:
         self._model, self._may_be_unused, self._tells = model, may_be_unused, tells
         self._trained = [(name, param, values.param(name)) for name, param in params.items()]
         self._content = _Content(model)
         self._at_start = dict(model.named_parameters(remove_duplicate=False))
-        self._known = {*params.values(), *(param for param in self._at_start.values() if param.requires_grad)}
+        self._known = {
+            *params.values(),
+            *(param for param in self._at_start.values() if param.requires_grad),
+        }
         self._frozen = self._outside()
         self._hidden: frozenset[str] = frozenset()
         self._told: set[str] = set()
 
     def check(self, got: Set[str]) -> frozenset[str]:
-        """The names of what was trained at the start, is frozen by now, and is not among those that ``got`` a gradient.
+        """The names of what was trained at the start, is frozen by now, and is not among those that
+        ``got`` a gradient.
 
         Raises:
-            StepError: a parameter or its memory was replaced, so that the optimizer would train something else; or has
-                a gradient that no backward pass has left; or one wants to be trained that was frozen at the start, or
-                was not there, and that no engine trains; or one got no gradient where all must.
+            StepError: a parameter or its memory was replaced, so that the optimizer would train
+                something else; or has a gradient that no backward pass has left; or one wants to be
+                trained that was frozen at the start, or was not there, and that no engine trains;
+                or one got no gradient where all must.
         """
         if not self._content.is_same():
             self._look_again()
@@ -53,20 +67,25 @@ class Guard:
         self.check_places()
         for name, param, _ in self._trained:
             if param.grad is not None:
-                raise StepError(f"{name}.grad was set after the gradients were reduced, so it would be lost; use "
-                                "deepspeed.utils.safe_set_full_grad() between backward and step")
+                raise StepError(
+                    f"{name}.grad was set after the gradients were reduced, so it would be lost; "
+                    "use deepspeed.utils.safe_set_full_grad() between backward and step"
+                )
             if name in got:
                 continue
             (unused if param.requires_grad else idle).append(name)
         self._tell_of([name for name in unused if name in self._hidden])
         if unused and not self._may_be_unused:
-            raise StepError(f"{few(unused)} got no gradient in this step, and "
-                            "zero_optimization.ignore_unused_parameters is false; let the loss depend on all that is "
-                            "trained, freeze the rest, or remove that key to count zeros")
+            raise StepError(
+                f"{few(unused)} got no gradient in this step, and "
+                "zero_optimization.ignore_unused_parameters is false; let the loss depend on all "
+                "that is trained, freeze the rest, or remove that key to count zeros"
+            )
         return frozenset(idle)
 
     def check_places(self) -> None:
-        """Refuse what is trained and does not lie where it is trained: a save of it would be of two kinds of weights.
+        """Refuse what is trained and does not lie where it is trained: a save of it would be of two
+        kinds of weights.
 
         Raises:
             StepError: the memory of a parameter was replaced.
@@ -76,8 +95,8 @@ class Guard:
                 raise _replaced(name)
 
     def check_names(self) -> None:
-        """Refuse a save of a model in which a trained parameter has the name of another by now: its weights would be
-        saved by that name, and its masters and states by its own.
+        """Refuse a save of a model in which a trained parameter has the name of another by now: its
+        weights would be saved by that name, and its masters and states by its own.
 
         Raises:
             StepError: names the first.
@@ -85,13 +104,21 @@ class Guard:
         here = dict(self._model.named_parameters(remove_duplicate=False))
         for name, param, _ in self._trained:
             if here.get(name, param) is not param:
-                raise StepError(f"{name} is another parameter than when this engine was made, so that a checkpoint "
-                                "would have the weights of one and the masters of the other under this name; put it "
-                                "back for the save, or make a new engine")
+                raise StepError(
+                    f"{name} is another parameter than when this engine was made, so that a "
+                    "checkpoint would have the weights of one and the masters of the other under "
+                    "this name; put it back for the save, or make a new engine"
+                )
 
     def _outside(self) -> dict[str, nn.Parameter]:
-        """By name, the parameters that are in the model, and neither trained here nor left to the user."""
-        return {name: param for name, param in self._model.named_parameters() if param not in self._known}
+        """By name, the parameters that are in the model, and neither trained here nor left to the
+        user.
+        """
+        return {
+            name: param
+            for name, param in self._model.named_parameters()
+            if param not in self._known
+        }
 
     def _look_again(self) -> None:
         """Take note of a model that was taken apart and put together again.
@@ -106,8 +133,13 @@ class Guard:
         reached, trained = set(here.values()), {param for _, param, _ in self._trained}
         for name, new in here.items():
             old = self._at_start.get(name)
-            if old in trained and old is not new and old.requires_grad and new not in self._known and (
-                    old not in reached or new.requires_grad and not has_optimizer(new)):
+            if (
+                old in trained
+                and old is not new
+                and old.requires_grad
+                and new not in self._known
+                and (old not in reached or new.requires_grad and not has_optimizer(new))
+            ):
                 raise _replaced(name)
         # What no module of the model holds may still be used by one.
         self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
@@ -116,23 +148,32 @@ class Guard:
     def _tell_of(self, gone: Sequence[str]) -> None:
         """Say once of each of ``gone`` that it is not in the model any more."""
         if (new := [name for name in gone if name not in self._told]) and self._tells:
-            logger.warning(f"ds_layerwise: {few(new)} got no gradient, and no module of the model has "
-                           "it any more: it counts as not used, as if its gradient were zeros; freeze it to "
-                           "leave it as it is")
+            logger.warning(
+                f"ds_layerwise: {few(new)} got no gradient, and no module of the model has it any "
+                "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
+                "it as it is"
+            )
         self._told.update(new)
 
     def _untrained(self, name: str, param: nn.Parameter) -> StepError:
-        was = "frozen when this engine was made" if self._at_start.get(name) is param else (
-            "added since this engine was made")
-        return StepError(f"{name} was {was}, and has no optimizer, but requires a gradient; freeze it again, or save, "
-                         "and resume in a new engine; if the script trains it by another optimizer, let it require a "
-                         "gradient already when this engine is made")
+        was = (
+            "frozen when this engine was made"
+            if self._at_start.get(name) is param
+            else ("added since this engine was made")
+        )
+        return StepError(
+            f"{name} was {was}, and has no optimizer, but requires a gradient; freeze it again, or "
+            "save, and resume in a new engine; if the script trains it by another optimizer, let "
+            "it require a gradient already when this engine is made"
+        )
 
 
 def _replaced(name: str) -> StepError:
-    return StepError(f"{name} was replaced since this engine was made, so its updates would not reach the model; write "
-                     "into it in place, as param.data.copy_() and load_state_dict() do, or save, and resume in a new "
-                     "engine")
+    return StepError(
+        f"{name} was replaced since this engine was made, so its updates would not reach the "
+        "model; write into it in place, as param.data.copy_() and load_state_dict() do, or save, "
+        "and resume in a new engine"
+    )
 
 
 class _Content:
@@ -143,9 +184,17 @@ class _Content:
         self._all = self._now()
 
     def _now(self) -> list[object]:
-        # At every step, of every module: what holds the parameters of a scripted one has no more than this.
-        return list(chain.from_iterable(
-            [held for module in self._modules for held in (module._modules.values(), module._parameters.values())]))
+        # At every step, of every module: what holds the parameters of a scripted one has no more
+        # than this.
+        return list(
+            chain.from_iterable(
+                [
+                    held
+                    for module in self._modules
+                    for held in (module._modules.values(), module._parameters.values())
+                ]
+            )
+        )
 
     def is_same(self) -> bool:
         """Whether no module has got or lost any since."""

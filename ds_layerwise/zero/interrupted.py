@@ -1,9 +1,11 @@
-"""An update that an exception ended: what had it is a step further than what had not, and no step leads on from there.
+"""An update that an exception ended: what had it is a step further than what had not, and no step
+leads on from there.
 
 Note: how all ranks end up alike
-    The rank that failed still sends what the others wait for, then raises what it met. Whoever survives that, and
-    goes on to the next step, tells the others in what all ranks agree on before anything is updated, or in the save
-    that comes before. A checkpoint, loaded with its optimizer states, makes all of it whole again.
+    The rank that failed still sends what the others wait for, then raises what it met. Whoever
+    survives that, and goes on to the next step, tells the others in what all ranks agree on before
+    anything is updated, or in the save that comes before. A checkpoint, loaded with its optimizer
+    states, makes all of it whole again.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from ds_layerwise.errors import StepError
 
 
 class Interrupted:
-    """Whether an update of this rank was ended in the middle. ``with`` it around what may not end there.
+    """Whether an update of this rank was ended in the middle. ``with`` it around what may not end
+    there.
 
-    An ``Exception`` is kept for :meth:`raise_original`, as others wait for what comes behind the block; what is none,
-    such as Ctrl-C, goes on at once.
+    An ``Exception`` is kept for :meth:`raise_original`, as others wait for what comes behind the
+    block; what is none, such as Ctrl-C, goes on at once.
     """
 
     def __init__(self) -> None:
@@ -42,7 +45,9 @@ class Interrupted:
         return self._error is not None
 
     def raise_original(self) -> None:
-        """Raise what has ended the update, and let go of it: its traceback holds what took the memory."""
+        """Raise what has ended the update, and let go of it: its traceback holds what took the
+        memory.
+        """
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -54,8 +59,11 @@ class Interrupted:
             StepError: it was ended.
         """
         if self._what:
-            raise StepError(f"the update of step {self._step} was ended by {self._what}; some parameters have it and "
-                            "others not; load a checkpoint with its optimizer states (engine.load_checkpoint)")
+            raise StepError(
+                f"the update of step {self._step} was ended by {self._what}; some parameters have "
+                "it and others not; load a checkpoint with its optimizer states "
+                "(engine.load_checkpoint)"
+            )
 
     def forget(self) -> None:
         """Forget the interruption: a checkpoint has replaced all that it left."""

@@ -1,4 +1,6 @@
-"""The largest attention logit of each head, among those that a token may attend to, without the whole matrix."""
+"""The largest attention logit of each head, among those that a token may attend to, without the
+whole matrix.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ from ds_layerwise.errors import StepError
 #: Logits that are in memory at a time.
 _AT_A_TIME = 1 << 24
 
-#: What is added to logits that are hidden is less: models have -1e4, or the least number of a dtype.
+#: What is added to logits that are hidden is less: models have -1e4, or the least number of a
+#: dtype.
 _HIDDEN = -5e3
 
-#: Of rows [first, last) of the matrix of logits, which count: a bool tensor that broadcasts to (batch, heads, rows,
-#: keys), or None for all.
+#: Of rows [first, last) of the matrix of logits, which count: a bool tensor that broadcasts to
+#: (batch, heads, rows, keys), or None for all.
 Counts = Callable[[int, int], "Tensor | None"]
 
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts) -> Tensor:
-    """The largest of ``scaling * query @ key.T`` that counts, by head of queries: (heads,), float32; -inf if none does.
+    """The largest of ``scaling * query @ key.T`` that counts, by head of queries: (heads,),
+    float32; -inf if none does.
 
     Products are made in the dtype of ``query``: in bfloat16 a logit is good for three digits.
 
@@ -35,12 +39,17 @@ def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts
     batch, heads, length, _ = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     largest = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
-    turned, rows = key.to(query.dtype).transpose(-1, -2), max(1, _AT_A_TIME // (batch * heads * keys))
+    turned, rows = (
+        key.to(query.dtype).transpose(-1, -2),
+        max(1, _AT_A_TIME // (batch * heads * keys)),
+    )
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, length, rows):
-            some = query[:, :, first:first + rows] * scaling
+            some = query[:, :, first : first + rows] * scaling
             here = some.shape[2]
-            logits = (some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned).view(batch, heads, here, keys)
+            logits = (some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned).view(
+                batch, heads, here, keys
+            )
             allowed = counts(first, first + here)
             if allowed is not None:
                 logits = logits.masked_fill(~allowed, -math.inf)
@@ -48,35 +57,46 @@ def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts
     return largest
 
 
-def counts_for(implementation: str, module: Any, query: Tensor, key: Tensor, mask: Any,
-               kwargs: Mapping[str, Any]) -> Counts:
-    """Which logits count in one of transformers' implementations of attention, given what that is called with.
+def counts_for(
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    mask: Any,
+    kwargs: Mapping[str, Any],
+) -> Counts:
+    """Which logits count in one of transformers' implementations of attention, given what that is
+    called with.
 
     Raises:
-        StepError: it is none of "eager", "sdpa" and those with "flash" in their names, or the mask is of another kind.
+        StepError: it is none of "eager", "sdpa" and those with "flash" in their names, or the mask
+            is of another kind.
     """
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
     if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
         return _flash(query, key, mask, kwargs, causal)
     if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
-        allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., :key.shape[2]]
+        allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., : key.shape[2]]
         return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
     if mask is None and implementation == "eager":
         return lambda first, last: None
     if mask is None and implementation == "sdpa":
         # A causal mask that is left out begins with the first key.
         return _band(key, causal and query.shape[2] > 1, None, 0)
-    raise StepError(f"the attention logits of {type(module).__name__} cannot be measured in implementation "
-                    f"{implementation!r} with a mask of {type(mask).__name__}; load the model with attn_implementation "
-                    "'sdpa'; or leave layerwise.log_max_attention_logit out, or set layerwise.qk_clip.hook to "
-                    "false and give them to engine.optimizer.note_attention_logits")
+    raise StepError(
+        f"the attention logits of {type(module).__name__} cannot be measured in implementation "
+        f"{implementation!r} with a mask of {type(mask).__name__}; load the model with "
+        "attn_implementation 'sdpa'; or leave layerwise.log_max_attention_logit out, or set "
+        "layerwise.qk_clip.hook to false and give them to engine.optimizer.note_attention_logits"
+    )
 
 
 def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
-    """The keys that are not in the future, nor too far away; ``window`` None: however far. Row i stands at key
-    i + ``shift``.
+    """The keys that are not in the future, nor too far away; ``window`` None: however far. Row i
+    stands at key i + ``shift``.
     """
+
     def counts(first: int, last: int) -> Tensor | None:
         if not causal and window is None:
             return None
@@ -92,9 +112,12 @@ def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
     return counts
 
 
-def _flash(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], causal: bool) -> Counts:
-    """What flash attention does: rows end with the last key; tokens that are padded, as query or as key, are left out;
-    and sequences that are packed one after the other, by their lengths or by positions that start again, apart."""
+def _flash(
+    query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], causal: bool
+) -> Counts:
+    """What flash attention does: rows end with the last key; tokens that are padded, as query or as
+    key, are left out; and sequences that are packed one after the other, by their lengths or by
+    positions that start again, apart."""
     length, keys = query.shape[2], key.shape[2]
     band = _band(key, causal, kwargs.get("sliding_window"), keys - length)
     real = None if mask is None else mask[:, -keys:].bool()
@@ -106,7 +129,7 @@ def _flash(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str,
             same = of_query[first:last, None] == of_key
             allowed = same if allowed is None else allowed & same
         if real is not None:
-            rows = real[:, keys - length:][:, first:last]
+            rows = real[:, keys - length :][:, first:last]
             both = (rows[:, :, None] & real[:, None, :])[:, None]
             allowed = both if allowed is None else allowed & both
         return allowed
@@ -114,18 +137,32 @@ def _flash(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str,
     return counts
 
 
-def _sequences(length: int, keys: int, device: torch.device,
-               kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+def _sequences(
+    length: int, keys: int, device: torch.device, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """By query and by key, the number of the sequence that it is in; None where there is one."""
     ends = [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
     if all(isinstance(each, Tensor) for each in ends):
-        numbers = [torch.searchsorted(each.to(device).contiguous(), torch.arange(n, device=device, dtype=each.dtype),
-                                      right=True)
-                   for each, n in zip(ends, (length, keys), strict=True) if each is not None]
+        numbers = [
+            torch.searchsorted(
+                each.to(device).contiguous(),
+                torch.arange(n, device=device, dtype=each.dtype),
+                right=True,
+            )
+            for each, n in zip(ends, (length, keys), strict=True)
+            if each is not None
+        ]
         return numbers[0], numbers[1]
     positions = kwargs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.shape == (1, length) and length == keys and length > 1:
+    if (
+        isinstance(positions, Tensor)
+        and positions.shape == (1, length)
+        and length == keys
+        and length > 1
+    ):
         # As transformers has it: packed if positions ever go back, and each sequence begins at 0.
-        number = (positions[0] == 0).long().cumsum(0).to(device) * (torch.diff(positions[0]) < 0).any().to(device)
+        number = (positions[0] == 0).long().cumsum(0).to(device) * (
+            torch.diff(positions[0]) < 0
+        ).any().to(device)
         return number, number
     return None, None

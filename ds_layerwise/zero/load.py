@@ -1,4 +1,6 @@
-"""A load under way: what its first half has found, and its second takes over once the engine has loaded the model."""
+"""A load under way: what its first half has found, and its second takes over once the engine has
+loaded the model.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,18 @@ class Found:
         """
         lines = []
         if self.states and self.header.repeats:
-            lines.append(f"{self.folder} was saved {self.header.repeats}: no gradients are loaded, and training goes "
-                         "on with the first micro-batch of that step")
+            lines.append(
+                f"{self.folder} was saved {self.header.repeats}: no gradients are loaded, and "
+                "training goes on with the first micro-batch of that step"
+            )
         if fresh_states:
-            counts = ", ".join(f"{count} x {why}" for why, count in sorted(Counter(fresh_states.values()).items()))
-            lines.append(f"{len(fresh_states)} of {out_of} parameters do not go on from the optimizer state in "
-                         f"{self.folder}: {counts}")
+            counts = ", ".join(
+                f"{count} x {why}" for why, count in sorted(Counter(fresh_states.values()).items())
+            )
+            lines.append(
+                f"{len(fresh_states)} of {out_of} parameters do not go on from the optimizer state "
+                f"in {self.folder}: {counts}"
+            )
         return lines
 
 
@@ -62,12 +70,16 @@ class Load:
     """
 
     found: Found | None
-    """None where nothing but the model is wanted, and once it was taken over: it holds files open."""
+    """None where nothing but the model is wanted, and once it was taken over: it holds files
+    open.
+    """
     wants_scheduler: bool | None
-    """Whether the learning rate scheduler is to go on from the checkpoint, or to start afresh; None where what is
-    loaded never has its state, and the script sees to it."""
+    """Whether the learning rate scheduler is to go on from the checkpoint, or to start afresh; None
+    where what is loaded never has its state, and the script sees to it."""
     weights_win: bool = False
-    """Whether the user loads the model, so that masters follow weights that are not what was saved."""
+    """Whether the user loads the model, so that masters follow weights that are not what was
+    saved.
+    """
 
     alone: bool = False
     """Whether an error of this rank is not yet one that all ranks have agreed on."""
@@ -84,21 +96,30 @@ class Load:
         return found
 
 
-def kept_of(routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """By name in a checkpoint, the states of parameters that are kept in fewer bits than float32, and in what.
+def kept_of(
+    routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, str]]:
+    """By name in a checkpoint, the states of parameters that are kept in fewer bits than float32,
+    and in what.
 
     Args:
-        names: by parameter, those that its experts have in a checkpoint; one of ``routes`` alone has its own.
+        names: by parameter, those that its experts have in a checkpoint; one of ``routes`` alone
+            has its own.
     """
     found = {}
     for name, route in routes.items():
-        if kept := {key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as}:
+        if kept := {
+            key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as
+        }:
             found.update({saved: kept for saved in names.get(name, (name,))})
     return found
 
 
-def converted(header: Header, now: Mapping[str, Mapping[str, str]], fresh: Container[str]) -> list[str]:
-    """A line for each kind of state that was kept in something else than ``now``, where it was saved.
+def converted(
+    header: Header, now: Mapping[str, Mapping[str, str]], fresh: Container[str]
+) -> list[str]:
+    """A line for each kind of state that was kept in something else than ``now``, where it was
+    saved.
 
     Args:
         fresh: the parameters that do not go on from what was saved.
@@ -110,45 +131,66 @@ def converted(header: Header, now: Mapping[str, Mapping[str, str]], fresh: Conta
             kinds = before.get(key, "float32"), after.get(key, "float32")
             if kinds[0] != kinds[1]:
                 counts[(key, *kinds)] += 1
-    return [f"{key} of {count} parameters was kept in {before!r} where this was saved, and is in {after!r} here; it "
-            "was converted" for (key, before, after), count in sorted(counts.items())]
+    return [
+        f"{key} of {count} parameters was kept in {before!r} where this was saved, and is in "
+        f"{after!r} here; it was converted"
+        for (key, before, after), count in sorted(counts.items())
+    ]
 
 
 def nothing_prepared() -> LayerWiseError:
     """The error for a second half without a first."""
-    return LayerWiseError("finish_load() without prepare_load(): load through engine.load_checkpoint()")
+    return LayerWiseError(
+        "finish_load() without prepare_load(): load through engine.load_checkpoint()"
+    )
 
 
 #: What lets a load go on that lacks something, or has more.
 LENIENT = "load_module_strict=False (strict=False for one file or a sharded checkpoint)"
 
 
-def check_names(saved: Renamed, folder: Path, here: Set[str], model: nn.Module, *, of_all_stages: Set[str]) -> None:
-    """Compare the names in a universal checkpoint with those ``here``, and those that other stages have.
+def check_names(
+    saved: Renamed, folder: Path, here: Set[str], model: nn.Module, *, of_all_stages: Set[str]
+) -> None:
+    """Compare the names in a universal checkpoint with those ``here``, and those that other stages
+    have.
 
     Raises:
-        LayerWiseError: one has what the other lacks; or there are two values for a parameter that ``model`` ties.
+        LayerWiseError: one has what the other lacks; or there are two values for a parameter that
+            ``model`` ties.
     """
     if missing := here - saved.header.shapes.keys():
-        raise LayerWiseError(f"{min(missing)} is not in the checkpoint in {folder}, which has "
-                             f"{len(saved.header.shapes)} parameters; with {LENIENT} it keeps its weights")
+        raise LayerWiseError(
+            f"{min(missing)} is not in the checkpoint in {folder}, which has "
+            f"{len(saved.header.shapes)} parameters; with {LENIENT} it keeps its weights"
+        )
     if unknown := sorted(saved.header.shapes.keys() - of_all_stages - here):
-        raise LayerWiseError(f"the checkpoint in {folder} has {few(unknown)}, which the model lacks; rename it with "
-                             f"layerwise.rename, or load what fits with {LENIENT}")
+        raise LayerWiseError(
+            f"the checkpoint in {folder} has {few(unknown)}, which the model lacks; rename it with "
+            f"layerwise.rename, or load what fits with {LENIENT}"
+        )
     for second, first in tied(model, here).items():
         # All ranks have the same, which may be large: one of them looks.
-        if {first, second} <= saved.header.shapes.keys() and comm.rank_of(None) == 0 and not _are_equal(
-                saved, first, second):
-            raise LayerWiseError(f"{first} and {second} are one parameter here, and differ in the checkpoint in "
-                                 f"{folder}; load it into a model that does not tie them, or with {LENIENT}, which "
-                                 f"takes {first}")
+        if (
+            {first, second} <= saved.header.shapes.keys()
+            and comm.rank_of(None) == 0
+            and not _are_equal(saved, first, second)
+        ):
+            raise LayerWiseError(
+                f"{first} and {second} are one parameter here, and differ in the checkpoint in "
+                f"{folder}; load it into a model that does not tie them, or with {LENIENT}, which "
+                f"takes {first}"
+            )
 
 
 def _are_equal(saved: Renamed, *names: str) -> bool:
     shapes = [saved.header.shapes[name] for name in names]
     if shapes[0] != shapes[1]:
         return False
-    first, second = (torch.cat([piece.master for piece in saved.pieces(name, 0, math.prod(shapes[0]))])
-                     for name in names)
-    # DeepSpeed's converter may write the second name with the weights of the one parameter: its master, rounded.
+    first, second = (
+        torch.cat([piece.master for piece in saved.pieces(name, 0, math.prod(shapes[0]))])
+        for name in names
+    )
+    # DeepSpeed's converter may write the second name with the weights of the one parameter: its
+    # master, rounded.
     return any(torch.equal(first.to(dtype).to(second.dtype), second) for dtype in DTYPES.values())

@@ -1,4 +1,6 @@
-"""From the ranks that own them, masters and states of all parameters on rank 0, and into one file."""
+"""From the ranks that own them, masters and states of all parameters on rank 0, and into one
+file.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class _Part:
     start: int
     numel: int
     shape: tuple[int, ...] | None
-    """The shape of the whole, which this is; None for a part of what has one element for each of the parameter."""
+    """The shape of the whole, which this is; None for a part of what has one element for each of
+    the parameter.
+    """
     dtype: str
 
 
@@ -38,28 +42,44 @@ def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
         LayerWiseError: tensor or pipeline parallelism has cut it.
     """
     if tensor_group is not None or pipeline.is_pipeline(module):
-        raise LayerWiseError("a file of whole parameters needs them on the ranks that train them, and tensor or "
-                             "pipeline parallelism has cut this model; save a checkpoint with engine.save_checkpoint()")
+        raise LayerWiseError(
+            "a file of whole parameters needs them on the ranks that train them, and tensor or "
+            "pipeline parallelism has cut this model; save a checkpoint with "
+            "engine.save_checkpoint()"
+        )
 
 
-def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tuple[str, Any],
-         device: torch.device) -> None:
+def save(
+    path: Path,
+    pieces: Iterable[PieceRecord],
+    header: Header,
+    scaler: tuple[str, Any],
+    device: torch.device,
+) -> None:
     """Write all of ``pieces`` of all ranks into one file. Every rank must call it; rank 0 writes.
 
-    Memory: one tensor on the device and one on the host; beside the file, while it is written, as much disk again.
+    Memory: one tensor on the device and one on the host; beside the file, while it is written, as
+    much disk again.
 
     Raises:
         LayerWiseError: on every rank, if rank 0 cannot write.
     """
-    mine = {name_in_file(piece.name, key): (piece, key) for piece in pieces for key in (None, *piece.state)}
+    mine = {
+        name_in_file(piece.name, key): (piece, key)
+        for piece in pieces
+        for key in (None, *piece.state)
+    }
     everyone = comm.gather_objects({name: _part(*of) for name, of in mine.items()}, group=None)
     parts: dict[str, dict[int, _Part]] = {}
     for of_rank in everyone:
         for name, part in of_rank.items():
             # Ranks that hold the same hold it alike.
             parts.setdefault(name, {}).setdefault(part.start, part)
-    shapes = {name_in_file(name, key): shape for name, shape in header.shapes.items()
-              for key in (None, *header.rules[name].state_keys)}
+    shapes = {
+        name_in_file(name, key): shape
+        for name, shape in header.shapes.items()
+        for key in (None, *header.rules[name].state_keys)
+    }
     rank, error = comm.rank_of(None), None
     scratch = path.with_name(f"{path.name}.parts")
     whole: dict[str, Tensor] = {}
@@ -78,7 +98,7 @@ def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tupl
             for part in of.values():
                 value = _bring(part, mine.get(name), rank, device)
                 if place is not None and value is not None:
-                    place.view(-1)[part.start:part.start + part.numel].copy_(value)
+                    place.view(-1)[part.start : part.start + part.numel].copy_(value)
         with comm.Alike(None):
             if error is not None:
                 raise error
@@ -91,7 +111,8 @@ def save(path: Path, pieces: Iterable[PieceRecord], header: Header, scaler: tupl
 
 
 def _make_scratch(scratch: Path) -> bool:
-    """Make the folder of whole tensors; what a save that was killed has left in it may be overwritten.
+    """Make the folder of whole tensors; what a save that was killed has left in it may be
+    overwritten.
 
     Raises:
         OSError: it cannot be made, or holds what no save has written.
@@ -103,10 +124,19 @@ def _make_scratch(scratch: Path) -> bool:
 
 
 def _part(piece: PieceRecord, key: str | None) -> _Part:
-    value, dtype = (piece.master, piece.master.dtype) if key is None else (piece.state[key], piece.state[key].dtype)
+    value, dtype = (
+        (piece.master, piece.master.dtype)
+        if key is None
+        else (piece.state[key], piece.state[key].dtype)
+    )
     own = key is not None and not piece.is_elementwise(key)
-    return _Part(comm.rank_of(None), 0 if own else piece.param_start, value.numel(),
-                 tuple(value.shape) if own else None, str(dtype).removeprefix("torch."))
+    return _Part(
+        comm.rank_of(None),
+        0 if own else piece.param_start,
+        value.numel(),
+        tuple(value.shape) if own else None,
+        str(dtype).removeprefix("torch."),
+    )
 
 
 def _place(scratch: Path, index: int, of: Mapping[int, _Part], shape: tuple[int, ...]) -> Tensor:
@@ -119,10 +149,14 @@ def _place(scratch: Path, index: int, of: Mapping[int, _Part], shape: tuple[int,
     # Memory of a file for which the disk has no room ends the process at the first write to it.
     with (scratch / str(index)).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
-    return torch.from_file(str(scratch / str(index)), shared=True, size=numel, dtype=dtype).view(own)
+    return torch.from_file(str(scratch / str(index)), shared=True, size=numel, dtype=dtype).view(
+        own
+    )
 
 
-def _bring(part: _Part, mine: tuple[PieceRecord, str | None] | None, rank: int, device: torch.device) -> Tensor | None:
+def _bring(
+    part: _Part, mine: tuple[PieceRecord, str | None] | None, rank: int, device: torch.device
+) -> Tensor | None:
     """What ``part`` is of, 1-D, on rank 0; None on all others."""
     if rank == part.rank and mine is not None:
         piece, key = mine

@@ -47,17 +47,29 @@ from ds_layerwise.zero.update import Update
 class LayerWiseZeroOptimizer(StatesOutside):
     """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
 
-    Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as it exists and
-    is None afterwards. See :mod:`ds_layerwise.ranks.sync` for the life of a step.
+    Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as
+    it exists and is None afterwards. See :mod:`ds_layerwise.ranks.sync` for the life of a step.
 
     Raises:
         RoutingError, ConfigError, LayoutError: on every rank alike.
     """
 
-    def __init__(self, optimizer: LayerWiseOptimizer, model: nn.Module, config: LayerWiseConfig, settings: Settings,
-                 engine: Any) -> None:
-        super().__init__(LossScaling(settings.compute_dtype, static_scale=settings.static_loss_scale,
-                                     dynamic=settings.dynamic_loss_scale, args=settings.loss_scale_args))
+    def __init__(
+        self,
+        optimizer: LayerWiseOptimizer,
+        model: nn.Module,
+        config: LayerWiseConfig,
+        settings: Settings,
+        engine: Any,
+    ) -> None:
+        super().__init__(
+            LossScaling(
+                settings.compute_dtype,
+                static_scale=settings.static_loss_scale,
+                dynamic=settings.dynamic_loss_scale,
+                args=settings.loss_scale_args,
+            )
+        )
         self.optimizer: LayerWiseOptimizer
         self.optimizer, self.config, self.settings = optimizer, config, settings
         self._engine: Callable[[], Any] = weakref.ref(engine)
@@ -72,42 +84,89 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._tied_are_checked = False
         names = {param: name for name, param in self._params.items()}
-        self._tied = [(names[weight], group) for weight, group in pipeline.tied_weights(model) if weight in names]
+        self._tied = [
+            (names[weight], group)
+            for weight, group in pipeline.tied_weights(model)
+            if weight in names
+        ]
         self._device = next(iter(self._params.values())).device
         self.attention = AttentionLogits(
-            model, config, settings, params=self._params, routes=self.routes, device=self._device,
-            held={piece.name for piece in self.layout.pieces(self.rank)})
-        self._products = Products.agree({route.recipe for route in self.routes.values()}, self._device)
+            model,
+            config,
+            settings,
+            params=self._params,
+            routes=self.routes,
+            device=self._device,
+            held={piece.name for piece in self.layout.pieces(self.rank)},
+        )
+        self._products = Products.agree(
+            {route.recipe for route in self.routes.values()}, self._device
+        )
         # One rank may find no memory, on the device or, page-locked, on the host.
         with comm.Alike(None), ambient.set_aside(self._device):
             self._init_buffers(self._device)
         groups = self._init_syncs()
-        self._first_step = None if not config.verify_first_step else first_step.FirstStep(
-            self._params, self._owned, planned, optimizer, config, settings, groups=groups,
-            fast_dtypes=self._products.dtypes)
+        self._first_step = (
+            None
+            if not config.verify_first_step
+            else first_step.FirstStep(
+                self._params,
+                self._owned,
+                planned,
+                optimizer,
+                config,
+                settings,
+                groups=groups,
+                fast_dtypes=self._products.dtypes,
+            )
+        )
         self._init_parts(model)
         self._init_hooks(model, groups)
         start_up.warn_of_zeros(planned, settings, self._owned)
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
-            [param] for name, param in self._params.items() if name not in planned.saved_elsewhere]
+            [param] for name, param in self._params.items() if name not in planned.saved_elsewhere
+        ]
 
-    # --- construction ----------------------------------------------------------------------------------------------
+    # --- construction
 
     def _init_buffers(self, device: torch.device) -> None:
         s, config, layout = self.settings, self.config, self.layout
         self._values = FlatBuffer(layout, device, fill=self._move_in)
-        stored_as = {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
+        stored_as = (
+            {} if s.accumulation_dtype is None else {d: s.accumulation_dtype for d in layout.dtypes}
+        )
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
         check_recipes({route.recipe for route in self.routes.values()}, device)
-        on_host = hosting.pieces_on_host(layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs))
+        on_host = hosting.pieces_on_host(
+            layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs)
+        )
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
-        self._owned = Owned(layout, self.rank, self.routes, self._values, self._grads,
-                            rules_of(self.routes, peers, fast_dtypes=self._products.dtypes), names=self._planned.names,
-                            batch_matrices=config.batch_matrices, on_host=on_host, pin_memory=s.pin_memory,
-                            tp_size=s.tp_size, master_dtype=config.master_dtype, rounding_seed=config.rounding_seed)
-        self.optimizer.hold(Held(self._params[piece.name], self.routes[piece.name], piece,
-                                 self._owned.states[piece.name]) for pieces in self._owned.pieces for piece in pieces)
+        self._owned = Owned(
+            layout,
+            self.rank,
+            self.routes,
+            self._values,
+            self._grads,
+            rules_of(self.routes, peers, fast_dtypes=self._products.dtypes),
+            names=self._planned.names,
+            batch_matrices=config.batch_matrices,
+            on_host=on_host,
+            pin_memory=s.pin_memory,
+            tp_size=s.tp_size,
+            master_dtype=config.master_dtype,
+            rounding_seed=config.rounding_seed,
+        )
+        self.optimizer.hold(
+            Held(
+                self._params[piece.name],
+                self.routes[piece.name],
+                piece,
+                self._owned.states[piece.name],
+            )
+            for pieces in self._owned.pieces
+            for piece in pieces
+        )
 
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""
@@ -118,9 +177,17 @@ class LayerWiseZeroOptimizer(StatesOutside):
 
     def _init_syncs(self) -> comm.Groups:
         s = self.settings
-        groups = {self.world_size // comm.size_of(group): group for group in (*s.expert_groups.values(), s.group)}
-        wires = make_wires(own_groups.take(groups, self, self._device), self._planned.where, device=self._device,
-                           native=self._planned.reduction == "native", rings=self._planned.rings)
+        groups = {
+            self.world_size // comm.size_of(group): group
+            for group in (*s.expert_groups.values(), s.group)
+        }
+        wires = make_wires(
+            own_groups.take(groups, self, self._device),
+            self._planned.where,
+            device=self._device,
+            native=self._planned.reduction == "native",
+            rings=self._planned.rings,
+        )
         with comm.Alike(None), ambient.set_aside(self._device):
             self._make_syncs(wires)
         for _, wire in sorted(wires.items()):
@@ -131,49 +198,127 @@ class LayerWiseZeroOptimizer(StatesOutside):
         s, reduced = self.settings, self._owned.reduced
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
-            self._grad_sync = EagerGradSync(self.layout, self.rank, self._params, reduced, wires=wires,
-                                            divide_by=s.divide_by, wire_dtype=self._wire_dtype,
-                                            max_waiting=self.config.max_waiting_buckets)
+            self._grad_sync = EagerGradSync(
+                self.layout,
+                self.rank,
+                self._params,
+                reduced,
+                wires=wires,
+                divide_by=s.divide_by,
+                wire_dtype=self._wire_dtype,
+                max_waiting=self.config.max_waiting_buckets,
+            )
         else:
-            self._grad_sync = GradSync(self.layout, self.rank, self._params, self._grads, reduced, wires=wires,
-                                       divide_by=s.divide_by, wire_dtype=self._wire_dtype)
-        self._param_sync = ParamSync(self.layout, self.rank, self._params, self._values, wires=wires)
+            self._grad_sync = GradSync(
+                self.layout,
+                self.rank,
+                self._params,
+                self._grads,
+                reduced,
+                wires=wires,
+                divide_by=s.divide_by,
+                wire_dtype=self._wire_dtype,
+            )
+        self._param_sync = ParamSync(
+            self.layout, self.rank, self._params, self._values, wires=wires
+        )
 
     def _init_parts(self, model: nn.Module) -> None:
         self.progress, self.interrupted = Progress(), Interrupted()
-        self.offloading = Offloading(self._params, self._values, self._grads, self._owned, self._param_sync,
-                                     self._grad_sync.cuts, model=model)
+        self.offloading = Offloading(
+            self._params,
+            self._values,
+            self._grads,
+            self._owned,
+            self._param_sync,
+            self._grad_sync.cuts,
+            model=model,
+        )
         self._before_update = BeforeUpdate(
-            model, self._params, self._values, self._owned, planned=self._planned, config=self.config,
-            settings=self.settings, tied=self._tied, grad_sync=self._grad_sync, offloading=self.offloading,
-            interrupted=self.interrupted, progress=self.progress, check_groups=self.optimizer.check_groups,
-            engine=self._engine, inside_pass=self._is_inside_pass)
-        self._update = Update(self.optimizer, self._owned, self._param_sync, interrupted=self.interrupted,
-                              timers=self.settings.timers, zero_grad=self.zero_grad)
-        self._skipped = SkippedSteps([spec.name for spec in self.specs], self._owned,
-                                     most=self.config.max_skipped_steps,
-                                     threshold=self.config.grad_norm_skip_threshold,
-                                     pipeline_stage=self.settings.mp_rank if pipeline.is_pipeline(model) else 0)
-        self.reports = Reports(self._planned, self.optimizer, self.config, device=self._device,
-                               sum_over_ranks=self._before_update.agreement.sum_over_everyone)
+            model,
+            self._params,
+            self._values,
+            self._owned,
+            planned=self._planned,
+            config=self.config,
+            settings=self.settings,
+            tied=self._tied,
+            grad_sync=self._grad_sync,
+            offloading=self.offloading,
+            interrupted=self.interrupted,
+            progress=self.progress,
+            check_groups=self.optimizer.check_groups,
+            engine=self._engine,
+            inside_pass=self._is_inside_pass,
+        )
+        self._update = Update(
+            self.optimizer,
+            self._owned,
+            self._param_sync,
+            interrupted=self.interrupted,
+            timers=self.settings.timers,
+            zero_grad=self.zero_grad,
+        )
+        self._skipped = SkippedSteps(
+            [spec.name for spec in self.specs],
+            self._owned,
+            most=self.config.max_skipped_steps,
+            threshold=self.config.grad_norm_skip_threshold,
+            pipeline_stage=self.settings.mp_rank if pipeline.is_pipeline(model) else 0,
+        )
+        self.reports = Reports(
+            self._planned,
+            self.optimizer,
+            self.config,
+            device=self._device,
+            sum_over_ranks=self._before_update.agreement.sum_over_everyone,
+        )
         self.checkpointing = Checkpointing(
-            engine=self._engine, module=model, config=self.config, settings=self.settings, planned=self._planned,
-            optimizer=self.optimizer, owned=self._owned, grad_sync=self._grad_sync, param_sync=self._param_sync,
-            scaling=self.scaling, products=self._products, offloading=self.offloading, progress=self.progress,
-            interrupted=self.interrupted, zero_grad=self.zero_grad, first_step=self._first_step,
-            attention=self.attention, skipped=self._skipped, guard=self._before_update.guard)
+            engine=self._engine,
+            module=model,
+            config=self.config,
+            settings=self.settings,
+            planned=self._planned,
+            optimizer=self.optimizer,
+            owned=self._owned,
+            grad_sync=self._grad_sync,
+            param_sync=self._param_sync,
+            scaling=self.scaling,
+            products=self._products,
+            offloading=self.offloading,
+            progress=self.progress,
+            interrupted=self.interrupted,
+            zero_grad=self.zero_grad,
+            first_step=self._first_step,
+            attention=self.attention,
+            skipped=self._skipped,
+            guard=self._before_update.guard,
+        )
 
     def _init_hooks(self, model: nn.Module, groups: comm.Groups) -> None:
         if self.config.overlap_param_gather:
             self._param_sync.overlap_with_forward(model)
         self._divided = divide_once(self._engine(), every := list(self._params.values()))
-        self._hooks = [*self._divided.values(), *(register_grad_hook(param, self._make_hook(name, every))
-                                                  for name, param in self._params.items())]
+        self._hooks = [
+            *self._divided.values(),
+            *(
+                register_grad_hook(param, self._make_hook(name, every))
+                for name, param in self._params.items()
+            ),
+        ]
         takeover.take(self._params.values(), self)
-        self._access = [StateAccess(name, param, self._owned, group=groups[self.layout.bucket_of(name).ep_size],
-                                    local_sum=self._grad_sync.local_sum, gradient_divisor=self._grad_sync.divisor,
-                                    wait=self._ready_for_access)
-                        for name, param in self._params.items()]
+        self._access = [
+            StateAccess(
+                name,
+                param,
+                self._owned,
+                group=groups[self.layout.bucket_of(name).ep_size],
+                local_sum=self._grad_sync.local_sum,
+                gradient_divisor=self._grad_sync.divisor,
+                wait=self._ready_for_access,
+            )
+            for name, param in self._params.items()
+        ]
         for access in self._access:
             access.attach()
 
@@ -194,28 +339,42 @@ class LayerWiseZeroOptimizer(StatesOutside):
                 self._first_step.see(name, self._params[name].grad)
             self._skipped.see(self._params[name].grad)
             if not self._coalesce_grad_reduction:
-                # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the last.
+                # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the
+                # last.
                 last = getattr(self._params[name], "ds_grad_is_ready", True)
                 self._grad_sync.accumulate(name, launch=last and self._may_launch())
-                self.progress.gradient_came(name, self._engine, inside=self._backward_active_depth > 0)
+                self.progress.gradient_came(
+                    name, self._engine, inside=self._backward_active_depth > 0
+                )
             if self.queue_post_backward_callback():
-                # Autograd says when the pass is over, and counting its hooks beforehand is an operation a parameter.
+                # Autograd says when the pass is over, and counting its hooks beforehand is an
+                # operation a parameter.
                 expected = self._hooks_fired_this_backward + 1
             else:
-                expected = count_used_parameters_in_backward(every) if refresh else self._max_expected_hooks_seen
+                expected = (
+                    count_used_parameters_in_backward(every)
+                    if refresh
+                    else self._max_expected_hooks_seen
+                )
             self.update_hook_state_and_maybe_run_epilogue(expected)
+
         return gradient_is_ready
 
     def _may_launch(self) -> bool:
         """Whether buckets may be reduced from inside this backward pass.
 
-        Asks the engine rather than the flags that it mirrors: those are not set for every form of backward, and not
-        at all inside ``no_sync``.
+        Asks the engine rather than the flags that it mirrors: those are not set for every form of
+        backward, and not at all inside ``no_sync``.
         """
         engine = self._engine()
-        return bool(self.settings.overlap_comm and self._backward_active_depth > 0 and engine is not None
-                    and engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
-                    and (self.settings.stage == 2 or engine.is_gradient_accumulation_boundary()))
+        return bool(
+            self.settings.overlap_comm
+            and self._backward_active_depth > 0
+            and engine is not None
+            and engine.enable_backward_allreduce
+            and not engine.inside_no_sync_ctxt
+            and (self.settings.stage == 2 or engine.is_gradient_accumulation_boundary())
+        )
 
     def exit_backward(self) -> None:
         """Leave a backward pass, which counts if it had gradients; see :mod:`.zero.unfinished`."""
@@ -229,26 +388,35 @@ class LayerWiseZeroOptimizer(StatesOutside):
     def _is_inside_pass(self) -> bool:
         return bool(self._backward_active_depth or self._hooks_fired_this_backward)
 
-    # --- one step --------------------------------------------------------------------------------------------------
+    # --- one step
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Finish the reduction after a backward pass. The engine calls it at the boundary; see the next one."""
+        """Finish the reduction after a backward pass. The engine calls it at the boundary; see the
+        next one.
+        """
         if pipeline_parallel and isinstance(self._grad_sync, GradSync):
             if not self._tied_are_checked:
-                pipeline.check_copies(self._planned.saved_elsewhere - {name for name, _ in self._tied},
-                                      self._grad_sync.accumulated())
+                pipeline.check_copies(
+                    self._planned.saved_elsewhere - {name for name, _ in self._tied},
+                    self._grad_sync.accumulated(),
+                )
                 self._tied_are_checked = True
             # The engine has done so for gradients that stay on the parameters, and ours do not.
             for name, group in self._tied:
                 self._grad_sync.sum_over(name, group=group)
-        elif self._backward_active_depth and not self._hooks_fired_this_backward and self._passes_through():
+        elif (
+            self._backward_active_depth
+            and not self._hooks_fired_this_backward
+            and self._passes_through()
+        ):
             return
         self.progress.reduces(self._engine())
         self._grad_sync.reduce()
 
     def _passes_through(self) -> bool:
-        """Whether the backward pass at hand is not one of this model: torch.autograd.grad, which leaves no gradient and
-        which any rank may call alone, or one of another engine through a model that is frozen for it."""
+        """Whether the backward pass at hand is not one of this model: torch.autograd.grad, which
+        leaves no gradient and which any rank may call alone, or one of another engine through a
+        model that is frozen for it."""
         engine = self._engine()
         if engine is not None and engine._running_engine_backward:
             return False
@@ -258,20 +426,26 @@ class LayerWiseZeroOptimizer(StatesOutside):
         """One optimizer step: skip, clip, update, send. Called by the engine at the boundary.
 
         Raises:
-            LayerWiseError: on every rank, if on none a backward pass has left gradients, or one has ended in an error
-                on any, or parameters are no longer what they were, see :class:`~ds_layerwise.zero.guard.Guard`.
+            LayerWiseError: on every rank, if on none a backward pass has left gradients, or one has
+                ended in an error on any, or parameters are no longer what they were, see
+                :class:`~ds_layerwise.zero.guard.Guard`.
         """
         with ambient.set_aside(self._device), survivable(self._engine()):
             self._step()
 
     def _step(self) -> None:
         timers = self.settings.timers
-        # A forward pass that left out a module left its bucket under way, and an update writes to that memory.
+        # A forward pass that left out a module left its bucket under way, and an update writes to
+        # that memory.
         self._param_sync.finish()
         with timed(timers, "optimizer_gradients"):
-            decision = self._before_update.decide(clip_grad=self.clip_grad, loss_scale=self.loss_scale)
+            decision = self._before_update.decide(
+                clip_grad=self.clip_grad, loss_scale=self.loss_scale
+            )
         self.scaling.overflow = decision.skipped
-        self._global_grad_norm = None if decision.norm is None else norm_tensor(decision.norm, self._device)
+        self._global_grad_norm = (
+            None if decision.norm is None else norm_tensor(decision.norm, self._device)
+        )
         self.reports.begin(decision)
         self._skipped.note(decision, self.loss_scaler, self.progress.updates + 1)
         if self.overflow:
@@ -279,8 +453,14 @@ class LayerWiseZeroOptimizer(StatesOutside):
             return
         scaled = self.attention.settle(decision.frozen)
         self.reports.add(self.attention.values())
-        with first_step.compared(self._first_step, decision, self._grad_sync, self._param_sync, scaled=scaled,
-                                 clip=self.clip_grad):
+        with first_step.compared(
+            self._first_step,
+            decision,
+            self._grad_sync,
+            self._param_sync,
+            scaled=scaled,
+            clip=self.clip_grad,
+        ):
             self.progress.updates += 1
             step = self.progress.updates
             self.reports.add(self._update.run(step, decision, scaled, self.reports.watch(step)))
@@ -301,22 +481,31 @@ class LayerWiseZeroOptimizer(StatesOutside):
         """How many updates there were, before a load as well; a step that is skipped makes none."""
         return self.progress.updates
 
-    # --- parameters and states -------------------------------------------------------------------------------------
+    # --- parameters and states
 
     def wait_for_params(self) -> None:
-        """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``, before a script itself
-        reads weights outside of a forward pass; see :class:`~ds_layerwise.ranks.param_sync.ParamSync`."""
+        """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``,
+        before a script itself reads weights outside of a forward pass; see
+        :class:`~ds_layerwise.ranks.param_sync.ParamSync`."""
         self._param_sync.finish()
 
-    def offload_states(self, include: Container[Any] | None = None, device: Any = None, pin_memory: bool = True,
-                       non_blocking: bool = False) -> None:
-        """Move what ``include`` names to the host: members of DeepSpeed's ``OffloadStateTypeEnum``; None for all.
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = None,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move what ``include`` names to the host: members of DeepSpeed's ``OffloadStateTypeEnum``;
+        None for all.
 
-        Where masters are the model's parameters, and averaged gradients the gradient buffer, they go with those. Saving
-        brings everything back by itself; for anything else, :meth:`reload_states` comes first.
+        Where masters are the model's parameters, and averaged gradients the gradient buffer, they
+        go with those. Saving brings everything back by itself; for anything else,
+        :meth:`reload_states` comes first.
 
         Raises:
-            LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing has moved then.
+            LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing
+                has moved then.
         """
         self.offloading.offload(include, pin_memory=pin_memory)
 
@@ -334,7 +523,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self.wait_for_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see :mod:`.checkpoint.regular`.
+        """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
+        :mod:`.checkpoint.regular`.
 
         Tensors are views into live memory: save or copy them before the next step.
         """
@@ -355,10 +545,12 @@ class LayerWiseZeroOptimizer(StatesOutside):
         """The model's weights from the masters, on every rank."""
         self.checkpointing.weights_from_masters()
 
-    # --- reports and the end -----------------------------------------------------------------------------------------
+    # --- reports and the end
 
     def report(self) -> dict[str, float]:
-        """What DeepSpeed's monitor gets, by name, on every rank: the last value of each; see docs/training.md."""
+        """What DeepSpeed's monitor gets, by name, on every rank: the last value of each; see
+        docs/training.md.
+        """
         return self.reports.last(self._engine())
 
     def forecast(self) -> Forecast:
@@ -367,8 +559,15 @@ class LayerWiseZeroOptimizer(StatesOutside):
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
-        return start_up.table(self._planned, self.settings, self.forecast(), self.optimizer, self._products,
-                              self.attention, self.config)
+        return start_up.table(
+            self._planned,
+            self.settings,
+            self.forecast(),
+            self.optimizer,
+            self._products,
+            self.attention,
+            self.config,
+        )
 
     def listed(self) -> list[dict[str, Any]]:
         """Every parameter's route; see :func:`.plan.listing.listed`."""

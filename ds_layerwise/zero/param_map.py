@@ -1,4 +1,6 @@
-"""``layerwise.dump_param_map``: what becomes of every parameter, in a file, as ``ds-layerwise plan`` tells it."""
+"""``layerwise.dump_param_map``: what becomes of every parameter, in a file, as ``ds-layerwise
+plan`` tells it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 
 
 def write(optimizer: LayerWiseZeroOptimizer) -> None:
-    """Write the file, if the config names one: a list as ``ds-layerwise plan --list --json`` prints it, without
-    seconds, of one element, or of one for each stage of a pipeline.
+    """Write the file, if the config names one: a list as ``ds-layerwise plan --list --json`` prints
+    it, without seconds, of one element, or of one for each stage of a pipeline.
 
     Rank 0 writes, and whoever reads finds all of it or what was there before.
 
@@ -25,10 +27,16 @@ def write(optimizer: LayerWiseZeroOptimizer) -> None:
     path = optimizer.config.dump_param_map
     if path is None:
         return
-    plans: list[dict[str, Any]] = [{**as_json(optimizer.forecast()), "parameters": optimizer.listed()}]
+    plans: list[dict[str, Any]] = [
+        {**as_json(optimizer.forecast()), "parameters": optimizer.listed()}
+    ]
     settings = optimizer.settings
     if settings.model_group is not None and settings.tensor_group is None:
-        plans = [plan for of_stage in comm.gather_objects(plans, group=settings.model_group) for plan in of_stage]
+        plans = [
+            plan
+            for of_stage in comm.gather_objects(plans, group=settings.model_group)
+            for plan in of_stage
+        ]
     with comm.Alike(None):
         if comm.rank_of(None) == 0:
             _replace(Path(path), json.dumps(plans) + "\n")
@@ -41,5 +49,7 @@ def _replace(path: Path, text: str) -> None:
         new.replace(path)
     except OSError as e:
         new.unlink(missing_ok=True)
-        raise ConfigError(f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: {e.strerror or e}; "
-                          "name a file in a folder that rank 0 can write to") from e
+        raise ConfigError(
+            f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: "
+            f"{e.strerror or e}; name a file in a folder that rank 0 can write to"
+        ) from e

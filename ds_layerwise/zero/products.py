@@ -1,9 +1,11 @@
-"""What matrices are multiplied in where the config leaves it open: measured, agreed on, told, and kept in checkpoints.
+"""What matrices are multiplied in where the config leaves it open: measured, agreed on, told, and
+kept in checkpoints.
 
 Note: why it is decided once
-    A dtype that changed from step to step, or from one start to the next, would change results. So every process
-    measures once, before the first step, with a margin that noise does not reach; all ranks take what all of them found
-    faster; and a run that goes on from a checkpoint says so where it decides otherwise than the one that saved it.
+    A dtype that changed from step to step, or from one start to the next, would change results. So
+    every process measures once, before the first step, with a margin that noise does not reach; all
+    ranks take what all of them found faster; and a run that goes on from a checkpoint says so where
+    it decides otherwise than the one that saved it.
 """
 
 from __future__ import annotations
@@ -24,21 +26,26 @@ from ds_layerwise.zero import ambient
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """In which dtypes the devices of all ranks multiply much faster than in float32, by torch's names."""
+    """In which dtypes the devices of all ranks multiply much faster than in float32, by torch's
+    names.
+    """
 
     by_rank: tuple[tuple[str, ...] | None, ...]
     """None for a rank of which no setting asks."""
 
     @classmethod
     def agree(cls, recipes: Iterable[Recipe], device: torch.device) -> Products:
-        """What all ranks have found for theirs. Every rank of the world must call this at the same point.
+        """What all ranks have found for theirs. Every rank of the world must call this at the same
+        point.
 
         Raises:
             LayerWiseError: on every rank, if one cannot multiply at all.
         """
         with comm.Alike(None), ambient.set_aside(device):
             asks = any(_is_open(recipe) for recipe in recipes)
-            mine = tuple(sorted(dtype_name(dtype) for dtype in fast_dtypes(device))) if asks else None
+            mine = (
+                tuple(sorted(dtype_name(dtype) for dtype in fast_dtypes(device))) if asks else None
+            )
         return cls(tuple(comm.gather_objects(mine, group=None)))
 
     @property
@@ -53,7 +60,9 @@ class Products:
         return _dtypes(self.fast or ())
 
     def told(self, recipe: Recipe) -> str | None:
-        """What ``recipe`` multiplies in, for the start-up table, and why; None if it multiplies no matrices."""
+        """What ``recipe`` multiplies in, for the start-up table, and why; None if it multiplies no
+        matrices.
+        """
         taken = _products_in(recipe, self.fast or ())
         if taken is None or not _is_open(recipe):
             return taken
@@ -62,18 +71,24 @@ class Products:
         if wanted == taken:
             return f"{taken} (measured)"
         ranks = [str(rank) for rank, names in enumerate(self.by_rank) if wanted in (names or ())]
-        return f"{taken} ({wanted} is faster on {len(ranks)} of {len(self.by_rank)} ranks alone: {few(ranks)})"
+        some = f"{len(ranks)} of {len(self.by_rank)} ranks alone: {few(ranks)}"
+        return f"{taken} ({wanted} is faster on {some})"
 
     def changes(self, recipes: Iterable[Recipe], saved: Sequence[str] | None) -> list[str]:
-        """A line for each of ``recipes`` that multiplies in something else than where ``saved`` were the fast ones."""
+        """A line for each of ``recipes`` that multiplies in something else than where ``saved``
+        were the fast ones.
+        """
         if saved is None or self.fast is None:
             return []
         lines = []
         for recipe in recipes:
             before, now = _products_in(recipe, saved), _products_in(recipe, self.fast)
             if before != now:
-                lines.append(f"{recipe.rule} multiplied matrices in {before} where this was saved, and does in {now} "
-                             "here, so results differ by rounding; set optimizer.params.ns_dtype in place of 'auto'")
+                lines.append(
+                    f"{recipe.rule} multiplied matrices in {before} where this was saved, and does "
+                    f"in {now} here, so results differ by rounding; set optimizer.params.ns_dtype "
+                    "in place of 'auto'"
+                )
         return list(dict.fromkeys(lines))
 
 

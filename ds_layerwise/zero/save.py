@@ -12,7 +12,8 @@ from ds_layerwise.ranks.disks import Disks
 class Save:
     """What a save of an engine hands to what commits it.
 
-    :class:`.checkpointing.Checkpointing` owns one that goes on beside the training, until the engine commits it.
+    :class:`.checkpointing.Checkpointing` owns one that goes on beside the training, until the
+    engine commits it.
     """
 
     save_dir: Path

@@ -40,13 +40,21 @@ class Settings:
     group: comm.Group
     """The process group over which gradients are averaged and ownership is dealt out."""
     expert_groups: Mapping[str, comm.Group]
-    """The groups over which gradients of experts are averaged, by DeepSpeed's name for the experts."""
+    """The groups over which gradients of experts are averaged, by DeepSpeed's name for the
+    experts.
+    """
     model_group: comm.Group | None
-    """The ranks that hold the parts of one model, where it is cut; None where each holds it whole."""
+    """The ranks that hold the parts of one model, where it is cut; None where each holds it
+    whole.
+    """
     mp_rank: int
-    """Which piece of the model this rank holds, as DeepSpeed numbers them in the names of its files."""
+    """Which piece of the model this rank holds, as DeepSpeed numbers them in the names of its
+    files.
+    """
     tensor_group: comm.Group | None
-    """The ranks that hold the parts of the same parameters, in the order of the parts; None where none is cut."""
+    """The ranks that hold the parts of the same parameters, in the order of the parts; None where
+    none is cut.
+    """
     compute_dtype: torch.dtype
     """What the model computes in; in float16 the loss is scaled."""
     accumulation_dtype: torch.dtype | None
@@ -54,7 +62,9 @@ class Settings:
     wire_dtype: torch.dtype | None
     """What gradients travel in; None for the dtype that they are accumulated in."""
     autocast: bool
-    """Whether ``torch_autocast`` is on, which decides for each parameter what its gradient travels in."""
+    """Whether ``torch_autocast`` is on, which decides for each parameter what its gradient travels
+    in.
+    """
     divide_by: float
     bucket_numel: int
     overlap_comm: bool
@@ -79,7 +89,8 @@ class Settings:
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
     def ep_size(self, expert: str, group_name: str) -> int:
-        """How many ranks in a row hold other experts under the name of ``expert``, of that group, than this rank.
+        """How many ranks in a row hold other experts under the name of ``expert``, of that group,
+        than this rank.
 
         Raises:
             ConfigError: its ranks are in another order than that.
@@ -87,7 +98,9 @@ class Settings:
         group, rank = self.expert_groups[group_name], comm.rank_of(self.group)
         ep_size = comm.size_of(self.group) // comm.size_of(group)
         if comm.rank_of(group) != rank // ep_size:
-            raise ConfigError(f"{expert} is an expert of group {group_name}, in which rank {rank} is number "
-                              f"{comm.rank_of(group)} instead of {rank // ep_size}: every {ep_size} ranks in a row "
-                              "must hold all experts")
+            raise ConfigError(
+                f"{expert} is an expert of group {group_name}, in which rank {rank} is number "
+                f"{comm.rank_of(group)} instead of {rank // ep_size}: every {ep_size} ranks in a "
+                "row must hold all experts"
+            )
         return ep_size

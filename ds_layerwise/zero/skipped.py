@@ -1,5 +1,5 @@
-"""Steps that are skipped, because a gradient is not finite or their norm too great: a run that skips for ever must not
-look healthy."""
+"""Steps that are skipped, because a gradient is not finite or their norm too great: a run that
+skips for ever must not look healthy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _FIRST_WARNING = 10
 class SkippedSteps:
     """Counts steps that are skipped in a row, and says which gradient is to blame.
 
-    A dynamic loss scale that comes down skips as it should: such steps do not count, until it can come down no more.
+    A dynamic loss scale that comes down skips as it should: such steps do not count, until it can
+    come down no more.
 
-    Averages say which gradient it is, and not whose. So after a step that was skipped each rank looks at its own, too,
-    as backward passes leave them, until a step is not.
+    Averages say which gradient it is, and not whose. So after a step that was skipped each rank
+    looks at its own, too, as backward passes leave them, until a step is not.
 
     Args:
         names: the parameters in the order of the model.
@@ -35,23 +36,39 @@ class SkippedSteps:
         pipeline_stage: which of the model's this is; 0 without a pipeline.
     """
 
-    def __init__(self, names: Sequence[str], owned: Owned, *, most: int | None, threshold: float | None,
-                 pipeline_stage: int) -> None:
-        self._names, self._owned, self._most, self._pipeline_stage = names, owned, most, pipeline_stage
+    def __init__(
+        self,
+        names: Sequence[str],
+        owned: Owned,
+        *,
+        most: int | None,
+        threshold: float | None,
+        pipeline_stage: int,
+    ) -> None:
+        self._names, self._owned, self._most, self._pipeline_stage = (
+            names,
+            owned,
+            most,
+            pipeline_stage,
+        )
         self._threshold, self._in_a_row, self._above = threshold, 0, 0
         self._looks, self._finite = False, torch.ones((), dtype=torch.bool, device=owned.device)
 
     def see(self, gradient: Tensor | None) -> None:
-        """Look at what a backward pass has left of one parameter on this rank. The device is not waited for."""
+        """Look at what a backward pass has left of one parameter on this rank. The device is not
+        waited for.
+        """
         if self._looks and gradient is not None:
             # What isfinite() makes on its way is larger than the gradient.
             self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
 
     def note(self, decision: Decision, scaler: Any, step: int) -> None:
-        """Take note of a step, and let the loss scale follow. Every rank must call this with the same arguments.
+        """Take note of a step, and let the loss scale follow. Every rank must call this with the
+        same arguments.
 
         Raises:
-            StepError: on every rank, where there is no sense in going on; names the first gradient that is not finite.
+            StepError: on every rank, where there is no sense in going on; names the first gradient
+                that is not finite.
         """
         if decision.above is not None:
             self._in_a_row += 1
@@ -59,8 +76,10 @@ class SkippedSteps:
         elif not decision.overflow:
             self._in_a_row = 0
         elif _is_at_its_end(scaler):
-            raise StepError(f"step {step} cannot be skipped once more, loss scale already at minimum "
-                            f"({scaler.cur_scale:g}): {self._blame()}")
+            raise StepError(
+                f"step {step} cannot be skipped once more, loss scale already at minimum "
+                f"({scaler.cur_scale:g}): {self._blame()}"
+            )
         elif not scaler.dynamic:
             self._in_a_row += 1
             self._judge(step)
@@ -85,37 +104,56 @@ class SkippedSteps:
     def _judge_norm(self, norm: float, step: int) -> None:
         """Say it of every first, second, fourth, ... step, and end a run that does nothing else."""
         self._above += 1
-        why = (f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, which is "
-               f"{self._threshold:g}")
+        why = (
+            f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, "
+            f"which is {self._threshold:g}"
+        )
         if self._most is not None and self._in_a_row >= self._most:
-            raise StepError(f"step {step} was skipped {self._in_a_row} times in a row: {why}; raise the threshold, "
-                            "look for what makes it, or allow more (layerwise.max_skipped_steps)")
+            raise StepError(
+                f"step {step} was skipped {self._in_a_row} times in a row: {why}; raise the "
+                "threshold, look for what makes it, or allow more (layerwise.max_skipped_steps)"
+            )
         if self._above.bit_count() == 1 and comm.rank_of(None) == 0:
-            logger.warning(f"ds_layerwise: step {step} was skipped: {why}; that was number {self._above} of such steps "
-                           f"in this process, and number {self._in_a_row} of skipped ones in a row")
+            logger.warning(
+                f"ds_layerwise: step {step} was skipped: {why}; that was number {self._above} of "
+                f"such steps in this process, and number {self._in_a_row} of skipped ones in a row"
+            )
 
     def _judge(self, step: int) -> None:
         count = self._in_a_row
         if self._most is not None and count >= self._most:
-            raise StepError(f"step {step} was skipped {count} times in a row: {self._blame()}; look for what makes it, "
-                            "or allow more (layerwise.max_skipped_steps)")
+            raise StepError(
+                f"step {step} was skipped {count} times in a row: {self._blame()}; look for what "
+                "makes it, or allow more (layerwise.max_skipped_steps)"
+            )
         if count % _FIRST_WARNING == 0 and (count // _FIRST_WARNING).bit_count() == 1:
-            message = f"ds_layerwise: step {step} was skipped {count} times in a row: {self._blame()}"
+            message = (
+                f"ds_layerwise: step {step} was skipped {count} times in a row: {self._blame()}"
+            )
             if comm.rank_of(None) == 0:
                 logger.warning(message)
 
     def _blame(self) -> str:
-        """The first parameter, in the order of the model, whose averaged gradient is not finite, who found it, and
-        which ranks have made it so."""
+        """The first parameter, in the order of the model, whose averaged gradient is not finite,
+        who found it, and which ranks have made it so."""
         held = {piece.name for pieces in self._owned.pieces for piece in pieces}
-        mine = next(((self._pipeline_stage, index, name) for index, name in enumerate(self._names)
-                     if name in held and not torch.isfinite(self._owned.reduced.piece(name)).all()), None)
+        mine = next(
+            (
+                (self._pipeline_stage, index, name)
+                for index, name in enumerate(self._names)
+                if name in held and not torch.isfinite(self._owned.reduced.piece(name)).all()
+            ),
+            None,
+        )
         everyone = comm.gather_objects((mine, bool(self._finite)), group=None)
         first = [(*place, rank) for rank, (place, _) in enumerate(everyone) if place is not None]
         if not first:
             return "the sum of all gradients is not finite, and each of them is"
         *_, name, rank = min(first)
-        return f"the gradient of {name} is not finite, found by rank {rank}, which owns it{self._told(everyone)}"
+        return (
+            f"the gradient of {name} is not finite, found by rank {rank}, which owns "
+            f"it{self._told(everyone)}"
+        )
 
     def _told(self, everyone: Sequence[tuple[object, bool]]) -> str:
         if not self._looks:
@@ -123,11 +161,17 @@ class SkippedSteps:
         makers = [str(rank) for rank, (_, is_finite) in enumerate(everyone) if not is_finite]
         if not makers:
             return "; backward passes left finite gradients on every rank"
-        return (f"; backward passes left gradients that are not finite on rank{'s' * (len(makers) > 1)} "
-                f"{few(makers)}")
+        return (
+            "; backward passes left gradients that are not finite on "
+            f"rank{'s' * (len(makers) > 1)} {few(makers)}"
+        )
 
 
 def _is_at_its_end(scaler: Any) -> bool:
     """Whether DeepSpeed's scaler would end the run instead of coming down."""
-    return bool(scaler.dynamic and scaler.raise_error_at_min_scale and scaler.cur_scale == scaler.min_scale
-                and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1))
+    return bool(
+        scaler.dynamic
+        and scaler.raise_error_at_min_scale
+        and scaler.cur_scale == scaler.min_scale
+        and (scaler.delayed_shift == 1 or scaler.cur_hysteresis == 1)
+    )

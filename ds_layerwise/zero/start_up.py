@@ -25,33 +25,56 @@ from ds_layerwise.zero.settings import Settings
 
 
 def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
-    """Warn of matrices of zeros that a hook keeps at their own norm. Every rank of the group must call it.
+    """Warn of matrices of zeros that a hook keeps at their own norm. Every rank of the group must
+    call it.
 
     No error: a checkpoint may be loaded next.
     """
     kept = {name for name, route in planned.routes.items() if keeps_zeros(route.recipe)}
     if not kept:
         return
-    mine = [piece.name for pieces in owned.pieces for piece in pieces
-            if piece.name in kept and not owned.value(piece.name).any()]
-    found = sorted({name for names in comm.gather_objects(mine, group=settings.group) for name in names})
+    mine = [
+        piece.name
+        for pieces in owned.pieces
+        for piece in pieces
+        if piece.name in kept and not owned.value(piece.name).any()
+    ]
+    found = sorted(
+        {name for names in comm.gather_objects(mine, group=settings.group) for name in names}
+    )
     if found and comm.rank_of(settings.group) == 0:
-        logger.warning(f"ds_layerwise: {few(found)}: all weights are 0, and relative_update, or "
-                       "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a norm, or leave "
-                       "the hook out for them with layerwise.overrides")
+        logger.warning(
+            f"ds_layerwise: {few(found)}: all weights are 0, and relative_update, or hyperball "
+            "'own', keeps them so for ever; start them otherwise, give hyperball a norm, or leave "
+            "the hook out for them with layerwise.overrides"
+        )
 
 
-def forecast(planned: Planned, settings: Settings, grads: FlatBuffer | None, config: LayerWiseConfig) -> Forecast:
+def forecast(
+    planned: Planned, settings: Settings, grads: FlatBuffer | None, config: LayerWiseConfig
+) -> Forecast:
     """What the layout costs each rank.
 
     Args:
         grads: the gradient buffer; None where averaged gradients alone are kept.
     """
-    stored_as = {dtype: torch.float32 if grads is None else grads.dtype(dtype) for dtype in planned.layout.dtypes}
-    return Forecast.of(planned.layout, planned.specs, planned.routes, stage=settings.stage, tp_size=settings.tp_size,
-                       stored_as={key: dtype_name(each) for key, each in stored_as.items()},
-                       reduction=planned.reduction, links=planned.links, host_ratio=settings.host_ratio,
-                       master_dtype=config.master_dtype, max_waiting=config.max_waiting_buckets)
+    stored_as = {
+        dtype: torch.float32 if grads is None else grads.dtype(dtype)
+        for dtype in planned.layout.dtypes
+    }
+    return Forecast.of(
+        planned.layout,
+        planned.specs,
+        planned.routes,
+        stage=settings.stage,
+        tp_size=settings.tp_size,
+        stored_as={key: dtype_name(each) for key, each in stored_as.items()},
+        reduction=planned.reduction,
+        links=planned.links,
+        host_ratio=settings.host_ratio,
+        master_dtype=config.master_dtype,
+        max_waiting=config.max_waiting_buckets,
+    )
 
 
 def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:
@@ -59,15 +82,34 @@ def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, An
     return listed(planned.routes, planned.specs, planned.layout, optimizer.groups_now())
 
 
-def table(planned: Planned, settings: Settings, costs: Forecast, optimizer: LayerWiseOptimizer,
-          products: Products, attention: AttentionLogits, config: LayerWiseConfig) -> str:
+def table(
+    planned: Planned,
+    settings: Settings,
+    costs: Forecast,
+    optimizer: LayerWiseOptimizer,
+    products: Products,
+    attention: AttentionLogits,
+    config: LayerWiseConfig,
+) -> str:
     """Who trains what and why, and what it ``costs`` each rank."""
-    told = {recipe: products.told(recipe) for recipe in {route.recipe for route in planned.routes.values()}}
+    told = {
+        recipe: products.told(recipe)
+        for recipe in {route.recipe for route in planned.routes.values()}
+    }
     routes = [*planned.routes.values(), *planned.routes_elsewhere.values()]
-    idle = [*settings.without_effect, *idle_keys(optimizer.config, config, routes, optimizer.own_keys)]
-    found = start_up_table(planned.routes, planned.specs, costs, optimizer.config, groups=optimizer.groups_now(),
-                           without_effect=idle,
-                           products={recipe: text for recipe, text in told.items() if text is not None})
+    idle = [
+        *settings.without_effect,
+        *idle_keys(optimizer.config, config, routes, optimizer.own_keys),
+    ]
+    found = start_up_table(
+        planned.routes,
+        planned.specs,
+        costs,
+        optimizer.config,
+        groups=optimizer.groups_now(),
+        without_effect=idle,
+        products={recipe: text for recipe, text in told.items() if text is not None},
+    )
     names = planned.left_out
     left_out = f"in no parameter group, so not trained here: {few(names)}" if names else ""
     return "\n".join(filter(None, [found, left_out, attention.told()]))

@@ -1,9 +1,10 @@
 """What DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions find on a parameter.
 
-Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers; what is not there is an
-error on all of them. One thing is each rank's own: at stage 1, between the micro-batches of a step and inside
-``no_sync``, a gradient is what this rank has added up so far, as in DeepSpeed, where it is on ``param.grad`` then.
-And at stage 2, where sums are in cuts until the step, a gradient takes all ranks of the world, also that of an expert.
+Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers; what is
+not there is an error on all of them. One thing is each rank's own: at stage 1, between the
+micro-batches of a step and inside ``no_sync``, a gradient is what this rank has added up so far, as
+in DeepSpeed, where it is on ``param.grad`` then. And at stage 2, where sums are in cuts until the
+step, a gradient takes all ranks of the world, also that of an expert.
 """
 
 from __future__ import annotations
@@ -26,25 +27,40 @@ class StateAccess:
     """One parameter's master, states and averaged gradient, whole, whoever holds them.
 
     Args:
-        local_sum: this rank's own sum by name before a step is reduced; see :meth:`.ranks.sync.GradSync.local_sum`.
-        gradient_divisor: what this rank's reduced gradient must be divided by now to be the average of the step so far.
+        local_sum: this rank's own sum by name before a step is reduced; see
+            :meth:`.ranks.sync.GradSync.local_sum`.
+        gradient_divisor: what this rank's reduced gradient must be divided by now to be the average
+            of the step so far.
 
             Raises :class:`StepError` where there is none.
         wait: returns once no value of the parameter is under way; raises where some of it is away.
     """
 
-    def __init__(self, name: str, param: nn.Parameter, owned: Owned, *, group: comm.Group,
-                 local_sum: Callable[..., Tensor | None], gradient_divisor: Callable[..., float],
-                 wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        owned: Owned,
+        *,
+        group: comm.Group,
+        local_sum: Callable[..., Tensor | None],
+        gradient_divisor: Callable[..., float],
+        wait: Callable[[], None],
+    ) -> None:
         self.name, self._param, self._owned, self._group = name, param, owned, group
         self._local_sum, self._gradient_divisor, self._wait = local_sum, gradient_divisor, wait
         bucket = owned.layout.bucket_of(name)
-        self._piece = next((piece for piece in owned.pieces[bucket.index] if piece.name == name), None)
+        self._piece = next(
+            (piece for piece in owned.pieces[bucket.index] if piece.name == name), None
+        )
 
     def attach(self) -> None:
         """Let DeepSpeed's functions find this on the parameter."""
-        self._param.__dict__.update(_hp_mapping=self, _dp_group=self._group,
-                                    **{name: getattr(self, name) for name in _METHODS})
+        self._param.__dict__.update(
+            _hp_mapping=self,
+            _dp_group=self._group,
+            **{name: getattr(self, name) for name in _METHODS},
+        )
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -55,7 +71,8 @@ class StateAccess:
         """A copy of the model has no optimizer."""
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
-        """The float32 master, or the state ``optim_state_key``, in the shape of the parameter; a copy. ``step`` is 0-d.
+        """The float32 master, or the state ``optim_state_key``, in the shape of the parameter; a
+        copy. ``step`` is 0-d.
 
         Muon's momentum also answers to ``exp_avg``.
 
@@ -75,9 +92,11 @@ class StateAccess:
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Set the master, and with it this rank's copy of the parameter, or the state ``optim_state_key``.
+        """Set the master, and with it this rank's copy of the parameter, or the state
+        ``optim_state_key``.
 
-        Called with the same value on every rank, all copies of the parameter are the same again at once.
+        Called with the same value on every rank, all copies of the parameter are the same again at
+        once.
 
         Raises:
             StepError: no such state, or ``value`` has another number of elements; on every rank.
@@ -98,10 +117,11 @@ class StateAccess:
             self._owned.states[self.name][key].copy_(value)
 
     def get_full_hp_grad(self) -> Tensor:
-        """The gradient, averaged over ranks, of the step so far, float32, in the shape of the parameter; a copy.
+        """The gradient, averaged over ranks, of the step so far, float32, in the shape of the
+        parameter; a copy.
 
-        At stage 1, before the step is reduced, this rank's own sum in the dtype that it adds up in; nothing is sent.
-        In fp16 it still has the loss scale in it.
+        At stage 1, before the step is reduced, this rank's own sum in the dtype that it adds up in;
+        nothing is sent. In fp16 it still has the loss scale in it.
 
         Raises:
             StepError: it has not been reduced, or the step is over; on every rank.
@@ -118,7 +138,8 @@ class StateAccess:
         """Replace what :meth:`get_full_hp_grad` gives.
 
         Raises:
-            StepError: there is no gradient now, or ``value`` has another number of elements; on every rank.
+            StepError: there is no gradient now, or ``value`` has another number of elements; on
+                every rank.
         """
         self._wait()
         if (own := self._local_sum(self.name, to_write=True)) is not None:
@@ -137,17 +158,21 @@ class StateAccess:
             return asked
         if asked == "exp_avg" and "momentum_buffer" in keys:
             return "momentum_buffer"
-        raise StepError(f"{self.name} has no state {asked!r}; its optimizer keeps {', '.join(keys) or 'none'}")
+        raise StepError(
+            f"{self.name} has no state {asked!r}; its optimizer keeps {', '.join(keys) or 'none'}"
+        )
 
     def _check(self, value: Tensor) -> None:
         if value.numel() != self._param.numel():
-            raise StepError(f"{self.name} has {self._param.numel()} elements, got a value of {value.numel()}")
+            raise StepError(
+                f"{self.name} has {self._param.numel()} elements, got a value of {value.numel()}"
+            )
 
     def _whole(self, piece: Callable[[], Tensor]) -> Tensor:
         whole = torch.zeros(self._param.numel(), dtype=torch.float32, device=self._param.device)
         if self._piece is not None:
             start = self._piece.param_start
-            whole[start:start + self._piece.numel].copy_(piece())
+            whole[start : start + self._piece.numel].copy_(piece())
         return comm.sum_over_ranks(whole, group=self._group).view(self._param.shape)
 
     def _set(self, key: str, value: Tensor) -> None:
@@ -157,4 +182,4 @@ class StateAccess:
 
 def _part(value: Tensor, piece: Piece) -> Tensor:
     """What ``piece`` is of the whole parameter ``value``; 1-D."""
-    return value.reshape(-1)[piece.param_start:piece.param_start + piece.numel]
+    return value.reshape(-1)[piece.param_start : piece.param_start + piece.numel]

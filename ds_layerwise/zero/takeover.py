@@ -1,4 +1,6 @@
-"""Which optimizer trains a parameter, and what becomes of it when another engine is made for the same model."""
+"""Which optimizer trains a parameter, and what becomes of it when another engine is made for the
+same model.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise.errors import StepError
 
-#: By parameter, the optimizer that takes its gradients: a second one on the same parameter would never see any.
+#: By parameter, the optimizer that takes its gradients: a second one on the same parameter would
+#: never see any.
 _owners: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
 #: What an engine calls in its forward and backward passes, its step, and when it saves and loads.
-_USES = ("clear_backward_seen_flag", "backward_prologue", "enter_backward", "step", "zero_grad", "state_dict",
-         "checkpoint_event_prologue", "refresh_fp32_params", "update_lp_params", "offload_states", "reload_states")
+_USES = (
+    "clear_backward_seen_flag",
+    "backward_prologue",
+    "enter_backward",
+    "step",
+    "zero_grad",
+    "state_dict",
+    "checkpoint_event_prologue",
+    "refresh_fp32_params",
+    "update_lp_params",
+    "offload_states",
+    "reload_states",
+)
 
 #: Where DeepSpeed's engine keeps what it has hooked into the model.
 _HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
@@ -27,8 +41,8 @@ def is_trained(param: Tensor) -> bool:
 
 
 def has_optimizer(param: Tensor) -> bool:
-    """Whether an engine trains ``param``: one of this package, or one that has another optimizer at ZeRO stage 1 or 2,
-    which leaves on it what DeepSpeed's functions for masters look for."""
+    """Whether an engine trains ``param``: one of this package, or one that has another optimizer at
+    ZeRO stage 1 or 2, which leaves on it what DeepSpeed's functions for masters look for."""
     return is_trained(param) or hasattr(param, "_hp_mapping")
 
 
@@ -44,8 +58,12 @@ def release(params: Iterable[Tensor]) -> None:
 
 
 def retire_owners(params: Iterable[Tensor]) -> None:
-    """End every optimizer that trains one of ``params``: whoever uses it, or its engine, is told so."""
-    for optimizer in {id(owner): owner for param in params if (owner := _owners.get(param)) is not None}.values():
+    """End every optimizer that trains one of ``params``: whoever uses it, or its engine, is told
+    so.
+    """
+    for optimizer in {
+        id(owner): owner for param in params if (owner := _owners.get(param)) is not None
+    }.values():
         optimizer.destroy()
         for name in _USES:
             setattr(optimizer, name, _refuse)
@@ -57,5 +75,7 @@ def retire_owners(params: Iterable[Tensor]) -> None:
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise StepError("another engine was made for parameters of this one, and trains them since; use that engine, or "
-                    "make a new one of this model by deepspeed.initialize()")
+    raise StepError(
+        "another engine was made for parameters of this one, and trains them since; use that "
+        "engine, or make a new one of this model by deepspeed.initialize()"
+    )

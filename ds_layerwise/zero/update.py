@@ -1,4 +1,6 @@
-"""The update of a step: what this rank owns, bucket by bucket, each sent as soon as all of it is new."""
+"""The update of a step: what this rank owns, bucket by bucket, each sent as soon as all of it is
+new.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,35 @@ class Update:
         zero_grad: what forgets the gradients of a step that failed.
     """
 
-    def __init__(self, optimizer: LayerWiseOptimizer, owned: Owned, param_sync: ParamSync, *, interrupted: Interrupted,
-                 timers: Any, zero_grad: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: LayerWiseOptimizer,
+        owned: Owned,
+        param_sync: ParamSync,
+        *,
+        interrupted: Interrupted,
+        timers: Any,
+        zero_grad: Callable[[], None],
+    ) -> None:
         self._optimizer, self._owned, self._param_sync = optimizer, owned, param_sync
         self._interrupted, self._timers, self._zero_grad = interrupted, timers, zero_grad
 
-    def run(self, step: int, decision: Decision, scaled: Mapping[str, Factors],
-            watch: Watch | None = None) -> dict[str, float]:
-        """Update everything with the averaged gradients as the ranks have decided, then multiply ``scaled``, and return
-        what ``watch`` has seen.
+    def run(
+        self,
+        step: int,
+        decision: Decision,
+        scaled: Mapping[str, Factors],
+        watch: Watch | None = None,
+    ) -> dict[str, float]:
+        """Update everything with the averaged gradients as the ranks have decided, then multiply
+        ``scaled``, and return what ``watch`` has seen.
 
-        Every rank must call this at the same point. Parameters may still be under way when it returns, where they are
-        waited for at their first use.
+        Every rank must call this at the same point. Parameters may still be under way when it
+        returns, where they are waited for at their first use.
 
         Raises:
-            Exception: what ended an update of this rank, after the others have got all that they wait for.
+            Exception: what ended an update of this rank, after the others have got all that they
+                wait for.
         """
         left = list(range(len(self._owned.pieces)))
         groups = self._optimizer.groups_now()
@@ -48,8 +64,16 @@ class Update:
                 # The forward pass needs the parameters of the last bucket first.
                 while left:
                     with profiled("update"):
-                        self._owned.update(left[-1], groups, decision.factor, step=step, factors=decision.factors,
-                                           leave_out=decision.frozen, scaled=scaled, watch=watch)
+                        self._owned.update(
+                            left[-1],
+                            groups,
+                            decision.factor,
+                            step=step,
+                            factors=decision.factors,
+                            leave_out=decision.frozen,
+                            scaled=scaled,
+                            watch=watch,
+                        )
                     self._param_sync.launch(left[-1])
                     left.pop()
                 self._optimizer.mark_step()

@@ -1,15 +1,18 @@
-"""Time and memory of save, load, reshard and to-universal: LayerWiseMuon against stock DeepSpeed AdamW, both ZeRO-1.
+"""Time and memory of save, load, reshard and to-universal: LayerWiseMuon against stock DeepSpeed
+AdamW, both ZeRO-1.
 
     python examples/benchmarks/checkpoints.py --rounds 3
     python examples/benchmarks/checkpoints.py --rounds 3 --bf16
 
-Both sides live in the same processes and take turns. Before each operation what others left to write is on disk
-(``sync``) and freed memory is given back, outside the time; nothing is dropped from the page cache. Every load starts
-from zeroed weights and states, and their norms must come back. Stock refuses another world size, so its way to reshard
-is DeepSpeed's ``ds_to_universal.py`` and a universal load.
+Both sides live in the same processes and take turns. Before each operation what others left to
+write is on disk (``sync``) and freed memory is given back, outside the time; nothing is dropped
+from the page cache. Every load starts from zeroed weights and states, and their norms must come
+back. Stock refuses another world size, so its way to reshard is DeepSpeed's ``ds_to_universal.py``
+and a universal load.
 
-Memory is anonymous memory (``Pss_Anon`` in /proc, so Linux alone), what files mapped for reading cost is not in it:
-the highest of a rank while the operation runs over what it had before, sampled every 4 ms in a round of its own.
+Memory is anonymous memory (``Pss_Anon`` in /proc, so Linux alone), what files mapped for reading
+cost is not in it: the highest of a rank while the operation runs over what it had before, sampled
+every 4 ms in a round of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +42,18 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, SINGLE_PARTITION_OF_FP32_GROUPS
-from measuring import FORK, INTERVAL_S, Clock, Event, Samples, anonymous_mb, extra_mb, family, run_ranks, settle
+from measuring import (
+    FORK,
+    INTERVAL_S,
+    Clock,
+    Event,
+    Samples,
+    anonymous_mb,
+    extra_mb,
+    family,
+    run_ranks,
+    settle,
+)
 from torch import Tensor, nn
 
 import ds_layerwise
@@ -56,7 +70,9 @@ TAG = "saved"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to measure. ``saved_by`` is the world size of the checkpoints that are resharded to ``ranks``."""
+    """What to measure. ``saved_by`` is the world size of the checkpoints that are resharded to
+    ``ranks``.
+    """
 
     folder: str
     layers: int = 12
@@ -75,18 +91,28 @@ class Job:
 
 
 class Shapes(nn.Module):
-    """The parameters of a GPT with tied embeddings. Its loss is their norm, so a step costs little and moves all."""
+    """The parameters of a GPT with tied embeddings. Its loss is their norm, so a step costs little
+    and moves all.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         torch.manual_seed(0)
         width, inner = job.width, -(-8 * job.width // 192) * 64
         self.embed = nn.Embedding(job.vocabulary, width)
-        self.blocks = nn.ModuleList(nn.ModuleDict({
-            **{name: nn.Linear(width, width, bias=False) for name in ("q", "k", "v", "o")},
-            "gate": nn.Linear(width, inner, bias=False), "up": nn.Linear(width, inner, bias=False),
-            "down": nn.Linear(inner, width, bias=False), "norm_1": nn.RMSNorm(width), "norm_2": nn.RMSNorm(width),
-        }) for _ in range(job.layers))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    **{name: nn.Linear(width, width, bias=False) for name in ("q", "k", "v", "o")},
+                    "gate": nn.Linear(width, inner, bias=False),
+                    "up": nn.Linear(width, inner, bias=False),
+                    "down": nn.Linear(inner, width, bias=False),
+                    "norm_1": nn.RMSNorm(width),
+                    "norm_2": nn.RMSNorm(width),
+                }
+            )
+            for _ in range(job.layers)
+        )
         self.norm = nn.RMSNorm(width)
 
     def forward(self) -> Tensor:
@@ -94,19 +120,26 @@ class Shapes(nn.Module):
         return torch.stack([param.float().square().sum() for param in self.parameters()]).sum() / 2
 
 
-# --- the ranks -------------------------------------------------------------------------------------------------------
+# --- the ranks
 
 
 def start_engine(job: Job, side: str) -> Any:
     """An engine that has done one step."""
     config = {
-        "train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZERS[side], "steps_per_print": 10**9,
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": OPTIMIZERS[side],
+        "steps_per_print": 10**9,
         "bf16": {"enabled": job.bf16},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": job.bucket_numel,
-                              "allgather_bucket_size": job.bucket_numel},
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": job.bucket_numel,
+            "allgather_bucket_size": job.bucket_numel,
+        },
     }
     model = Shapes(job)
-    engine, *_ = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_layerwise.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     engine.backward(engine())
     engine.step()
     return engine
@@ -123,17 +156,29 @@ def held(engine: Any) -> Iterator[Tensor]:
 
 
 def norms(engine: Any) -> list[float]:
-    """What a load must bring back, the same for any world size: norms of the weights and of all else."""
+    """What a load must bring back, the same for any world size: norms of the weights and of all
+    else.
+    """
     num_params = sum(1 for _ in engine.module.parameters())
-    squares = torch.tensor([float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2 if value.dim() else 0.0
-                            for value in held(engine)], dtype=torch.float64)
+    squares = torch.tensor(
+        [
+            float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2 if value.dim() else 0.0
+            for value in held(engine)
+        ],
+        dtype=torch.float64,
+    )
     rest = squares[num_params:].sum()
     dist.all_reduce(rest)
     return [float(squares[:num_params].sum().sqrt()), float(rest.sqrt())]
 
 
-def one_round(job: Job, engines: dict[str, Any], sides: list[str], clock: Clock, norms_of: dict[str, list[float]]
-              ) -> None:
+def one_round(
+    job: Job,
+    engines: dict[str, Any],
+    sides: list[str],
+    clock: Clock,
+    norms_of: dict[str, list[float]],
+) -> None:
     """Every operation once on each side."""
     for side in sides:
         engine, folder = engines[side], job.path("round", side)
@@ -144,8 +189,17 @@ def one_round(job: Job, engines: dict[str, Any], sides: list[str], clock: Clock,
         check_load(clock, "load", side, engine, folder, norms(engine))
     for side in sides:
         if side == OURS:
-            check_load(clock, "reshard", side, engines[side], job.path("source", side), norms_of[side])
-        check_load(clock, "load universal", side, engines[side], job.path("universal", side), norms_of[side])
+            check_load(
+                clock, "reshard", side, engines[side], job.path("source", side), norms_of[side]
+            )
+        check_load(
+            clock,
+            "load universal",
+            side,
+            engines[side],
+            job.path("universal", side),
+            norms_of[side],
+        )
 
 
 def save_only(engine: Any, folder: Path) -> None:
@@ -154,15 +208,21 @@ def save_only(engine: Any, folder: Path) -> None:
 
 
 def save_and_sync(engine: Any, folder: Path) -> None:
-    """The same, and every rank sees its files to the disk: what a save must do to survive a loss of power."""
+    """The same, and every rank sees its files to the disk: what a save must do to survive a loss of
+    power.
+    """
     save_only(engine, folder)
     for path in (folder / TAG).glob("*.pt"):
-        if f"pp_rank_{dist.get_rank()}_" in path.name or (dist.get_rank() == 0 and "pp_rank" not in path.name):
+        if f"pp_rank_{dist.get_rank()}_" in path.name or (
+            dist.get_rank() == 0 and "pp_rank" not in path.name
+        ):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
 
-def check_load(clock: Clock, what: str, side: str, engine: Any, folder: Path, expected: list[float]) -> None:
+def check_load(
+    clock: Clock, what: str, side: str, engine: Any, folder: Path, expected: list[float]
+) -> None:
     """Load from ``folder`` into zeroed memory.
 
     Raises:
@@ -200,19 +260,24 @@ def write_sources(job: Job, watched: Any) -> None:
 def run_rounds(job: Job, watched: Any) -> None:
     """One round to warm up, ``job.rounds`` on the clock, and one under the eyes of the sampler."""
     clock, engines = Clock(watched), {side: start_engine(job, side) for side in OPTIMIZERS}
-    sources = {side: json.loads(job.path("source", side).joinpath("norms").read_text()) for side in OPTIMIZERS}
+    sources = {
+        side: json.loads(job.path("source", side).joinpath("norms").read_text())
+        for side in OPTIMIZERS
+    }
     said = refusal(job, engines[STOCK])
     for index in range(job.rounds + 2):
         clock.timed = 1 <= index <= job.rounds
         dist.barrier()
         if index > job.rounds:
             watched.set()
-        one_round(job, engines, list(OPTIMIZERS)[::1 if index % 2 else -1], clock, sources)
-    Path(job.folder, f"events-{dist.get_rank()}").write_text(json.dumps([asdict(event) for event in clock.events]))
+        one_round(job, engines, list(OPTIMIZERS)[:: 1 if index % 2 else -1], clock, sources)
+    Path(job.folder, f"events-{dist.get_rank()}").write_text(
+        json.dumps([asdict(event) for event in clock.events])
+    )
     Path(job.folder, "refusal").write_text(said)
 
 
-# --- conversion ------------------------------------------------------------------------------------------------------
+# --- conversion
 
 
 def convert_ours(source: Path, target: Path) -> None:
@@ -224,30 +289,54 @@ def convert_ours(source: Path, target: Path) -> None:
 def convert_stock(source: Path, target: Path) -> None:
     """What ``python -m deepspeed.checkpoint.ds_to_universal`` does by default."""
     # Stock's own checkpoints lack what it needs here; ours have it.
-    sys.argv = ["", "--input_folder", str(source), "--output_folder", str(target),
-                *["--inject_missing_state"] * ("stock" in source.parent.name)]
+    sys.argv = [
+        "",
+        "--input_folder",
+        str(source),
+        "--output_folder",
+        str(target),
+        *["--inject_missing_state"] * ("stock" in source.parent.name),
+    ]
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
 def command_ours(source: Path, target: Path) -> None:
     """The same from the shell, with all that is imported."""
-    subprocess.run([sys.executable, "-m", "ds_layerwise.cli", "to-universal", source, target], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "ds_layerwise.cli", "to-universal", source, target], check=True
+    )
 
 
 def command_stock(source: Path, target: Path) -> None:
     """The same from the shell, with all that is imported."""
-    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", source,
-                    "--output_folder", target], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--input_folder",
+            source,
+            "--output_folder",
+            target,
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 CONVERSIONS = [
-    ("to-universal", OURS, OURS, convert_ours), ("to-universal", STOCK, OURS, convert_stock),
-    ("whole command", OURS, OURS, command_ours), ("whole command", STOCK, OURS, command_stock),
+    ("to-universal", OURS, OURS, convert_ours),
+    ("to-universal", STOCK, OURS, convert_stock),
+    ("whole command", OURS, OURS, command_ours),
+    ("whole command", STOCK, OURS, command_stock),
     ("stock's to-universal", STOCK, STOCK, convert_stock),
 ]
 
 
-def convert(source: Path, target: Path, converter: Callable[[Path, Path], None], *, watch: bool) -> tuple[float, float]:
+def convert(
+    source: Path, target: Path, converter: Callable[[Path, Path], None], *, watch: bool
+) -> tuple[float, float]:
     """Seconds, and extra anonymous memory in MB of all processes that take part."""
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(exist_ok=True)
@@ -266,15 +355,21 @@ def convert(source: Path, target: Path, converter: Callable[[Path, Path], None],
 
 def _quietly(converter: Callable[[Path, Path], None], source: Path, target: Path) -> None:
     torch.set_num_threads(1)
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         converter(source, target)
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
+# --- the report
 
 
 class Results:
-    """Seconds of every timed repetition, and extra memory of the watched one, by operation and side."""
+    """Seconds of every timed repetition, and extra memory of the watched one, by operation and
+    side.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -283,11 +378,16 @@ class Results:
     def add_conversions(self, job: Job) -> None:
         """Convert in turns, by both converters."""
         for index in range(job.rounds + 1):
-            for what, side, of, converter in CONVERSIONS[::1 if index % 2 else -1]:
+            for what, side, of, converter in CONVERSIONS[:: 1 if index % 2 else -1]:
                 if what == "whole command" and not job.commands:
                     continue
-                source, target = job.path("source", of), job.path("universal" if side == of else "again", of)
-                seconds, mb = convert(source / TAG, target / TAG, converter, watch=index == job.rounds)
+                source, target = (
+                    job.path("source", of),
+                    job.path("universal" if side == of else "again", of),
+                )
+                seconds, mb = convert(
+                    source / TAG, target / TAG, converter, watch=index == job.rounds
+                )
                 if index < job.rounds:
                     self.seconds[what, side].append(seconds)
                 else:
@@ -295,8 +395,10 @@ class Results:
 
     def add_events(self, job: Job, samples: Samples) -> None:
         """Operations of the ranks: the slowest of them counts, and the one that needs most."""
-        by_rank = [[Event(**event) for event in json.loads(Path(job.folder, f"events-{rank}").read_text())]
-                   for rank in range(job.ranks)]
+        by_rank = [
+            [Event(**event) for event in json.loads(Path(job.folder, f"events-{rank}").read_text())]
+            for rank in range(job.ranks)
+        ]
         for events in zip(*by_rank, strict=True):
             key = events[0].what, events[0].side
             if events[0].timed:
@@ -305,21 +407,34 @@ class Results:
                 self.memory[key] = max(self.memory[key], extra_mb(samples, event))
         # Stock converts first.
         self.seconds["reshard", STOCK] = [
-            one + other for one, other in zip(self.seconds["stock's to-universal", STOCK],
-                                              self.seconds["load universal", STOCK], strict=True)]
-        self.memory["reshard", STOCK] = max(self.memory["stock's to-universal", STOCK],
-                                            self.memory["load universal", STOCK])
+            one + other
+            for one, other in zip(
+                self.seconds["stock's to-universal", STOCK],
+                self.seconds["load universal", STOCK],
+                strict=True,
+            )
+        ]
+        self.memory["reshard", STOCK] = max(
+            self.memory["stock's to-universal", STOCK], self.memory["load universal", STOCK]
+        )
 
     def rows(self) -> Iterator[str]:
         """The table."""
-        yield "| operation | ours s | stock s | ours/stock | ours min-max | stock min-max | ours +MB | stock +MB |"
+        yield (
+            "| operation | ours s | stock s | ours/stock | ours min-max | stock min-max "
+            "| ours +MB | stock +MB |"
+        )
         yield "|---|--:|--:|--:|--:|--:|--:|--:|"
         for what in dict.fromkeys(what for what, side in self.seconds if side == OURS):
             times = [self.seconds[what, side] for side in OPTIMIZERS]
             medians = [statistics.median(values) for values in times]
-            cells = [what, *[f"{median:.2f}" for median in medians], f"{medians[0] / medians[1]:.2f}",
-                     *[f"{min(values):.2f}-{max(values):.2f}" for values in times],
-                     *[f"{self.memory[what, side]:.0f}" for side in OPTIMIZERS]]
+            cells = [
+                what,
+                *[f"{median:.2f}" for median in medians],
+                f"{medians[0] / medians[1]:.2f}",
+                *[f"{min(values):.2f}-{max(values):.2f}" for values in times],
+                *[f"{self.memory[what, side]:.0f}" for side in OPTIMIZERS],
+            ]
             yield f"| {' | '.join(cells)} |"
 
 
@@ -331,27 +446,47 @@ def size_mb(folder: Path) -> float:
 def conditions(job: Job) -> str:
     """The machine, the versions, the model and what was measured."""
     numel = sum(param.numel() for param in Shapes(job).parameters())
-    sizes = "; ".join(f"{side} {size_mb(job.path('round', side)):.0f} MB, universal "
-                      f"{size_mb(job.path('universal', side)):.0f} MB" for side in OPTIMIZERS)
-    return (f"{os.cpu_count()} CPUs {platform.machine()}, load {os.getloadavg()[0]:.1f} at the end, deepspeed "
-            f"{deepspeed.__version__}, torch {torch.__version__}.\n"
-            f"{numel / 1e6:.1f} M parameters, {'bf16' if job.bf16 else 'fp32'}, {job.layers} layers x {job.width}, "
-            f"vocabulary {job.vocabulary}; {job.ranks} ranks over gloo, buckets of {job.bucket_numel / 1e6:g} M "
-            f"elements, {4e-6 * job.bucket_numel:.0f} MB in fp32; {job.rounds} rounds, medians.\n"
-            f"reshard: {job.saved_by} ranks to {job.ranks}; stock converts and loads the result. {sizes}.\n"
-            f"Stock's load_checkpoint of that: {Path(job.folder, 'refusal').read_text().splitlines()[0]}")
+    sizes = "; ".join(
+        f"{side} {size_mb(job.path('round', side)):.0f} MB, universal "
+        f"{size_mb(job.path('universal', side)):.0f} MB"
+        for side in OPTIMIZERS
+    )
+    return (
+        f"{os.cpu_count()} CPUs {platform.machine()}, load {os.getloadavg()[0]:.1f} at the end, "
+        f"deepspeed {deepspeed.__version__}, torch {torch.__version__}.\n{numel / 1e6:.1f} M "
+        f"parameters, {'bf16' if job.bf16 else 'fp32'}, {job.layers} layers x {job.width}, "
+        f"vocabulary {job.vocabulary}; {job.ranks} ranks over gloo, buckets of "
+        f"{job.bucket_numel / 1e6:g} M elements, {4e-6 * job.bucket_numel:.0f} MB in fp32; "
+        f"{job.rounds} rounds, medians.\nreshard: {job.saved_by} ranks to {job.ranks}; stock "
+        f"converts and loads the result. {sizes}.\nStock's load_checkpoint of that: "
+        f"{Path(job.folder, 'refusal').read_text().splitlines()[0]}"
+    )
 
 
 def parse_job(folder: str) -> Job:
     """From the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bf16", action="store_true", help="a bf16 model, whose masters are apart from its weights")
-    parser.add_argument("--small", action="store_true", help="a tiny model and one round: shows that all of it runs")
+    parser.add_argument(
+        "--bf16", action="store_true", help="a bf16 model, whose masters are apart from its weights"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model and one round: shows that all of it runs"
+    )
     args = parser.parse_args()
     if args.small:
-        return Job(folder=folder, layers=1, width=64, vocabulary=500, bucket_numel=20_000, rounds=1, bf16=args.bf16,
-                   commands=False)
+        return Job(
+            folder=folder,
+            layers=1,
+            width=64,
+            vocabulary=500,
+            bucket_numel=20_000,
+            rounds=1,
+            bf16=args.bf16,
+            commands=False,
+        )
     return Job(folder=folder, rounds=args.rounds, bf16=args.bf16)
 
 
@@ -359,13 +494,15 @@ def main() -> None:
     """Print one markdown table, after everything that the engines print."""
     with tempfile.TemporaryDirectory() as folder:
         job, results = parse_job(folder), Results()
-        # The first optimizer imports this, for seconds; forks then find it there. What is imported need not be looked
-        # through before every operation.
+        # The first optimizer imports this, for seconds; forks then find it there. What is imported
+        # need not be looked through before every operation.
         importlib.import_module("torch._dynamo")
         gc.freeze()
         run_ranks(job.folder, job.saved_by, functools.partial(write_sources, job))
         results.add_conversions(job)
-        results.add_events(job, run_ranks(job.folder, job.ranks, functools.partial(run_rounds, job)))
+        results.add_events(
+            job, run_ranks(job.folder, job.ranks, functools.partial(run_rounds, job))
+        )
         print("\n".join([conditions(job), "", *results.rows()]))
 
 

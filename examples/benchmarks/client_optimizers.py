@@ -1,11 +1,13 @@
-"""What becomes of optimizers that others wrote, given to ``deepspeed.initialize``: stock ZeRO-1 and this backend.
+"""What becomes of optimizers that others wrote, given to ``deepspeed.initialize``: stock ZeRO-1 and
+this backend.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/client_optimizers.py
 
-Needs pytorch-optimizer. Each class trains a small model for some steps in one process, and, as the same object, on
-several ranks. Gradients are whole numbers, other ones in each step and on each rank, so that their sums are exact and
-no class makes much of a last bit; nothing is clipped. A difference is the largest of any weight, over the largest that
-any weight has moved in one process: rounding makes 1e-6 of that and less, steps in another direction some 1.
+Needs pytorch-optimizer. Each class trains a small model for some steps in one process, and, as the
+same object, on several ranks. Gradients are whole numbers, other ones in each step and on each
+rank, so that their sums are exact and no class makes much of a last bit; nothing is clipped. A
+difference is the largest of any weight, over the largest that any weight has moved in one process:
+rounding makes 1e-6 of that and less, steps in another direction some 1.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() == 2]
 
 
-#: How each object is made. Shampoo and SOAP look at whole matrices now and then, the others at each step.
+#: How each object is made. Shampoo and SOAP look at whole matrices now and then, the others at each
+#: step.
 MADE: dict[str, Callable[[nn.Module], Optimizer]] = {
     "torch.optim.AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
     "torch.optim.Muon": lambda m: torch.optim.Muon(matrices(m), lr=2e-2),
@@ -51,12 +54,16 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 40), nn.LayerNorm(40), nn.Linear(40, 17), nn.Linear(17, WIDTH))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 40), nn.LayerNorm(40), nn.Linear(40, 17), nn.Linear(17, WIDTH)
+        )
 
     def forward(self, step: int, rank: int) -> Tensor:
         """A loss that has whole numbers for gradients."""
         draw = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.stack([(p * torch.randint(-8, 9, p.shape, generator=draw)).sum() for p in self.parameters()]).sum()
+        return torch.stack(
+            [(p * torch.randint(-8, 9, p.shape, generator=draw)).sum() for p in self.parameters()]
+        ).sum()
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -78,17 +85,33 @@ def alone(name: str, steps: int, ranks: int) -> Tensor:
 
 def on_rank(rank: int, ranks: int, name: str, backend: str, steps: int, folder: str) -> None:
     """One rank of one run; writes the weights, or what ended it."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu",
-                      LOCAL_SIZE=str(ranks), TORCHDYNAMO_DISABLE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        DS_ACCELERATOR="cpu",
+        LOCAL_SIZE=str(ranks),
+        TORCHDYNAMO_DISABLE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
     import deepspeed
 
     import ds_layerwise
 
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=f"file://{folder}/store", rank=rank,
-                               world_size=ranks)
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+    )
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
-        "gradient_clipping": 0.0, "steps_per_print": 10**9}
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
     own = {"layerwise": {}} if backend == "ours" else {"zero_allow_untested_optimizer": True}
     make = ds_layerwise.initialize if backend == "ours" else deepspeed.initialize
     model = Model()
@@ -109,8 +132,10 @@ def run(name: str, backend: str, ranks: int, steps: int, seconds: float) -> list
     """What each rank has to show; of one that is killed, that."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=on_rank, args=(rank, ranks, name, backend, steps, folder))
-                     for rank in range(ranks)]
+        processes = [
+            context.Process(target=on_rank, args=(rank, ranks, name, backend, steps, folder))
+            for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -118,8 +143,10 @@ def run(name: str, backend: str, ranks: int, steps: int, seconds: float) -> list
             if process.is_alive():
                 process.kill()
                 process.join()
-        return [torch.load(path) if (path := Path(folder, str(rank))).exists() else "killed"
-                for rank in range(ranks)]
+        return [
+            torch.load(path) if (path := Path(folder, str(rank))).exists() else "killed"
+            for rank in range(ranks)
+        ]
 
 
 def told(results: list[Tensor | str], expected: Tensor, start: Tensor) -> str:
@@ -130,7 +157,9 @@ def told(results: list[Tensor | str], expected: Tensor, start: Tensor) -> str:
     if "killed" in results:
         return "does not end"
     moved = (expected - start).abs().max()
-    worst = max(float((each - expected).abs().max() / moved) for each in results if isinstance(each, Tensor))
+    worst = max(
+        float((each - expected).abs().max() / moved) for each in results if isinstance(each, Tensor)
+    )
     return f"{worst:.1e}" if worst == worst else "not a number"
 
 
@@ -148,8 +177,10 @@ def main() -> None:
     for name in arguments.only:
         for ranks in arguments.ranks:
             expected, start = alone(name, arguments.steps, ranks), weights(Model())
-            cells = [told(run(name, backend, ranks, arguments.steps, arguments.seconds), expected, start)
-                     for backend in ("stock", "ours")]
+            cells = [
+                told(run(name, backend, ranks, arguments.steps, arguments.seconds), expected, start)
+                for backend in ("stock", "ours")
+            ]
             print(f"| {name} | {ranks} | {' | '.join(cells)} |", flush=True)
 
 

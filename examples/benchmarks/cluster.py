@@ -1,10 +1,13 @@
-"""What a step costs on a cluster whose links are slow, against stock DeepSpeed: bytes at the interface, and seconds.
+"""What a step costs on a cluster whose links are slow, against stock DeepSpeed: bytes at the
+interface, and seconds.
 
-    sudo python examples/benchmarks/cluster.py > examples/benchmarks/results/YYYY-MM_<hardware>_cluster.md
+    sudo python examples/benchmarks/cluster.py >
+    examples/benchmarks/results/YYYY-MM_<hardware>_cluster.md
 
-Nodes are network namespaces of this machine, see namespaces.py, and ranks talk over gloo. All sides of a comparison
-take turns in the same processes; what is printed are medians. Where only the wire is in question the model is no more
-than its parameters, and Newton-Schulz is left out on all sides: the cores of one machine are no cluster's.
+Nodes are network namespaces of this machine, see namespaces.py, and ranks talk over gloo. All sides
+of a comparison take turns in the same processes; what is printed are medians. Where only the wire
+is in question the model is no more than its parameters, and Newton-Schulz is left out on all sides:
+the cores of one machine are no cluster's.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class Bar(NamedTuple):
 
     def row(self) -> str:
         """Of a table."""
-        return f"| {self.what} | {self.found:.3f} | {self.bound:.3f} | {'yes' if self.found <= self.bound else 'no'} |"
+        met = "yes" if self.found <= self.bound else "no"
+        return f"| {self.what} | {self.found:.3f} | {self.bound:.3f} | {met} |"
 
 
 class Report:
@@ -56,30 +60,44 @@ class Report:
 
     def __init__(self) -> None:
         self.bars: list[Bar] = []
-        self._seconds = ["| nodes | side | reduce, s | gather, s | both | MB out of a node: reduce | gather |",
-                         "|---|---|---|---|---|---|---|"]
-        self._foretold = ["| nodes | layout | reduce: predicted, s | measured | gather: predicted, s | measured |",
-                          "|---|---|---|---|---|---|"]
+        self._seconds = [
+            "| nodes | side | reduce, s | gather, s | both | MB out of a node: reduce | gather |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        self._foretold = [
+            "| nodes | layout | reduce: predicted, s | measured | gather: predicted, s | measured "
+            "|",
+            "|---|---|---|---|---|---|",
+        ]
         self._links: dict[str, str] = {}
         self._furthest = 0.0
 
     def add(self, cluster: Cluster, name: str, wire: Wire) -> None:
         """A row of seconds and bytes."""
-        self._seconds.append(f"| {cluster} | {name} | {wire.reduce.seconds:.2f} | {wire.gather.seconds:.2f} | "
-                             f"{wire.seconds:.2f} | {wire.reduce.sent / MB:.2f} | {wire.gather.sent / MB:.2f} |")
+        self._seconds.append(
+            f"| {cluster} | {name} | {wire.reduce.seconds:.2f} | {wire.gather.seconds:.2f} | "
+            f"{wire.seconds:.2f} | {wire.reduce.sent / MB:.2f} | {wire.gather.sent / MB:.2f} |"
+        )
 
-    def compare(self, cluster: Cluster, name: str, wire: Wire, foretold: tuple[float, float], links: Links) -> None:
+    def compare(
+        self, cluster: Cluster, name: str, wire: Wire, foretold: tuple[float, float], links: Links
+    ) -> None:
         """A row of predictions."""
         cells = []
         for one, other in zip(foretold, wire, strict=True):
             self._furthest = max(self._furthest, abs(one / other.seconds - 1))
             cells.append(f"{one:.2f} | {other.seconds:.2f} ({one / other.seconds - 1:+.0%})")
         self._foretold.append(f"| {cluster} | {name} | {' | '.join(cells)} |")
-        self._links.setdefault(str(cluster), ", ".join(f"{key} {value:.3g}" for key, value in links if key != "tflops"))
+        self._links.setdefault(
+            str(cluster), ", ".join(f"{key} {value:.3g}" for key, value in links if key != "tflops")
+        )
 
     def print(self) -> None:
         """All of it."""
-        bars = [*self.bars, Bar("predicted against measured, the furthest off", self._furthest, 0.2)]
+        bars = [
+            *self.bars,
+            Bar("predicted against measured, the furthest off", self._furthest, 0.2),
+        ]
         print("| what | found | at most | reached |\n|---|---|---|---|")
         print("\n".join(bar.row() for bar in bars), end="\n\n")
         print("\n".join(self._seconds), end="\n\n")
@@ -94,29 +112,62 @@ def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
     """Bar 1."""
     for num_nodes in (2, 4):
         cluster = Cluster(num_nodes, 1, 1000)
-        taken, *_, model_bytes, _, _ = run(cluster, partial(on_the_wire, config=config, bucket_numel=BUCKET_NUMEL,
-                                                            rounds=rounds, names=[OURS, STOCK]))
+        taken, *_, model_bytes, _, _ = run(
+            cluster,
+            partial(
+                on_the_wire,
+                config=config,
+                bucket_numel=BUCKET_NUMEL,
+                rounds=rounds,
+                names=[OURS, STOCK],
+            ),
+        )
         for name, wire in taken.items():
             report.add(cluster, name, wire)
         bound = 2 * (num_nodes - 1) / num_nodes
         sent = taken[OURS].reduce.sent + taken[OURS].gather.sent
-        report.bars.append(Bar(f"bytes at the interface over the model's, {num_nodes} nodes", sent / model_bytes,
-                               1.02 * bound))
+        report.bars.append(
+            Bar(
+                f"bytes at the interface over the model's, {num_nodes} nodes",
+                sent / model_bytes,
+                1.02 * bound,
+            )
+        )
 
 
 def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) -> None:
     """Bar 2."""
     cluster = Cluster(2, 4, 200)
-    taken, foretold, model_bytes, _, links = run(cluster, partial(
-        on_the_wire, config=config, bucket_numel=BUCKET_NUMEL, rounds=rounds, names=list(OPTIMIZERS)))
+    taken, foretold, model_bytes, _, links = run(
+        cluster,
+        partial(
+            on_the_wire,
+            config=config,
+            bucket_numel=BUCKET_NUMEL,
+            rounds=rounds,
+            names=list(OPTIMIZERS),
+        ),
+    )
     for name, wire in taken.items():
         report.add(cluster, name, wire)
     report.compare(cluster, "the engine's", taken[SYNCS], foretold, links)
     report.bars += [
-        Bar(f"{cluster}: bytes of the reduction across a link over half of the model's",
-            taken[OURS].reduce.sent / (model_bytes / 2), 1.1),
-        Bar(f"{cluster}: reduce + gather over stock Muon's", taken[OURS].seconds / taken[STOCK].seconds, 0.65),
-        Bar(f"{cluster}: reduce + gather over stock AdamW's", taken[OURS].seconds / taken[ADAMW].seconds, 1.0)]
+        Bar(
+            f"{cluster}: bytes of the reduction across a link over half of the model's",
+            taken[OURS].reduce.sent / (model_bytes / 2),
+            1.1,
+        ),
+        Bar(
+            f"{cluster}: reduce + gather over stock Muon's",
+            taken[OURS].seconds / taken[STOCK].seconds,
+            0.65,
+        ),
+        Bar(
+            f"{cluster}: reduce + gather over stock AdamW's",
+            taken[OURS].seconds / taken[ADAMW].seconds,
+            1.0,
+        ),
+    ]
 
 
 def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: int) -> list[str]:
@@ -124,8 +175,10 @@ def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: i
     cluster = Cluster(2, 1, 1000)
     taken = run(cluster, partial(whole_steps, config=config, tokens=tokens, rounds=rounds))
     ours = taken[OURS].seconds
-    report.bars += [Bar(f"{cluster}: whole step over stock Muon's", ours / taken[STOCK].seconds, 0.72),
-                    Bar(f"{cluster}: whole step over stock AdamW's", ours / taken[ADAMW].seconds, 1.1)]
+    report.bars += [
+        Bar(f"{cluster}: whole step over stock Muon's", ours / taken[STOCK].seconds, 0.72),
+        Bar(f"{cluster}: whole step over stock AdamW's", ours / taken[ADAMW].seconds, 1.1),
+    ]
     return [f"| {name} | {of.seconds:.2f} | {of.sent / MB:.1f} |" for name, of in taken.items()]
 
 
@@ -139,16 +192,24 @@ def one_matrix_over_even(report: Report, numel: int, rounds: int) -> None:
     for dtype in ("float32", "bfloat16"):
         ours, even = taken[f"matrices {dtype}"], taken[f"even {dtype}"]
         report.bars += [
-            Bar(f"{cluster}: one matrix a bucket over even shards, {dtype}, reduce",
-                ours.reduce.seconds / even.reduce.seconds, 1.15),
-            Bar(f"{cluster}: the same, gather", ours.gather.seconds / even.gather.seconds, 1.2)]
+            Bar(
+                f"{cluster}: one matrix a bucket over even shards, {dtype}, reduce",
+                ours.reduce.seconds / even.reduce.seconds,
+                1.15,
+            ),
+            Bar(f"{cluster}: the same, gather", ours.gather.seconds / even.gather.seconds, 1.2),
+        ]
 
 
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="of each comparison (default: 7)")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs; its times say nothing")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="tiny sizes, to see that it runs; its times say nothing",
+    )
     args = parser.parse_args()
     be_the_switch()
     rounds, small = args.rounds, args.small
@@ -160,11 +221,16 @@ def main() -> None:
     several_ranks_behind_a_link(report, config, rounds)
     one_matrix_over_even(report, 1 << 17 if small else 1_000_000, rounds)
     steps = steps_of_two_nodes(report, larger, larger.context * (1 if small else 4), rounds)
-    numels = [sum(param.numel() for param in GPT(each).parameters()) / MB for each in (config, larger)]
+    numels = [
+        sum(param.numel() for param in GPT(each).parameters()) / MB for each in (config, larger)
+    ]
     print("Steps over slow links, against stock DeepSpeed. " + " ".join(["sudo python", *sys.argv]))
-    print(f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
-          f"{commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numels[0]:.1f} M parameters, "
-          f"for whole steps {numels[1]:.1f} M, float32; medians of {rounds} rounds.\n")
+    print(
+        f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
+        f"commit {commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of "
+        f"{numels[0]:.1f} M parameters, for whole steps {numels[1]:.1f} M, float32; medians of "
+        f"{rounds} rounds.\n"
+    )
     report.print()
     print("| whole step | s | MB out of a node |\n|---|---|---|\n" + "\n".join(steps))
 

@@ -1,4 +1,6 @@
-"""What ranks of a cluster do for cluster.py: engines and synchronisations that take turns, and what they spent."""
+"""What ranks of a cluster do for cluster.py: engines and synchronisations that take turns, and what
+they spent.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     STOCK: {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "torch_adam": True}},
     ADAMW: {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
 }
-#: Elements of a bucket of ours, where there are several. Stock has nothing to gain from several, and has one.
+#: Elements of a bucket of ours, where there are several. Stock has nothing to gain from several,
+#: and has one.
 BUCKET_NUMEL = 2_500_000
 #: Of whole steps.
 STEPS_A_TURN = 2
@@ -53,7 +56,9 @@ class Spent(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What takes part in a comparison: the operations that are measured, and what comes before and after them."""
+    """What takes part in a comparison: the operations that are measured, and what comes before and
+    after them.
+    """
 
     operations: Sequence[Callable[[], object]]
     before: Callable[[], object] = lambda: None
@@ -68,12 +73,16 @@ def spent_by(operation: Callable[[], object], cluster: Cluster) -> Spent:
     dist.barrier()
     seconds, sent = time.monotonic() - start, sent_bytes() - before
     everyone = comm.gather_objects((seconds, sent), group=None)
-    return Spent(max(each for each, _ in everyone), sum(each for _, each in everyone) / cluster.ranks)
+    return Spent(
+        max(each for each, _ in everyone), sum(each for _, each in everyone) / cluster.ranks
+    )
 
 
 def take_turns(sides: Mapping[str, Side], cluster: Cluster, rounds: int) -> dict[str, list[Spent]]:
     """The median of each operation of each side, after one round that does not count."""
-    taken: dict[str, list[list[Spent]]] = {name: [[] for _ in side.operations] for name, side in sides.items()}
+    taken: dict[str, list[list[Spent]]] = {
+        name: [[] for _ in side.operations] for name, side in sides.items()
+    }
     for turn in range(rounds + 1):
         for name, side in sides.items():
             side.before()
@@ -83,10 +92,19 @@ def take_turns(sides: Mapping[str, Side], cluster: Cluster, rounds: int) -> dict
                     all_of_it.append(spent)
             side.after()
         if int(os.environ["RANK"]) == 0:
-            print(turn, {name: [f"{each[-1].seconds:.2f}" for each in of if each] for name, of in taken.items()},
-                  file=sys.stderr, flush=True)
-    return {name: [Spent(*map(statistics.median, zip(*each, strict=True))) for each in of]
-            for name, of in taken.items()}
+            print(
+                turn,
+                {
+                    name: [f"{each[-1].seconds:.2f}" for each in of if each]
+                    for name, of in taken.items()
+                },
+                file=sys.stderr,
+                flush=True,
+            )
+    return {
+        name: [Spent(*map(statistics.median, zip(*each, strict=True))) for each in of]
+        for name, of in taken.items()
+    }
 
 
 class Parameters(nn.Module):
@@ -101,14 +119,29 @@ class Parameters(nn.Module):
         return torch.stack([param.sum() for param in self.model.parameters()]).sum()
 
 
-def make_engine(optimizer: str, model: nn.Module, bucket_numel: int, *, overlap: bool = False) -> Any:
-    """In the configuration that is best here: float32, stage 1. Without streams, stock has nothing to overlap."""
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-              "zero_optimization": {"stage": 1}, "optimizer": OPTIMIZERS[optimizer]}
+def make_engine(
+    optimizer: str, model: nn.Module, bucket_numel: int, *, overlap: bool = False
+) -> Any:
+    """In the configuration that is best here: float32, stage 1. Without streams, stock has nothing
+    to overlap.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 1},
+        "optimizer": OPTIMIZERS[optimizer],
+    }
     if optimizer == OURS:
-        config["zero_optimization"] = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": bucket_numel}
+        config["zero_optimization"] = {
+            "stage": 1,
+            "overlap_comm": True,
+            "reduce_bucket_size": bucket_numel,
+        }
         config["layerwise"] = {"overlap_param_gather": overlap}
-    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
 
 
 def leave_out_newton_schulz() -> None:
@@ -117,21 +150,38 @@ def leave_out_newton_schulz() -> None:
     orthogonalized.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
 
 
-
-
 class Syncs:
     """Reduction and gather of ``layout`` without an engine, on numbers whose averages are known."""
 
     def __init__(self, layout: Layout, wires: Wires, dtype: torch.dtype) -> None:
         self.layout, rank = layout, dist.get_rank()
-        self._values, grads = (FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.dtypes, dtype))
-                               for _ in range(2))
+        self._values, grads = (
+            FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.dtypes, dtype))
+            for _ in range(2)
+        )
         self._numels = {slot.name: slot.numel for bucket in layout.buckets for slot in bucket.slots}
-        params = {name: nn.Parameter(torch.zeros(1, dtype=dtype).expand(numel)) for name, numel in self._numels.items()}
-        self._reduced = ShardBuffer(layout, rank, [torch.empty(stop - start) for start, stop in
-                                                   (bucket.shard(rank) for bucket in layout.buckets)])
-        self._grads = GradSync(layout, rank, params, grads, self._reduced, wires=wires,
-                               divide_by=float(layout.world_size), wire_dtype=lambda bucket: dtype)
+        params = {
+            name: nn.Parameter(torch.zeros(1, dtype=dtype).expand(numel))
+            for name, numel in self._numels.items()
+        }
+        self._reduced = ShardBuffer(
+            layout,
+            rank,
+            [
+                torch.empty(stop - start)
+                for start, stop in (bucket.shard(rank) for bucket in layout.buckets)
+            ],
+        )
+        self._grads = GradSync(
+            layout,
+            rank,
+            params,
+            grads,
+            self._reduced,
+            wires=wires,
+            divide_by=float(layout.world_size),
+            wire_dtype=lambda bucket: dtype,
+        )
         self._params = ParamSync(layout, rank, params, self._values, wires=wires)
 
     @property
@@ -162,19 +212,23 @@ class Syncs:
         """Raise unless every element arrived."""
         mean, size = (self.layout.world_size - 1) / 2, self.layout.world_size
         for bucket in self.layout.buckets:
-            pieces = [self._reduced.piece(piece.name) for piece in self._reduced.pieces[bucket.index]]
+            pieces = [
+                self._reduced.piece(piece.name) for piece in self._reduced.pieces[bucket.index]
+            ]
             if any(not torch.all(piece == mean) for piece in pieces):
                 raise ValueError(f"bucket {bucket.index} was not averaged")
             for rank in range(size):
                 for piece in bucket.pieces(rank):
-                    place = self._values.bucket(bucket)[piece.start - bucket.start:][:piece.numel]
+                    place = self._values.bucket(bucket)[piece.start - bucket.start :][: piece.numel]
                     if not torch.all(place == rank):
                         raise ValueError(f"bucket {bucket.index} did not arrive")
 
 
 def wires_here() -> Wires:
     """Of all ranks, with sums in rank order."""
-    return make_wires({1: None}, nodes.node_of_each_rank(), native=False, device=torch.device("cpu"))
+    return make_wires(
+        {1: None}, nodes.node_of_each_rank(), native=False, device=torch.device("cpu")
+    )
 
 
 def median_of(operation: Callable[[], object], times: int) -> float:
@@ -204,23 +258,39 @@ def latency_us(other: int) -> float:
 
 
 def measure_links(cluster: Cluster, wires: Wires) -> Links:
-    """Latencies, and the rates inside a node, as they are here; the links' own rate as it was set."""
+    """Latencies, and the rates inside a node, as they are here; the links' own rate as it was
+    set.
+    """
     wire, note = wires[1], torch.zeros(cluster.ranks)
     between_us = latency_us(cluster.ranks_per_node)
     # Of as many processes as ranks not all are on a core when a message comes for them.
-    everyone_us = 1e6 * median_of(lambda: comm.all_to_all(torch.empty_like(note), note, group=None).wait(), 15)
+    everyone_us = 1e6 * median_of(
+        lambda: comm.all_to_all(torch.empty_like(note), note, group=None).wait(), 15
+    )
     inside_us, inside_gb_s = between_us, 1.0
     if wire.inside is not None:
         inside_us = latency_us(1)
         sent = torch.zeros(2_000_000)
         received, others = torch.empty_like(sent), 1 - 1 / cluster.ranks_per_node
-        inside_gb_s = sent.nbytes * others / 1e9 / median_of(
-            lambda: comm.all_to_all(received, sent, group=wire.inside).wait(), 9)
+        inside_gb_s = (
+            sent.nbytes
+            * others
+            / 1e9
+            / median_of(lambda: comm.all_to_all(received, sent, group=wire.inside).wait(), 9)
+        )
     rows, total = torch.zeros(4, 1_000_000), torch.zeros(1_000_000)
     memory_gb_s = (rows.nbytes + total.nbytes) / 1e9 / median_of(lambda: average(rows, total, 1), 9)
-    return Links(inside_gb_s=inside_gb_s, between_gb_s=cluster.link_gb_s, inside_us=inside_us, between_us=between_us,
-                 ranks_per_node=cluster.ranks_per_node, rails=1, memory_gb_s=memory_gb_s, on_host=True,
-                 peer_us=max(0.0, everyone_us - between_us) / (cluster.ranks - 1))
+    return Links(
+        inside_gb_s=inside_gb_s,
+        between_gb_s=cluster.link_gb_s,
+        inside_us=inside_us,
+        between_us=between_us,
+        ranks_per_node=cluster.ranks_per_node,
+        rails=1,
+        memory_gb_s=memory_gb_s,
+        on_host=True,
+        peer_us=max(0.0, everyone_us - between_us) / (cluster.ranks - 1),
+    )
 
 
 class Wire(NamedTuple):
@@ -242,8 +312,11 @@ def predicted(layout: Layout, links: Links, wire: str) -> tuple[float, float]:
     return (time_of.reduce + time_of.sums) / 1e9, (time_of.params + time_of.gather) / 1e9
 
 
-def on_the_wire(cluster: Cluster, *, config: GPTConfig, bucket_numel: int, rounds: int, names: Sequence[str]) -> Any:
-    """Engines without computation, and the synchronisations of ours alone: by side what they took; what was foretold.
+def on_the_wire(
+    cluster: Cluster, *, config: GPTConfig, bucket_numel: int, rounds: int, names: Sequence[str]
+) -> Any:
+    """Engines without computation, and the synchronisations of ours alone: by side what they took;
+    what was foretold.
 
     Returns also the bytes of the model, and how its buckets travel.
     """
@@ -259,19 +332,31 @@ def on_the_wire(cluster: Cluster, *, config: GPTConfig, bucket_numel: int, round
     links = measure_links(cluster, wires)
     sides[SYNCS] = Syncs(layout, wires, torch.float32).side
     taken = {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()}
-    return taken, predicted(layout, links, "float32"), 4 * numel, [bucket.way for bucket in layout.buckets], links
+    return (
+        taken,
+        predicted(layout, links, "float32"),
+        4 * numel,
+        [bucket.way for bucket in layout.buckets],
+        links,
+    )
 
 
-def whole_steps(cluster: Cluster, *, config: GPTConfig, tokens: int, rounds: int) -> dict[str, Spent]:
+def whole_steps(
+    cluster: Cluster, *, config: GPTConfig, tokens: int, rounds: int
+) -> dict[str, Spent]:
     """Real steps: forward, backward, and the optimizer's; by side.
 
-    A turn is several of them, and over when all has arrived: what is sent during the next forward pass counts, too.
+    A turn is several of them, and over when all has arrived: what is sent during the next forward
+    pass counts, too.
     """
     sides = {}
     for name in OPTIMIZERS:
         engine = make_engine(name, GPT(config), BUCKET_NUMEL, overlap=True)
-        windows = torch.randint(VOCABULARY, (tokens // config.context, config.context + 1),
-                                generator=torch.Generator().manual_seed(dist.get_rank()))
+        windows = torch.randint(
+            VOCABULARY,
+            (tokens // config.context, config.context + 1),
+            generator=torch.Generator().manual_seed(dist.get_rank()),
+        )
 
         def step(engine: Any = engine, windows: Tensor = windows) -> None:
             for _ in range(STEPS_A_TURN):
@@ -281,12 +366,16 @@ def whole_steps(cluster: Cluster, *, config: GPTConfig, tokens: int, rounds: int
                 param.sum()
 
         sides[name] = Side((step,))
-    return {name: Spent(*(each / STEPS_A_TURN for each in of)) for name, (of,) in
-            take_turns(sides, cluster, rounds).items()}
+    return {
+        name: Spent(*(each / STEPS_A_TURN for each in of))
+        for name, (of,) in take_turns(sides, cluster, rounds).items()
+    }
 
 
 def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
-    """As many matrices as ranks, no two alike, so that nothing goes in rows: in cuts, and the same bytes evenly."""
+    """As many matrices as ranks, no two alike, so that nothing goes in rows: in cuts, and the same
+    bytes evenly.
+    """
     wires, size = wires_here(), cluster.ranks
     links, sides, foretold = measure_links(cluster, wires), {}, {}
     # Each is a little larger than the one before; together they are size x numel elements.
@@ -294,12 +383,26 @@ def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
     for dtype in (torch.float32, torch.bfloat16):
         wire = dtype_name(dtype)
         for whole, name in ((False, f"even {wire}"), (True, f"matrices {wire}")):
-            layout = plan_layout([ParamSpec(f"matrix{index}", (each, 1024), wire, whole, each if whole else 0,
-                                            wire=wire) for index, each in enumerate(rows)], size, bucket_numel=1,
-                                 links=links)
+            layout = plan_layout(
+                [
+                    ParamSpec(
+                        f"matrix{index}", (each, 1024), wire, whole, each if whole else 0, wire=wire
+                    )
+                    for index, each in enumerate(rows)
+                ],
+                size,
+                bucket_numel=1,
+                links=links,
+            )
             ways = {bucket.way for bucket in layout.buckets}
             if ways != {"cuts" if whole else "even"} or len(layout.buckets) != size:
-                raise ValueError(f"{name} was meant to be {size} buckets in one way, and is {layout.buckets}")
+                raise ValueError(
+                    f"{name} was meant to be {size} buckets in one way, and is {layout.buckets}"
+                )
             sides[name] = Syncs(layout, wires, dtype).side
             foretold[name] = predicted(layout, links, wire)
-    return {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()}, foretold, links
+    return (
+        {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()},
+        foretold,
+        links,
+    )

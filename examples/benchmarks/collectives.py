@@ -1,10 +1,11 @@
-"""What travels in one optimizer step: LayerWiseMuon against stock DeepSpeed Muon, counted by one script.
+"""What travels in one optimizer step: LayerWiseMuon against stock DeepSpeed Muon, counted by one
+script.
 
     python examples/benchmarks/collectives.py --ranks 2 4
 
-Counts elements that a rank sends, on average over the ranks, by the usual bounds: an all-reduce of n elements is
-2(R-1)/R n, every other collective (R-1)/R of the whole; of an all-to-all it counts what goes to others. Needs no
-network and no accelerator: R processes over gloo.
+Counts elements that a rank sends, on average over the ranks, by the usual bounds: an all-reduce of
+n elements is 2(R-1)/R n, every other collective (R-1)/R of the whole; of an all-to-all it counts
+what goes to others. Needs no network and no accelerator: R processes over gloo.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import ds_layerwise
 
 
 class WireCounter:
-    """Counts collectives of ``deepspeed.comm`` by kind: calls, elements and bytes sent by the average rank."""
+    """Counts collectives of ``deepspeed.comm`` by kind: calls, elements and bytes sent by the
+    average rank.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -44,13 +47,17 @@ class WireCounter:
         self.bytes[kind] += sent * itemsize
 
     def averaged(self) -> WireCounter:
-        """The same over all ranks: what one sends in an all-to-all may be more than what another does."""
+        """The same over all ranks: what one sends in an all-to-all may be more than what another
+        does.
+        """
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (self.elements, self.bytes))
         mean = WireCounter()
         mean.calls = self.calls
         for kind in self.elements:
-            mean.elements[kind] = round(sum(elements[kind] for elements, _ in everyone) / len(everyone))
+            mean.elements[kind] = round(
+                sum(elements[kind] for elements, _ in everyone) / len(everyone)
+            )
             mean.bytes[kind] = round(sum(sent[kind] for _, sent in everyone) / len(everyone))
         return mean
 
@@ -62,7 +69,10 @@ class WireCounter:
             "broadcast": lambda tensor, *_, **__: (tensor, tensor.numel()),
             "reduce": lambda tensor, *_, **__: (tensor, tensor.numel()),
             "all_gather_into_tensor": lambda output, tensor, *_, **__: (output, output.numel()),
-            "all_gather": lambda tensors, tensor, *_, **__: (tensor, sum(t.numel() for t in tensors)),
+            "all_gather": lambda tensors, tensor, *_, **__: (
+                tensor,
+                sum(t.numel() for t in tensors),
+            ),
             "reduce_scatter_tensor": lambda output, tensor, *_, **__: (tensor, tensor.numel()),
         }
         size = dist.get_world_size()
@@ -71,7 +81,9 @@ class WireCounter:
             tensor, numel = whole[name](*args, **kwargs)
             return tensor, round((2 if name == "all_reduce" else 1) * numel * (size - 1) / size)
 
-        sent = {name: partial(by_mean_rank, name) for name in whole} | {"all_to_all_single": _sent_to_others}
+        sent = {name: partial(by_mean_rank, name) for name in whole} | {
+            "all_to_all_single": _sent_to_others
+        }
         originals = {name: getattr(dist, name) for name in sent}
         for name, of_call in sent.items():
             setattr(dist, name, self._wrapped(name, originals[name], of_call))
@@ -81,16 +93,25 @@ class WireCounter:
             for name, original in originals.items():
                 setattr(dist, name, original)
 
-    def _wrapped(self, name: str, original: Callable[..., Any], sent: Callable[..., tuple[Any, int]]) -> Any:
+    def _wrapped(
+        self, name: str, original: Callable[..., Any], sent: Callable[..., tuple[Any, int]]
+    ) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             tensor, numel = sent(*args, **kwargs)
             self.add(name, numel, tensor.element_size())
             return original(*args, **kwargs)
+
         return collective
 
 
-def _sent_to_others(output: Any, tensor: Any, *_: Any, input_split_sizes: Sequence[int] | None = None,
-                    group: Any = None, **__: Any) -> tuple[Any, int]:
+def _sent_to_others(
+    output: Any,
+    tensor: Any,
+    *_: Any,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    **__: Any,
+) -> tuple[Any, int]:
     """What an all-to-all sends, but for what stays on this rank."""
     size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
     own = tensor.numel() // size if input_split_sizes is None else input_split_sizes[rank]
@@ -114,21 +135,35 @@ class Block(nn.Module):
 def build_model(width: int = 64, layers: int = 3, rows: int = 256) -> nn.Module:
     """An embedding, ``layers`` blocks and a head."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(rows, width), *[Block(width) for _ in range(layers)],
-                         nn.Linear(width, rows, bias=False))
+    return nn.Sequential(
+        nn.Embedding(rows, width),
+        *[Block(width) for _ in range(layers)],
+        nn.Linear(width, rows, bias=False),
+    )
 
 
-def count_step(optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps: int = 3,
-               **sections: Any) -> tuple[WireCounter, int]:
+def count_step(
+    optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps: int = 3, **sections: Any
+) -> tuple[WireCounter, int]:
     """Count the last of ``steps`` steps. Returns the counter and the number of trained elements."""
     model = build_model()
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": bucket_numel,
-                              "allgather_bucket_size": bucket_numel},
-        "optimizer": optimizer, "steps_per_print": 10**9, **sections,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 1,
+            "overlap_comm": True,
+            "reduce_bucket_size": bucket_numel,
+            "allgather_bucket_size": bucket_numel,
+        },
+        "optimizer": optimizer,
+        "steps_per_print": 10**9,
+        **sections,
     }
-    engine, *_ = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = ds_layerwise.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     counter = WireCounter()
     for step in range(steps):
         torch.manual_seed(100 * step + dist.get_rank())
@@ -150,21 +185,37 @@ OPTIMIZERS = {
 
 
 def _rank(rank: int, size: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    # Only inference uses this operator, and its memory has the name of the port, which others may have, too.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    # Only inference uses this operator, and its memory has the name of the port, which others may
+    # have, too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
-    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=120),
-                          init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(seconds=120),
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=size,
+    )
     for name, optimizer in OPTIMIZERS.items():
         counter, numel = count_step(optimizer)
         if rank == 0:
             total = sum(counter.elements.values())
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counter.calls.items()))
             with open(f"{folder}/rows", "a") as rows:
-                rows.write(f"| {size} | {name} | {total} | {total / numel:.3f} | {2 * (size - 1) / size:.3f} | "
-                           f"{3 * (size - 1) / size:.3f} | {kinds} |\n")
+                rows.write(
+                    f"| {size} | {name} | {total} | {total / numel:.3f} | "
+                    f"{2 * (size - 1) / size:.3f} | {3 * (size - 1) / size:.3f} | {kinds} |\n"
+                )
     dist.destroy_process_group()
 
 
@@ -173,8 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
-    table = ["| ranks | optimizer | elements sent a rank and step | / model | 2(R-1)/R | 3(R-1)/R | calls |",
-             "|---|---|---|---|---|---|---|"]
+    table = [
+        "| ranks | optimizer | elements sent a rank and step | / model | 2(R-1)/R | 3(R-1)/R | "
+        "calls |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for size in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, (size, folder), nprocs=size)

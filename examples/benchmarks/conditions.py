@@ -10,18 +10,36 @@ from pathlib import Path
 
 def commit() -> str:
     """The commit of this checkout, with a mark where something in it is not committed."""
-    described = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty",
-                                "--exclude", "*"], capture_output=True, text=True, check=False)
+    described = subprocess.run(
+        [
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--dirty",
+            "--exclude",
+            "*",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return described.stdout.strip() if described.returncode == 0 else "none"
 
 
 def processor() -> str:
     """The name of the processor, and how many the machine has."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if os.path.exists("/proc/cpuinfo") else []
+    lines = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if os.path.exists("/proc/cpuinfo")
+        else []
+    )
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{os.cpu_count()} vCPU {names[0] if names else platform.machine()}"
 
 
 def conditions() -> str:
     """The machine, how busy it is, the interpreter and the commit."""
-    return f"{processor()}, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; commit {commit()}"
+    python = f"Python {platform.python_version()}"
+    return f"{processor()}, load {os.getloadavg()[0]:.1f}, {python}; commit {commit()}"

@@ -1,11 +1,14 @@
-"""How many operations torch dispatches in a step and in a backward pass, beside those of the bare module.
+"""How many operations torch dispatches in a step and in a backward pass, beside those of the bare
+module.
 
     python examples/benchmarks/dispatches.py [--by_name]
 
-A GPT of 12 layers, width 128, in bf16, on one rank; in a launch-bound run each of them is microseconds of a host.
+A GPT of 12 layers, width 128, in bf16, on one rank; in a launch-bound run each of them is
+microseconds of a host.
 
-A ``torch._foreach_*`` call counts as one. On an accelerator it is a few launches; on a CPU torch runs at least one
-operation for each of its tensors within it, which torch's profiler shows and nothing here counts.
+A ``torch._foreach_*`` call counts as one. On an accelerator it is a few launches; on a CPU torch
+runs at least one operation for each of its tensors within it, which torch's profiler shows and
+nothing here counts.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ WIDTH, LAYERS, HEADS, TOKENS, LENGTH = 128, 12, 4, 512, 32
 
 #: What the table does not say.
 ABOUT_FOREACH = """\
-A torch._foreach_* call counts as one operation: on an accelerator it is a few launches, on a CPU at least one operation
-for each of its tensors, within it, which torch's profiler shows. So these are no counts of what a CPU runs."""
+A torch._foreach_* call counts as one operation: on an accelerator it is a few launches, on a CPU at
+least one operation for each of its tensors, within it, which torch's profiler shows. So these are
+no counts of what a CPU runs."""
 
 #: How many a step may take, and a backward pass for each of the bare module's.
 MOST_IN_STEP, MOST_IN_BACKWARD = 1300, 1.2
@@ -81,11 +85,15 @@ class Gpt(nn.Module):
         x = self.embed(tokens[:, :-1]) + self.place.weight
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 def counted(bucket_numel: int) -> dict[str, Counter[str]]:
-    """What is dispatched in a backward pass and a step, and in a backward pass of the bare module."""
+    """What is dispatched in a backward pass and a step, and in a backward pass of the bare
+    module.
+    """
     torch.manual_seed(0)
     tokens = torch.randint(TOKENS, (2, LENGTH + 1))
     bare, found = Gpt().bfloat16(), {}
@@ -95,10 +103,16 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
             loss.backward()
         found["backward, bare"] = found_here.counts
         bare.zero_grad()
-    engine, *_ = ds_layerwise.initialize(model=Gpt(), config={
-        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-        "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": bucket_numel}})
+    engine, *_ = ds_layerwise.initialize(
+        model=Gpt(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}},
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": bucket_numel},
+        },
+    )
     for _ in range(3):
         loss = engine(tokens)
         with Operations() as in_backward:
@@ -114,17 +128,33 @@ def main() -> None:
     parser.add_argument("--by_name", action="store_true", help="which they are, too")
     parser.add_argument("--bucket_numel", type=int, default=500_000_000)
     args = parser.parse_args()
-    # Only inference uses this operator, and its memory has the name of the port, which others may have, too.
+    # Only inference uses this operator, and its memory has the name of the port, which others may
+    # have, too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=5),
-                              init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_distributed(
+            "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timedelta(minutes=5),
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+        )
         found = counted(args.bucket_numel)
         dist.destroy_process_group()
-    print(f"\nOperations that torch dispatches. python examples/benchmarks/dispatches.py\n{conditions()}; torch "
-          f"{torch.__version__}\n\n| | operations | at most |\n|---|---|---|")
-    bounds = {"backward": int(MOST_IN_BACKWARD * sum(found["backward, bare"].values())), "step": MOST_IN_STEP}
+    print(
+        "\nOperations that torch dispatches. python "
+        f"examples/benchmarks/dispatches.py\n{conditions()}; torch {torch.__version__}\n\n| | "
+        "operations | at most |\n|---|---|---|"
+    )
+    bounds = {
+        "backward": int(MOST_IN_BACKWARD * sum(found["backward, bare"].values())),
+        "step": MOST_IN_STEP,
+    }
     for where, counts in found.items():
         print(f"| {where} | {sum(counts.values())} | {bounds.get(where, '')} |")
         if args.by_name:

@@ -1,12 +1,14 @@
-"""What no CPU can show: tests over NCCL, speed, streams that race, and memory, on the GPUs of one node.
+"""What no CPU can show: tests over NCCL, speed, streams that race, and memory, on the GPUs of one
+node.
 
     python examples/benchmarks/gpu.py --out examples/benchmarks/results/YYYY-MM_<hardware>_gpu.md
 
-One command, on one GPU or on all of a node. What is not done in time is given up, so that all of it takes less than
-ten minutes; the report is written after every section, and names what has not run. All sides of a table take turns in
-the same processes; what is printed are medians, of the slowest rank. A section that fails says so in the report, the
-others run all the same, and the exit code is 1. On a CPU, ``--device cpu --tiny`` goes through everything once, and
-measures nothing. Nothing is compiled by torch, on no side, unless ``--compile`` says so, which takes longer.
+One command, on one GPU or on all of a node. What is not done in time is given up, so that all of it
+takes less than ten minutes; the report is written after every section, and names what has not run.
+All sides of a table take turns in the same processes; what is printed are medians, of the slowest
+rank. A section that fails says so in the report, the others run all the same, and the exit code is
+1. On a CPU, ``--device cpu --tiny`` goes through everything once, and measures nothing. Nothing is
+compiled by torch, on no side, unless ``--compile`` says so, which takes longer.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 TESTS = "tests/distributed/step/test_on_device.py"
 #: Ranks that the tests come with.
 TEST_RANKS = (1, 2, 4)
-#: How far what a rank holds may be from what is predicted, and a step's peak over what it is said to work in.
+#: How far what a rank holds may be from what is predicted, and a step's peak over what it is said
+#: to work in.
 MEMORY_BAR_PERCENT = 2.0
 #: Seconds from the start after which no section runs any more.
 TOTAL_S = 560.0
@@ -44,8 +47,14 @@ TOTAL_S = 560.0
 ENDING_S = 10.0
 
 
-def on_ranks(place: Place, work: Callable[[Place], Any], *, limit_s: float, ranks: int | None = None,
-             env: Mapping[str, str] | None = None) -> list[Any]:
+def on_ranks(
+    place: Place,
+    work: Callable[[Place], Any],
+    *,
+    limit_s: float,
+    ranks: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """What ``work`` returns on each rank, each in a process of its own.
 
     Raises:
@@ -56,8 +65,14 @@ def on_ranks(place: Place, work: Callable[[Place], Any], *, limit_s: float, rank
     ranks = ranks or place.ranks
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_ranks(folder, ranks, functools.partial(_write, Path(folder), place, work), device=place.device,
-                      env=env, limit_s=limit_s)
+            run_ranks(
+                folder,
+                ranks,
+                functools.partial(_write, Path(folder), place, work),
+                device=place.device,
+                env=env,
+                limit_s=limit_s,
+            )
         except RuntimeError as error:
             said = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
             raise RuntimeError(f"{error}\n{said[0] if said else ''}".strip()) from error
@@ -78,7 +93,8 @@ def slowest(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: max(each["ms"][name] for each in everyone) for name in everyone[0]["ms"]}
 
 
-# --- sections --------------------------------------------------------------------------------------------------------
+# --- sections
+
 
 def tests(place: Place, limit_s: float) -> Found:
     """Tests that are there for any device, on the largest number of ranks that has one each."""
@@ -87,14 +103,32 @@ def tests(place: Place, limit_s: float) -> Found:
     if place.tiny:
         chosen = f"exact and {chosen}-2-native"
     with tempfile.TemporaryDirectory() as folder:
-        report, chosen_names = Path(folder, "report.xml"), Path(folder, "cache", "v", "cache", "nodeids")
+        report, chosen_names = (
+            Path(folder, "report.xml"),
+            Path(folder, "cache", "v", "cache", "nodeids"),
+        )
         env = {**os.environ, "THOROUGH": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "pytest", TESTS, "-m", "gpu", "-k", chosen, "-q", f"--junitxml={report}",
-                   "-o", f"cache_dir={chosen_names.parents[2]}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            TESTS,
+            "-m",
+            "gpu",
+            "-k",
+            chosen,
+            "-q",
+            f"--junitxml={report}",
+            "-o",
+            f"cache_dir={chosen_names.parents[2]}",
+        ]
         with open(Path(folder, "output"), "w+") as output:
-            # Where a shell has begun this in the background, interrupts are ignored here, and would be there.
+            # Where a shell has begun this in the background, interrupts are ignored here, and would
+            # be there.
             ours = signal.signal(signal.SIGINT, signal.default_int_handler)
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT
+            )
             signal.signal(signal.SIGINT, ours)
             try:
                 process.wait(limit_s)
@@ -104,14 +138,23 @@ def tests(place: Place, limit_s: float) -> Found:
                 late = [f"not done after {limit_s:g} seconds"]
             output.seek(0)
             if not report.exists():
-                return Found(problems=[*late, f"pytest ended with code {process.returncode}: {output.read()[-2000:]}"])
+                return Found(
+                    problems=[
+                        *late,
+                        f"pytest ended with code {process.returncode}: {output.read()[-2000:]}",
+                    ]
+                )
         names = json.loads(chosen_names.read_text()) if chosen_names.exists() else []
         found = read_report(report.read_text(), [name.rpartition("::")[2] for name in names])
-    return Found([*found.lines, f"\n`{' '.join(['pytest', *command[3:9]])}`"], [*late, *found.problems])
+    return Found(
+        [*found.lines, f"\n`{' '.join(['pytest', *command[3:9]])}`"], [*late, *found.problems]
+    )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Let pytest write down what it has, and end all that it has started, which would outlive it and keep devices."""
+    """Let pytest write down what it has, and end all that it has started, which would outlive it
+    and keep devices.
+    """
     from measuring import family
 
     # An interrupt can be lost, where it comes during a fork or a collection of garbage.
@@ -135,12 +178,14 @@ def kill(processes: Sequence[int]) -> None:
 
 
 def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
-    """Counts of a report of pytest's; a problem is what did not pass, also what was skipped, or is ``chosen`` and not
-    there."""
+    """Counts of a report of pytest's; a problem is what did not pass, also what was skipped, or is
+    ``chosen`` and not there."""
     counts, problems, missing = {"passed": 0, "failed": 0, "skipped": 0}, [], Counter(chosen)
     # One that was interrupted has no name.
     for case in ElementTree.fromstring(xml).iterfind(".//testcase[@name]"):
-        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        wrong = next(
+            (child for child in case if child.tag in ("failure", "error", "skipped")), None
+        )
         kind = "passed" if wrong is None else "skipped" if wrong.tag == "skipped" else "failed"
         counts[kind] += 1
         missing[case.attrib["name"]] -= 1
@@ -159,27 +204,41 @@ def newton_schulz(place: Place, limit_s: float) -> Found:
     """Newton-Schulz of matrices of real models."""
     from gpu_ranks import newton_schulz_times
 
-    found, = on_ranks(place, newton_schulz_times, limit_s=limit_s, ranks=1)
+    (found,) = on_ranks(place, newton_schulz_times, limit_s=limit_s, ranks=1)
     rows = found["rows"]
-    lines = ["Five simple steps of a batch. share: FLOPs of the plain iteration, and its restarts, a second, over "
-             "those of a product of two squares in that dtype. over: our time over that of stock DeepSpeed's same "
-             "method, and of torch.optim.Muon's, which is standard, one matrix at a time. Ours returns float32, the "
-             "others what they multiply in.",
-             "", "| model | matrices | side | dtype | ms | share | over stock | over torch |",
-             "|---|---|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "Five simple steps of a batch. share: FLOPs of the plain iteration, and its restarts, a "
+        "second, over those of a product of two squares in that dtype. over: our time over that of "
+        "stock DeepSpeed's same method, and of torch.optim.Muon's, which is standard, one matrix "
+        "at a time. Ours returns float32, the others what they multiply in.",
+        "",
+        "| model | matrices | side | dtype | ms | share | over stock | over torch |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
     for row in rows:
         ms = row["ms"]
         for name, each in ms.items():
             side, _, method = name.partition(" ")
             over = f"{each / ms[f'stock {method}']:.2f}" if side == "ours" else ""
             over_torch = f"{each / ms['torch']:.2f}" if side == "ours" and "torch" in ms else ""
-            lines.append(f"| {row['model']} | {row['shape']} | {name} | {row['dtypes'][name]} | {each:.2f} | "
-                         f"{row['share'][name]:.2f} | {over} | {over_torch} |")
-    lines += ["", "One product of each matrix with its own transpose in bf16: in full (1), and in strips of rows up to "
-              "the diagonal, which are mirrored. Where strips are faster, symmetric.py may use them here, too.", "",
-              "| model | matrices | strips | ms | over in full |", "|---|---|---:|---:|---:|",
-              *(f"| strips | {row['shape']} | {number} | {each:.3f} | {each / row['ms']['1']:.2f} |"
-                for row in found["strips"] for number, each in row["ms"].items())]
+            lines.append(
+                f"| {row['model']} | {row['shape']} | {name} | {row['dtypes'][name]} | {each:.2f} "
+                f"| {row['share'][name]:.2f} | {over} | {over_torch} |"
+            )
+    lines += [
+        "",
+        "One product of each matrix with its own transpose in bf16: in full (1), and in strips of "
+        "rows up to the diagonal, which are mirrored. Where strips are faster, symmetric.py may "
+        "use them here, too.",
+        "",
+        "| model | matrices | strips | ms | over in full |",
+        "|---|---|---:|---:|---:|",
+        *(
+            f"| strips | {row['shape']} | {number} | {each:.3f} | {each / row['ms']['1']:.2f} |"
+            for row in found["strips"]
+            for number, each in row["ms"].items()
+        ),
+    ]
     return Found(lines, [] if "torch" in rows[0]["ms"] else ["this torch has no torch.optim.Muon"])
 
 
@@ -189,23 +248,38 @@ def step(place: Place, limit_s: float) -> Found:
 
     everyone = on_ranks(place, step_times, limit_s=limit_s)
     ms = slowest(everyone)
-    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1, with clipping and, but for "
-                  "torch's, float32 masters and the gather of what was updated. Gradients were there before.", "",
-                  "| side | ms | ours over it |", "|---|---:|---:|",
-                  *(f"| {name} | {each:.2f} | {ms[OURS] / each:.2f} |" for name, each in ms.items())])
+    return Found(
+        [
+            f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1, with clipping and, "
+            "but for torch's, float32 masters and the gather of what was updated. Gradients were "
+            "there before.",
+            "",
+            "| side | ms | ours over it |",
+            "|---|---:|---:|",
+            *(f"| {name} | {each:.2f} | {ms[OURS] / each:.2f} |" for name, each in ms.items()),
+        ]
+    )
 
 
 def batches(place: Place, limit_s: float) -> Found:
-    """One optimizer step with as few matrices a bucket as there can be, which is about one a rank."""
+    """One optimizer step with as few matrices a bucket as there can be, which is about one a
+    rank.
+    """
     from gpu_ranks import batch_times
 
     everyone = on_ranks(place, batch_times, limit_s=limit_s)
     ms = slowest(everyone)
     first, few = next(iter(ms.values())), everyone[0]["in_a_bucket"]
-    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; but for the last, a bucket has "
-                  f"{' or '.join(map(str, few))} matri{'ces' if few[-1] > 1 else 'x'}.", "",
-                  "| matrices are updated | ms | over one by one |", "|---|---:|---:|",
-                  *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items())])
+    return Found(
+        [
+            f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; but for the last, a "
+            f"bucket has {' or '.join(map(str, few))} matri{'ces' if few[-1] > 1 else 'x'}.",
+            "",
+            "| matrices are updated | ms | over one by one |",
+            "|---|---:|---:|",
+            *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items()),
+        ]
+    )
 
 
 def offload(place: Place, limit_s: float) -> Found:
@@ -215,9 +289,16 @@ def offload(place: Place, limit_s: float) -> Found:
     everyone = on_ranks(place, offload_times, limit_s=limit_s)
     ms, moved = slowest(everyone), max(each["moved"] for each in everyone)
     first = next(iter(ms.values()))
-    return Found([f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; {moved / 1e9:.2f} GB come and go "
-                  "on the fullest rank.", "", "| masters and states | ms | over on the device |", "|---|---:|---:|",
-                  *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items())])
+    return Found(
+        [
+            f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, stage 1; {moved / 1e9:.2f} GB "
+            "come and go on the fullest rank.",
+            "",
+            "| masters and states | ms | over on the device |",
+            "|---|---:|---:|",
+            *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items()),
+        ]
+    )
 
 
 #: By variant of a race: whether there is overlap, the seed of disturbances, and the environment.
@@ -237,22 +318,33 @@ def streams(place: Place, limit_s: float) -> Found:
     from gpu_ranks import race
 
     until, digests, missing = time.monotonic() + limit_s, {}, {}
-    names = [*list(VARIANTS)[:1], "no overlap", "streams late at random"] if place.tiny else list(VARIANTS)
+    names = (
+        [*list(VARIANTS)[:1], "no overlap", "streams late at random"]
+        if place.tiny
+        else list(VARIANTS)
+    )
     for name in names:
         overlap, seed, env = VARIANTS[name]
         if (left := until - time.monotonic()) < 1:
             missing[name] = f"not run for want of time, of which there were {limit_s:g} seconds"
             continue
         try:
-            digests[name] = on_ranks(place, functools.partial(race, overlap=overlap, seed=seed), limit_s=round(left, 1),
-                                     env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env})
+            digests[name] = on_ranks(
+                place,
+                functools.partial(race, overlap=overlap, seed=seed),
+                limit_s=round(left, 1),
+                env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env},
+            )
         except RuntimeError as error:
             missing[name] = str(error)
     return compare(digests, missing)
 
 
-def compare(digests: Mapping[str, Sequence[Mapping[str, str]]], missing: Mapping[str, str] | None = None) -> Found:
-    """By variant and rank, digests by setup: those of the first variant that is there are the ones to have.
+def compare(
+    digests: Mapping[str, Sequence[Mapping[str, str]]], missing: Mapping[str, str] | None = None
+) -> Found:
+    """By variant and rank, digests by setup: those of the first variant that is there are the ones
+    to have.
 
     Args:
         missing: by variant, why it is not there.
@@ -261,12 +353,23 @@ def compare(digests: Mapping[str, Sequence[Mapping[str, str]]], missing: Mapping
     if not digests:
         return Found(problems=problems)
     first = next(iter(digests.values()))
-    lines = ["Losses and weights after some steps of two micro-batches.", "",
-             f"| variant | {' | '.join(first[0])} |", f"|---|{'---|' * len(first[0])}"]
+    lines = [
+        "Losses and weights after some steps of two micro-batches.",
+        "",
+        f"| variant | {' | '.join(first[0])} |",
+        f"|---|{'---|' * len(first[0])}",
+    ]
     for name, everyone in digests.items():
-        wrong = {setup for mine, wanted in zip(everyone, first, strict=True) for setup in wanted
-                 if mine[setup] != wanted[setup]}
-        lines.append(f"| {name} | {' | '.join('other bits' if s in wrong else 'same bits' for s in first[0])} |")
+        wrong = {
+            setup
+            for mine, wanted in zip(everyone, first, strict=True)
+            for setup in wanted
+            if mine[setup] != wanted[setup]
+        }
+        lines.append(
+            f"| {name} | "
+            f"{' | '.join('other bits' if s in wrong else 'same bits' for s in first[0])} |"
+        )
         problems += [f"{name}: other bits at {setup}" for setup in sorted(wrong)]
     lines += [f"| {name} | {' | '.join(['no result'] * len(first[0]))} |" for name in missing or ()]
     return Found(lines, problems)
@@ -276,42 +379,60 @@ def memory(place: Place, limit_s: float) -> Found:
     """What a rank holds, against the forecast that ``plan`` and the start-up table print."""
     from gpu_ranks import memory_of
 
-    lines = ["held: tensors alive between two steps. peak: the most of a step over that, beside what `plan` says an "
-             "update works in; on several ranks it includes what travels between cuts and owners, and only on one it "
-             "must not be more.", "",
-             "| run | rank | predicted, MB | held | off by | works in, said | peak |", "|---|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "held: tensors alive between two steps. peak: the most of a step over that, beside what "
+        "`plan` says an update works in; on several ranks it includes what travels between cuts "
+        "and owners, and only on one it must not be more.",
+        "",
+        "| run | rank | predicted, MB | held | off by | works in, said | peak |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
     problems = []
     for rank, jobs in enumerate(on_ranks(place, memory_of, limit_s=limit_s)):
         for job in jobs:
             off = 100 * (job["held"] / job["predicted"] - 1)
             peak = "" if job["peak"] is None else f"{job['peak'] / 1e6:.1f}"
-            lines.append(f"| {job['job']} | {rank} | {job['predicted'] / 1e6:.1f} | {job['held'] / 1e6:.1f} | "
-                         f"{off:+.2f} % | {job['workspace'] / 1e6:.1f} | {peak} |")
+            lines.append(
+                f"| {job['job']} | {rank} | {job['predicted'] / 1e6:.1f} | {job['held'] / 1e6:.1f} "
+                f"| {off:+.2f} % | {job['workspace'] / 1e6:.1f} | {peak} |"
+            )
             # A tiny model is as small as what an engine has beside it.
             if abs(off) > MEMORY_BAR_PERCENT and not place.tiny:
                 problems.append(f"{job['job']}, rank {rank}: {off:+.2f} % off what is predicted")
             over = 0 if job["peak"] is None else 100 * (job["peak"] / job["workspace"] - 1)
             if over > MEMORY_BAR_PERCENT and place.ranks == 1 and not place.tiny:
-                problems.append(f"{job['job']}: a step takes {over:.2f} % more than what it is said to work in")
+                problems.append(
+                    f"{job['job']}: a step takes {over:.2f} % more than what it is said to work in"
+                )
     return Found(lines, problems)
 
 
 #: By title: what runs, and after how many seconds it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
-    "Tests": (tests, 180), "Newton-Schulz": (newton_schulz, 60), "Step": (step, 90), "Batches": (batches, 30),
-    "Offload": (offload, 70), "Streams": (streams, 100), "Memory": (memory, 60)}
+    "Tests": (tests, 180),
+    "Newton-Schulz": (newton_schulz, 60),
+    "Step": (step, 90),
+    "Batches": (batches, 30),
+    "Offload": (offload, 70),
+    "Streams": (streams, 100),
+    "Memory": (memory, 60),
+}
 
 
 def main() -> None:
     """Write the report, and end with code 1 if anything is wrong."""
     begun = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="the file for the report")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="everything once, as small as it goes")
     parser.add_argument("--ranks", type=int, help="how many GPUs; all of them by default")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument("--compile", action="store_true", help="let stock compile what it does by default")
+    parser.add_argument(
+        "--compile", action="store_true", help="let stock compile what it does by default"
+    )
     args = parser.parse_args()
     if args.device == "cpu" and not args.tiny:
         parser.error("--device cpu takes --tiny: the sizes are those of a GPU")
@@ -326,20 +447,31 @@ def main() -> None:
 
     available = torch.cuda.device_count() if args.device == "cuda" else os.cpu_count() or 1
     if not available:
-        print("there is no GPU here; --device cpu --tiny goes through everything on the CPU", file=sys.stderr)
+        print(
+            "there is no GPU here; --device cpu --tiny goes through everything on the CPU",
+            file=sys.stderr,
+        )
         sys.exit(2)
     ranks = args.ranks if args.ranks is not None else available if args.device == "cuda" else 1
     if not 1 <= ranks <= available:
-        parser.error(f"--ranks must be from 1 to {available}, as many as this machine has devices, got {ranks}")
+        parser.error(
+            f"--ranks must be from 1 to {available}, as many as this machine has devices, got "
+            f"{ranks}"
+        )
     from gpu_ranks import Place, describe
 
     if torch.cuda.is_initialized():
-        parser.error("an import, perhaps of deepspeed, has begun to use the GPU, which ranks, forks of this process, "
-                     "then cannot; pip install deepspeed==0.19.8, whose import does not")
+        parser.error(
+            "an import, perhaps of deepspeed, has begun to use the GPU, which ranks, forks of this "
+            "process, then cannot; pip install deepspeed==0.19.8, whose import does not"
+        )
     try:
         args.out.open("a").close()
     except OSError as error:
-        parser.error(f"--out {args.out} cannot be written: {error.strerror}; make its folder, or name another file")
+        parser.error(
+            f"--out {args.out} cannot be written: {error.strerror}; make its folder, or name "
+            "another file"
+        )
     place = Place(args.device, ranks, args.tiny)
     found = on_ranks(place, describe, limit_s=60, ranks=1)[0]
     place = Place(args.device, ranks, args.tiny, found["memory"])
@@ -349,8 +481,16 @@ def main() -> None:
         args.out.write_text("\n".join([*head, *lines]))
 
     write(not_yet(args.sections))
-    whole = run(place, {title: SECTIONS[title] for title in args.sections}, until=begun + TOTAL_S, write=write)
-    print(f"{args.out}: " + ("nothing is wrong" if not whole.problems else f"{len(whole.problems)} problems:"))
+    whole = run(
+        place,
+        {title: SECTIONS[title] for title in args.sections},
+        until=begun + TOTAL_S,
+        write=write,
+    )
+    print(
+        f"{args.out}: "
+        + ("nothing is wrong" if not whole.problems else f"{len(whole.problems)} problems:")
+    )
     for problem in whole.problems:
         print(f"* {problem}")
     sys.exit(1 if whole.problems else 0)

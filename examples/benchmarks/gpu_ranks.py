@@ -1,4 +1,6 @@
-"""What ranks do for gpu.py: Newton-Schulz, steps, offload, a race with the streams, and memory; in forks of it."""
+"""What ranks do for gpu.py: Newton-Schulz, steps, offload, a race with the streams, and memory; in
+forks of it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     # FusedAdam would be compiled first.
     STOCK: {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "torch_adam": True}},
 }
-#: Bytes that the sides of the largest comparison hold for a parameter, all engines together, with some room.
+#: Bytes that the sides of the largest comparison hold for a parameter, all engines together, with
+#: some room.
 BYTES_PER_PARAMETER = 48
 
 
@@ -77,7 +80,9 @@ class Place:
         if self.tiny:
             return GPTConfig(layers=2, width=64, heads=1, context=16)
         params = min(params, self.memory_bytes / BYTES_PER_PARAMETER)
-        return GPTConfig(layers=max(1, round(params / (12 * 2048**2))), width=2048, heads=16, context=256)
+        return GPTConfig(
+            layers=max(1, round(params / (12 * 2048**2))), width=2048, heads=16, context=256
+        )
 
 
 def describe(place: Place) -> dict[str, Any]:
@@ -85,15 +90,22 @@ def describe(place: Place) -> dict[str, Any]:
     if place.device == "cpu":
         return {"name": "CPU", "memory": 0, "nccl": "gloo", "cuda": "none"}
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"name": found.name, "memory": found.total_memory, "cuda": torch.version.cuda,
-            "nccl": f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"}
+    return {
+        "name": found.name,
+        "memory": found.total_memory,
+        "cuda": torch.version.cuda,
+        "nccl": f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
+    }
 
 
-# --- Newton-Schulz ---------------------------------------------------------------------------------------------------
+# --- Newton-Schulz
 
 #: By model, the shapes of its matrices.
-SHAPES = {"GPT-2": [(768, 768), (3072, 768)], "Llama-8B": [(4096, 4096), (14336, 4096), (1024, 4096)],
-          "Llama-70B": [(8192, 8192), (28672, 8192), (1024, 8192)]}
+SHAPES = {
+    "GPT-2": [(768, 768), (3072, 768)],
+    "Llama-8B": [(4096, 4096), (14336, 4096), (1024, 4096)],
+    "Llama-70B": [(8192, 8192), (28672, 8192), (1024, 8192)],
+}
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -106,8 +118,8 @@ def torchs(matrices: Tensor) -> None:
 
 
 def by_strips(x: Tensor, strips: int) -> Tensor:
-    """``x @ x.mT`` of ``(k, m, n)``, of which the lower triangle is computed in so many strips of rows and mirrored, as
-    symmetric.py does on a CPU."""
+    """``x @ x.mT`` of ``(k, m, n)``, of which the lower triangle is computed in so many strips of
+    rows and mirrored, as symmetric.py does on a CPU."""
     if strips == 1:
         return torch.bmm(x, x.mT)
     side = x.shape[-2]
@@ -125,51 +137,94 @@ def strip_times(place: Place) -> list[dict[str, Any]]:
     rows = []
     for m, n in [(32, 48)] if place.tiny else [(512, 2048), (2048, 2048)]:
         batch = 2 if place.tiny else max(1, min(12, MAX_BATCH_NUMEL // (m * n)))
-        x = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(place.device, torch.bfloat16)
-        rows.append({"shape": f"{batch} x {m} x {n}", "ms": in_turns(
-            {str(strips): functools.partial(by_strips, x, strips) for strips in (1, 2, 4, 8)}, place.repetitions,
-            finish=place.finish)})
+        x = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(
+            place.device, torch.bfloat16
+        )
+        rows.append(
+            {
+                "shape": f"{batch} x {m} x {n}",
+                "ms": in_turns(
+                    {
+                        str(strips): functools.partial(by_strips, x, strips)
+                        for strips in (1, 2, 4, 8)
+                    },
+                    place.repetitions,
+                    finish=place.finish,
+                ),
+            }
+        )
     return rows
 
 
 def newton_schulz_times(place: Place) -> dict[str, Any]:
-    """By shape: milliseconds of each side, and what the machine's own product of two squares reaches; and of strips."""
+    """By shape: milliseconds of each side, and what the machine's own product of two squares
+    reaches; and of strips.
+    """
     device, rows = torch.device(place.device), []
     fast = fast_dtypes(device)
     shapes = {"tiny": [(32, 48)]} if place.tiny else SHAPES
     for model, each in shapes.items():
         for m, n in each:
             batch = 2 if place.tiny else max(1, min(12, MAX_BATCH_NUMEL // (m * n)))
-            matrices = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(device)
+            matrices = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(
+                device
+            )
             side, sides, kinds = 64 if place.tiny else 8192, {}, {}
-            for method, stock in (("gram", original_muon.zeropower_via_gram_newtonschulz),
-                                  ("standard", original_muon.zeropower_via_newtonschulz5)):
+            for method, stock in (
+                ("gram", original_muon.zeropower_via_gram_newtonschulz),
+                ("standard", original_muon.zeropower_via_newtonschulz5),
+            ):
                 kinds[f"ours {method}"] = compute_dtype("auto", method, fast)
                 kinds[f"stock {method}"] = original_muon.ns_compute_dtype(method)
                 sides[f"ours {method}"] = functools.partial(
-                    newton_schulz, matrices, coefficients("simple", 5), method=method,
-                    dtype=kinds[f"ours {method}"])
+                    newton_schulz,
+                    matrices,
+                    coefficients("simple", 5),
+                    method=method,
+                    dtype=kinds[f"ours {method}"],
+                )
                 sides[f"stock {method}"] = functools.partial(stock, matrices, 5)
             if hasattr(torch.optim, "Muon"):
                 kinds["torch"], sides["torch"] = torch.bfloat16, functools.partial(torchs, matrices)
-            squares = {kind: torch.randn(side, side, device=device).to(kind) for kind in set(kinds.values())}
-            own = {f"own {NAMES[kind]}": functools.partial(torch.mm, square, square)
-                   for kind, square in squares.items()}
+            squares = {
+                kind: torch.randn(side, side, device=device).to(kind)
+                for kind in set(kinds.values())
+            }
+            own = {
+                f"own {NAMES[kind]}": functools.partial(torch.mm, square, square)
+                for kind, square in squares.items()
+            }
             ms = in_turns({**sides, **own}, place.repetitions, finish=place.finish)
-            rates = {name: gflop((batch, m, n), "gram" if "gram" in name else "standard", NAMES[kinds[name]])
-                     / ms[name] for name in sides}
-            rows.append({"model": model, "shape": f"{batch} x {m} x {n}", "ms": {name: ms[name] for name in sides},
-                         "dtypes": {name: NAMES[kinds[name]] for name in sides},
-                         "share": {name: rates[name] / (2 * side**3 / 1e9 / ms[f"own {NAMES[kinds[name]]}"])
-                                   for name in sides}})
+            rates = {
+                name: gflop(
+                    (batch, m, n), "gram" if "gram" in name else "standard", NAMES[kinds[name]]
+                )
+                / ms[name]
+                for name in sides
+            }
+            rows.append(
+                {
+                    "model": model,
+                    "shape": f"{batch} x {m} x {n}",
+                    "ms": {name: ms[name] for name in sides},
+                    "dtypes": {name: NAMES[kinds[name]] for name in sides},
+                    "share": {
+                        name: rates[name] / (2 * side**3 / 1e9 / ms[f"own {NAMES[kinds[name]]}"])
+                        for name in sides
+                    },
+                }
+            )
             del matrices, squares, sides, own
     return {"rows": rows, "strips": strip_times(place)}
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
+# --- steps
+
 
 class QuickGpt(GPT):
-    """With torch's own first weights, which a device makes at once: a billion of the example's take a host minutes."""
+    """With torch's own first weights, which a device makes at once: a billion of the example's take
+    a host minutes.
+    """
 
     def _init_weights(self) -> None:
         pass
@@ -182,13 +237,27 @@ def gpt_on(place: Place, config: GPTConfig) -> GPT:
         return QuickGpt(config)
 
 
-def engine_of(optimizer: str, model: nn.Module, layerwise: Mapping[str, Any] | None = None, **zero: Any) -> Any:
+def engine_of(
+    optimizer: str, model: nn.Module, layerwise: Mapping[str, Any] | None = None, **zero: Any
+) -> Any:
     """In bf16, at stage 1."""
-    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, "bf16": {"enabled": True},
-              "gradient_clipping": 1.0, "optimizer": OPTIMIZERS[optimizer],
-              "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 50_000_000, **zero},
-              **({} if layerwise is None else {"layerwise": layerwise})}
-    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": OPTIMIZERS[optimizer],
+        "zero_optimization": {
+            "stage": 1,
+            "overlap_comm": True,
+            "reduce_bucket_size": 50_000_000,
+            **zero,
+        },
+        **({} if layerwise is None else {"layerwise": layerwise}),
+    }
+    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[
+        0
+    ]
 
 
 def windows(config: GPTConfig, device: Any) -> Tensor:
@@ -216,8 +285,12 @@ def step_times(place: Place) -> dict[str, Any]:
         bare(tokens[:, :-1], tokens[:, 1:]).backward()
 
     before = {name: backward_of(engine, config) for name, engine in engines.items()}
-    ms = in_turns({**{name: engine.step for name, engine in engines.items()}, FUSED: fused.step}, place.repetitions,
-                  before={**before, FUSED: backward_bare}, finish=place.finish)
+    ms = in_turns(
+        {**{name: engine.step for name, engine in engines.items()}, FUSED: fused.step},
+        place.repetitions,
+        before={**before, FUSED: backward_bare},
+        finish=place.finish,
+    )
     return {"ms": ms, "numel": sum(p.numel() for p in bare.parameters())}
 
 
@@ -226,24 +299,52 @@ def batch_times(place: Place) -> dict[str, Any]:
 
     An owner then has a matrix of each bucket, as among many ranks, or none.
     """
-    config = place.gpt(2e8) if place.tiny else GPTConfig(layers=16, width=1024, heads=8, context=256)
-    sides: dict[str, tuple[int, bool]] = {"one by one": (1, False), "batches over buckets": (1, True),
-                                          "one bucket": (10**9, True)}
-    engines = {name: engine_of(OURS, gpt_on(place, config), {"batch_matrices": batched}, reduce_bucket_size=numel)
-               for name, (numel, batched) in sides.items()}
-    ms = in_turns({name: engine.step for name, engine in engines.items()}, place.repetitions, finish=place.finish,
-                  before={name: backward_of(engine, config) for name, engine in engines.items()})
-    few = {len(bucket.slots) for bucket in engines["one by one"].optimizer.layout.buckets if bucket.whole}
-    return {"ms": ms, "numel": sum(p.numel() for p in engines["one bucket"].module.parameters()),
-            "in_a_bucket": sorted(few)}
+    config = (
+        place.gpt(2e8) if place.tiny else GPTConfig(layers=16, width=1024, heads=8, context=256)
+    )
+    sides: dict[str, tuple[int, bool]] = {
+        "one by one": (1, False),
+        "batches over buckets": (1, True),
+        "one bucket": (10**9, True),
+    }
+    engines = {
+        name: engine_of(
+            OURS, gpt_on(place, config), {"batch_matrices": batched}, reduce_bucket_size=numel
+        )
+        for name, (numel, batched) in sides.items()
+    }
+    ms = in_turns(
+        {name: engine.step for name, engine in engines.items()},
+        place.repetitions,
+        finish=place.finish,
+        before={name: backward_of(engine, config) for name, engine in engines.items()},
+    )
+    few = {
+        len(bucket.slots)
+        for bucket in engines["one by one"].optimizer.layout.buckets
+        if bucket.whole
+    }
+    return {
+        "ms": ms,
+        "numel": sum(p.numel() for p in engines["one bucket"].module.parameters()),
+        "in_a_bucket": sorted(few),
+    }
 
 
 def offload_times(place: Place) -> dict[str, Any]:
-    """Milliseconds of one step with masters and states on the device, and on the host in each way."""
+    """Milliseconds of one step with masters and states on the device, and on the host in each
+    way.
+    """
     config, host = place.gpt(5e8), {"device": "cpu", "ratio": 1.0}
-    engines = {"device": engine_of(OURS, gpt_on(place, config)), **{
-        name: engine_of(OURS, gpt_on(place, config), offload_optimizer={**host, "pin_memory": pin_memory})
-        for name, pin_memory in (("pinned", True), ("pageable", False))}}
+    engines = {
+        "device": engine_of(OURS, gpt_on(place, config)),
+        **{
+            name: engine_of(
+                OURS, gpt_on(place, config), offload_optimizer={**host, "pin_memory": pin_memory}
+            )
+            for name, pin_memory in (("pinned", True), ("pageable", False))
+        },
+    }
     memory = engines["pinned"].optimizer._owned.host
 
     def one_after_another() -> None:
@@ -254,26 +355,44 @@ def offload_times(place: Place) -> dict[str, Any]:
         place.finish()
         memory._incoming, memory._outgoing = streams
 
-    sides = {"on the device": (engines["device"], engines["device"].step),
-             "on the host, copies beside updates": (engines["pinned"], engines["pinned"].step),
-             "on the host, one after another": (engines["pinned"], one_after_another),
-             "on the host, pageable memory": (engines["pageable"], engines["pageable"].step)}
-    ms = in_turns({name: run for name, (_, run) in sides.items()}, place.repetitions, finish=place.finish,
-                  before={name: backward_of(engine, config) for name, (engine, _) in sides.items()})
+    sides = {
+        "on the device": (engines["device"], engines["device"].step),
+        "on the host, copies beside updates": (engines["pinned"], engines["pinned"].step),
+        "on the host, one after another": (engines["pinned"], one_after_another),
+        "on the host, pageable memory": (engines["pageable"], engines["pageable"].step),
+    }
+    ms = in_turns(
+        {name: run for name, (_, run) in sides.items()},
+        place.repetitions,
+        finish=place.finish,
+        before={name: backward_of(engine, config) for name, (engine, _) in sides.items()},
+    )
     moved = sum(t.nbytes for t in memory.tensors)
-    return {"ms": ms, "moved": moved, "numel": sum(p.numel() for p in engines["device"].module.parameters())}
+    return {
+        "ms": ms,
+        "moved": moved,
+        "numel": sum(p.numel() for p in engines["device"].module.parameters()),
+    }
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
+# --- streams
 
 #: What names end with whose every other bucket travels in cuts; one rank cuts nothing.
 IN_CUTS = ", in cuts"
 #: By name, the sections that a race is run with.
 SETUPS: dict[str, dict[str, Any]] = {
     "stage 1, native": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "native"}},
-    f"stage 1, ordered{IN_CUTS}": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "ordered"}},
-    "stage 2, ordered, on the host": {"zero_optimization": {"stage": 2, "offload_optimizer": {
-        "device": "cpu", "ratio": 0.5, "pin_memory": True}}, "layerwise": {"reduction": "ordered"}},
+    f"stage 1, ordered{IN_CUTS}": {
+        "zero_optimization": {"stage": 1},
+        "layerwise": {"reduction": "ordered"},
+    },
+    "stage 2, ordered, on the host": {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True},
+        },
+        "layerwise": {"reduction": "ordered"},
+    },
 }
 
 
@@ -283,8 +402,12 @@ class Mlp(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh())
-                                      for _ in range(layers)))
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh())
+                for _ in range(layers)
+            )
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean square of the last layer's output."""
@@ -293,8 +416,9 @@ class Mlp(nn.Module):
 
 
 def disturb(place: Place, seed: int) -> None:
-    """Let streams be late at random, for the rest of this process: each before what runs on it, which are forward
-    passes, sums, the exchange with owners, updates, gathers, and what comes from the host and goes there."""
+    """Let streams be late at random, for the rest of this process: each before what runs on it,
+    which are forward passes, sums, the exchange with owners, updates, gathers, and what comes from
+    the host and goes there."""
     luck = random.Random(seed + dist.get_rank())
 
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,6 +429,7 @@ def disturb(place: Place, seed: int) -> None:
             else:
                 time.sleep(luck.random() / 1000)
             return function(*args, **kwargs)
+
         return delayed
 
     Wire.reduce, Wire.gather = late(Wire.reduce), late(Wire.gather)
@@ -315,10 +440,15 @@ def disturb(place: Place, seed: int) -> None:
 
 
 def every_other_in_cuts() -> AbstractContextManager[object]:
-    """Let engines that are made in it have every other whole bucket in cuts, which few ranks choose by themselves."""
+    """Let engines that are made in it have every other whole bucket in cuts, which few ranks choose
+    by themselves.
+    """
     plan, turns = planned.plan_layout, itertools.cycle((True, False))
-    return unittest.mock.patch.object(planned, "plan_layout", lambda *args, **kwargs: in_cuts(
-        plan(*args, **kwargs), lambda bucket: next(turns)))
+    return unittest.mock.patch.object(
+        planned,
+        "plan_layout",
+        lambda *args, **kwargs: in_cuts(plan(*args, **kwargs), lambda bucket: next(turns)),
+    )
 
 
 def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
@@ -328,21 +458,36 @@ def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
     width, layers, found = (16, 3, {}) if place.tiny else (1024, 24, {})
     setups = dict(list(SETUPS.items())[1:]) if place.tiny else SETUPS
     for name, sections in setups.items():
-        config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
-                  "bf16": {"enabled": True}, "gradient_clipping": 1.0, "optimizer": OPTIMIZERS[OURS],
-                  "layerwise": {**sections["layerwise"], "overlap_param_gather": overlap},
-                  "zero_optimization": {**sections["zero_optimization"], "overlap_comm": overlap,
-                                        "reduce_bucket_size": 2 * width**2}}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": OPTIMIZERS[OURS],
+            "layerwise": {**sections["layerwise"], "overlap_param_gather": overlap},
+            "zero_optimization": {
+                **sections["zero_optimization"],
+                "overlap_comm": overlap,
+                "reduce_bucket_size": 2 * width**2,
+            },
+        }
         model = Mlp(width, layers)
         if dist.get_world_size() == 1:
             name = name.removesuffix(IN_CUTS)
         with every_other_in_cuts() if name.endswith(IN_CUTS) else contextlib.nullcontext():
-            engine = ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            engine = ds_layerwise.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )[0]
         digest, losses = hashlib.sha256(), []
         for step in range(2 if place.tiny else 8):
             for micro in range(2):
-                generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dist.get_rank())
-                loss = engine(torch.randn(4, width, generator=generator).to(engine.device, torch.bfloat16))
+                generator = torch.Generator().manual_seed(
+                    1000 * step + 100 * micro + dist.get_rank()
+                )
+                loss = engine(
+                    torch.randn(4, width, generator=generator).to(engine.device, torch.bfloat16)
+                )
                 losses.append(loss.detach())
                 engine.backward(loss)
                 engine.step()
@@ -353,7 +498,8 @@ def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
     return found
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
+
 
 def allocated(place: Place) -> int:
     """Bytes of all tensors, with what the allocator rounds up."""
@@ -363,9 +509,18 @@ def allocated(place: Place) -> int:
 def memory_of(place: Place) -> list[dict[str, Any]]:
     """By job, what this rank holds between two steps and works in, against the forecast."""
     found = []
-    jobs = [Job(folder="", layers=1 if place.tiny else 6, width=64 if place.tiny else 2048, stage=stage, bf16=bf16,
-                bucket_numel=20_000 if place.tiny else 50_000_000, ranks=place.ranks)
-            for stage, bf16 in ((1, True), (2, True), (1, False))]
+    jobs = [
+        Job(
+            folder="",
+            layers=1 if place.tiny else 6,
+            width=64 if place.tiny else 2048,
+            stage=stage,
+            bf16=bf16,
+            bucket_numel=20_000 if place.tiny else 50_000_000,
+            ranks=place.ranks,
+        )
+        for stage, bf16 in ((1, True), (2, True), (1, False))
+    ]
     # What the first engine of a process costs beside its tensors is no matter of the model.
     first, *_ = start(replace(jobs[0], layers=1, width=64))
     train(first, jobs[0])
@@ -391,8 +546,15 @@ def memory_of(place: Place) -> list[dict[str, Any]]:
                 engine.step()
             get_accelerator().synchronize()
             peak = torch.cuda.max_memory_allocated() - now
-        found.append({"job": job.name, "predicted": forecast.memory[rank].total, "held": held,
-                      "workspace": forecast.workspace[rank], "peak": peak})
+        found.append(
+            {
+                "job": job.name,
+                "predicted": forecast.memory[rank].total,
+                "held": held,
+                "workspace": forecast.workspace[rank],
+                "peak": peak,
+            }
+        )
         engine.destroy()
         del engine, model
     return found

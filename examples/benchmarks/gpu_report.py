@@ -1,4 +1,6 @@
-"""The report of gpu.py: what its sections found, section by section, under what is known of the machine."""
+"""The report of gpu.py: what its sections found, section by section, under what is known of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-def run(place: Place, sections: Mapping[str, tuple[Callable[[Place, float], Found], float]], *,
-        until: float = float("inf"), write: Callable[[Sequence[str]], object] | None = None) -> Found:
+def run(
+    place: Place,
+    sections: Mapping[str, tuple[Callable[[Place, float], Found], float]],
+    *,
+    until: float = float("inf"),
+    write: Callable[[Sequence[str]], object] | None = None,
+) -> Found:
     """All sections, whichever of them fail.
 
     Args:
-        until: on the monotonic clock, when all must be over; a section that no longer fits is a problem.
+        until: on the monotonic clock, when all must be over; a section that no longer fits is a
+            problem.
         write: gets all lines so far after every section, with the names of those to come.
     """
     whole, titles = Found(), list(sections)
@@ -58,7 +66,11 @@ def run(place: Place, sections: Mapping[str, tuple[Callable[[Place, float], Foun
 
 def not_yet(titles: Sequence[str]) -> list[str]:
     """What a report says that is not whole."""
-    return [f"**Not all of it: {', '.join(titles)} had not run when this was written.**", ""] if titles else []
+    return (
+        [f"**Not all of it: {', '.join(titles)} had not run when this was written.**", ""]
+        if titles
+        else []
+    )
 
 
 def header(place: Place, found: Mapping[str, Any]) -> list[str]:
@@ -68,18 +80,37 @@ def header(place: Place, found: Mapping[str, Any]) -> list[str]:
 
     def git(*what: str) -> str:
         try:
-            done = subprocess.run(["git", "-C", str(ROOT), *what], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["git", "-C", str(ROOT), *what], capture_output=True, text=True, check=False
+            )
         except OSError:
             return ""
         return done.stdout.strip()
 
-    changed, number = " with changes" if git("status", "--porcelain") else "", git("rev-parse", "--short", "HEAD")
+    changed, number = (
+        " with changes" if git("status", "--porcelain") else "",
+        git("rev-parse", "--short", "HEAD"),
+    )
     command = " ".join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
-    return [f"# {place.ranks} x {found['name']}: tests, speed, streams and memory", "", f"`{command}`", "",
-            f"{place.ranks} x {found['name']}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
-            f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
-            f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python {platform.python_version()}; "
-            f"{f'commit {number}{changed}' if number else 'unknown commit'}; torch.compile "
-            f"{'off on all sides' if os.environ.get('TORCHDYNAMO_DISABLE') == '1' else 'where a side asks for it'}.",
-            "Medians; all sides of a table take turns in the same processes; of several ranks, the slowest.", "",
-            *(["**A tiny run on a CPU: shows that all of it works, and measures nothing.**", ""] if place.tiny else [])]
+    compiles_nowhere = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    return [
+        f"# {place.ranks} x {found['name']}: tests, speed, streams and memory",
+        "",
+        f"`{command}`",
+        "",
+        f"{place.ranks} x "
+        f"{found['name']}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
+        f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
+        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python "
+        f"{platform.python_version()}; "
+        f"{f'commit {number}{changed}' if number else 'unknown commit'}; torch.compile "
+        f"{'off on all sides' if compiles_nowhere else 'where a side asks for it'}.",
+        "Medians; all sides of a table take turns in the same processes; of several ranks, the "
+        "slowest.",
+        "",
+        *(
+            ["**A tiny run on a CPU: shows that all of it works, and measures nothing.**", ""]
+            if place.tiny
+            else []
+        ),
+    ]

@@ -1,4 +1,5 @@
-"""What layouts cost on links, as the model of them predicts: reduce and gather over ring reduce-scatter and all-gather.
+"""What layouts cost on links, as the model of them predicts: reduce and gather over ring
+reduce-scatter and all-gather.
 
     python examples/benchmarks/links.py > examples/benchmarks/results/YYYY-MM_calculated_links.md
 
@@ -28,19 +29,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
-NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
+NAMES = (
+    "gpt2-124m",
+    "qwen3-0.6b",
+    "llama-2-7b",
+    "llama-3-8b",
+    "llama-3-70b",
+    "llama-3-405b",
+    "deepseek-v3",
+)
 RANKS = (8, 64, 512, 4096)
 BUCKET_NUMELS = (50_000_000, 500_000_000)
 #: What reduce and gather may take, over ring reduce-scatter and all-gather.
 BARS: dict[Reduction, float] = {"native": 1.1, "ordered": 1.5}
 
 
-def rings_ns(specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: Links) -> tuple[int, int]:
-    """Ring reduce-scatter and all-gather of the same model in buckets of the same size, one after another.
+def rings_ns(
+    specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: Links
+) -> tuple[int, int]:
+    """Ring reduce-scatter and all-gather of the same model in buckets of the same size, one after
+    another.
 
-    Buckets are those that a ZeRO-1 without owners makes of such a model: every parameter is cut over all ranks.
+    Buckets are those that a ZeRO-1 without owners makes of such a model: every parameter is cut
+    over all ranks.
     """
-    items = [Item(s.name, i, s.numel, s.numel, 0, s.dtype, 1) for i, s in enumerate(reversed(specs))]
+    items = [
+        Item(s.name, i, s.numel, s.numel, 0, s.dtype, 1) for i, s in enumerate(reversed(specs))
+    ]
     wire, dtype = itemsize(specs[0].wire), itemsize(specs[0].dtype)
     buckets = [sum(item.numel for item in bucket) for bucket in cut_stream(items, bucket_numel)]
     group = group_of(ranks, links, 1)
@@ -49,8 +64,12 @@ def rings_ns(specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: L
 
 def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> WireTime:
     """What the collectives of ``layout`` take, one after another."""
-    return wire_time([Load.of_bucket(bucket, wire, reduction) for bucket in layout.buckets],
-                     [bucket.way for bucket in layout.buckets], links, reduction)
+    return wire_time(
+        [Load.of_bucket(bucket, wire, reduction) for bucket in layout.buckets],
+        [bucket.way for bucket in layout.buckets],
+        links,
+        reduction,
+    )
 
 
 @dataclass(frozen=True)
@@ -67,14 +86,33 @@ class Row:
 
     def cells(self) -> list[str]:
         """As the table shows it."""
-        return [self.model, f"{self.ranks:,}", f"{self.bucket_numel / 1e6:.0f} M",
-                *(f"{each:,.1f}" for each in self.rings_ms), self.ways[0],
-                f"{self.reduce['native']:.3f}", f"{self.gather['native']:.3f}", self.ways[1],
-                f"{self.reduce['ordered']:.2f}", f"{self.gather['ordered']:.2f}"]
+        return [
+            self.model,
+            f"{self.ranks:,}",
+            f"{self.bucket_numel / 1e6:.0f} M",
+            *(f"{each:,.1f}" for each in self.rings_ms),
+            self.ways[0],
+            f"{self.reduce['native']:.3f}",
+            f"{self.gather['native']:.3f}",
+            self.ways[1],
+            f"{self.reduce['ordered']:.2f}",
+            f"{self.gather['ordered']:.2f}",
+        ]
 
 
-HEADER = ("model", "ranks", "bucket", "ring reduce, ms", "ring gather, ms", "native ways", "reduce", "gather",
-          "ordered ways", "reduce", "gather")
+HEADER = (
+    "model",
+    "ranks",
+    "bucket",
+    "ring reduce, ms",
+    "ring gather, ms",
+    "native ways",
+    "reduce",
+    "gather",
+    "ordered ways",
+    "reduce",
+    "gather",
+)
 
 
 def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links) -> Iterator[Row]:
@@ -90,53 +128,90 @@ def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, li
     """One layout for native sums, one for ordered ones, and what both take."""
     wire = specs[0].wire
     rings = rings_ns(specs, ranks, bucket_numel, links)
-    layouts = {reduction: plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
-               for reduction in BARS}
-    times = {reduction: predicted(layout, wire, links, reduction) for reduction, layout in layouts.items()}
-    counts = [Counter(bucket.way for bucket in layout.buckets if bucket.whole) for layout in layouts.values()]
-    native, ordered = (" / ".join(str(count[way]) for way in ("even", "ragged", "cuts")) for count in counts)
-    return Row(name, ranks, bucket_numel, (rings[0] / 1e6, rings[1] / 1e6), (native, ordered),
-               {key: (each.reduce + each.sums) / rings[0] for key, each in times.items()},
-               {key: (each.gather + each.params) / rings[1] for key, each in times.items()})
+    layouts = {
+        reduction: plan_layout(
+            specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction
+        )
+        for reduction in BARS
+    }
+    times = {
+        reduction: predicted(layout, wire, links, reduction)
+        for reduction, layout in layouts.items()
+    }
+    counts = [
+        Counter(bucket.way for bucket in layout.buckets if bucket.whole)
+        for layout in layouts.values()
+    ]
+    native, ordered = (
+        " / ".join(str(count[way]) for way in ("even", "ragged", "cuts")) for count in counts
+    )
+    return Row(
+        name,
+        ranks,
+        bucket_numel,
+        (rings[0] / 1e6, rings[1] / 1e6),
+        (native, ordered),
+        {key: (each.reduce + each.sums) / rings[0] for key, each in times.items()},
+        {key: (each.gather + each.params) / rings[1] for key, each in times.items()},
+    )
 
 
 def worst(rows: Sequence[Row], key: Reduction, kind: str) -> str:
     """The largest of a column, and which rows are above its bar."""
     bar = BARS[key]
-    by_value = sorted(((getattr(each, kind)[key], each) for each in rows), key=lambda pair: -pair[0])
-    above = [f"{each.model} x {each.ranks:,} ({each.bucket_numel / 1e6:.0f} M) {value:.2f}"
-             for value, each in by_value if value > bar]
+    by_value = sorted(
+        ((getattr(each, kind)[key], each) for each in rows), key=lambda pair: -pair[0]
+    )
+    above = [
+        f"{each.model} x {each.ranks:,} ({each.bucket_numel / 1e6:.0f} M) {value:.2f}"
+        for value, each in by_value
+        if value > bar
+    ]
     return f"at most {by_value[0][0]:.3f}; {len(above)} of {len(rows)} above {bar}" + (
-        f": {', '.join(above[:6])}{', ...' if len(above) > 6 else ''}" if above else "")
+        f": {', '.join(above[:6])}{', ...' if len(above) > 6 else ''}" if above else ""
+    )
 
 
 def main() -> None:
     """Print a table for each set of links, and a summary for both dtypes on the wire."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     args = parser.parse_args()
-    print("Layouts on links: predicted reduce and gather over ring reduce-scatter and all-gather. python "
-          f"examples/benchmarks/links.py\nCalculated, nothing measured; commit {commit()}; "
-          "bfloat16 parameters; alignment 64; ways: buckets of matrices, even / ragged / cuts.")
+    print(
+        "Layouts on links: predicted reduce and gather over ring reduce-scatter and all-gather. "
+        f"python examples/benchmarks/links.py\nCalculated, nothing measured; commit {commit()}; "
+        "bfloat16 parameters; alignment 64; ways: buckets of matrices, even / ragged / cuts."
+    )
     print("""
-ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and gather: over these.
-Ordered sums are made inside a node first: one bucket is there while the one before is between nodes.
-Native sums, and gathers on accelerators, go inside nodes and between them where that takes less than one ring.
+ring: buckets of the same size without owners, one after another, as ZeRO-1 has them. reduce and
+gather: over these. Ordered sums are made inside a node first: one bucket is there while the one
+before is between nodes. Native sums, and gathers on accelerators, go inside nodes and between them
+where that takes less than one ring.
 """)
     summary = []
     for name, links in LINKS.items():
         for wire in ("bfloat16", "float32"):
             rows = list(measure(args.models, args.ranks, wire, links))
-            summary += [f"| {name} | {wire} | {key} | {kind} | {worst(rows, key, kind)} |"
-                        for kind in ("reduce", "gather") for key in BARS]
+            summary += [
+                f"| {name} | {wire} | {key} | {kind} | {worst(rows, key, kind)} |"
+                for kind in ("reduce", "gather")
+                for key in BARS
+            ]
             if wire == "bfloat16":
-                print(f"{name}: {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node}, {links.rails} x "
-                      f"{links.between_gb_s:g} GB/s between them; gradients travel in {wire}\n")
+                print(
+                    f"{name}: {links.inside_gb_s:g} GB/s inside nodes of {links.ranks_per_node}, "
+                    f"{links.rails} x {links.between_gb_s:g} GB/s between them; gradients travel "
+                    f"in {wire}\n"
+                )
                 print("| " + " | ".join(HEADER) + " |\n|---|" + "---:|" * (len(HEADER) - 1))
                 print("\n".join("| " + " | ".join(each.cells()) + " |" for each in rows) + "\n")
-    print("Over the bars (native 1.1, ordered 1.5):\n\n| links | wire | sums | what | "
-          "result |\n|---|---|---|---|---|\n" + "\n".join(summary))
+    print(
+        "Over the bars (native 1.1, ordered 1.5):\n\n| links | wire | sums | what | result "
+        "|\n|---|---|---|---|---|\n" + "\n".join(summary)
+    )
 
 
 if __name__ == "__main__":

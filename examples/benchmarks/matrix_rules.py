@@ -1,10 +1,11 @@
-"""What does an update cost by each optimizer of whole matrices? Time, FLOPs and states on this CPU, Muon beside them.
+"""What does an update cost by each optimizer of whole matrices? Time, FLOPs and states on this CPU,
+Muon beside them.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/matrix_rules.py
 
-One cycle of updates is timed, in which every basis or root is computed anew once, and divided by its steps; what is
-computed at the first step alone is not in it. CPU time of this thread; the rules take turns, and the best of all cycles
-counts. Each trains one matrix with its defaults.
+One cycle of updates is timed, in which every basis or root is computed anew once, and divided by
+its steps; what is computed at the first step alone is not in it. CPU time of this thread; the rules
+take turns, and the best of all cycles counts. Each trains one matrix with its defaults.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ def rows_of(shape: tuple[int, int], repetitions: int) -> list[str]:
         for name, run in runs.items():
             best[name] = min(best[name], run.cycle_ms())
     numel = shape[0] * shape[1]
-    return [f"| {shape[0]}x{shape[1]} | {name} | {recipe.work(shape) / 1e9:.3f} | "
-            f"{recipe.work(shape) / recipes['muon'].work(shape):.2f} | {best[name]:.1f} | "
-            f"{best[name] / best['muon']:.2f} | {recipe.work(shape) / best[name] / 1e6:.0f} | "
-            f"{recipe.state_bytes(shape) / numel:.1f} | {recipe.workspace(shape) / numel:.1f} |"
-            for name, recipe in recipes.items()]
+    return [
+        f"| {shape[0]}x{shape[1]} | {name} | {recipe.work(shape) / 1e9:.3f} | "
+        f"{recipe.work(shape) / recipes['muon'].work(shape):.2f} | {best[name]:.1f} | "
+        f"{best[name] / best['muon']:.2f} | {recipe.work(shape) / best[name] / 1e6:.0f} | "
+        f"{recipe.state_bytes(shape) / numel:.1f} | {recipe.workspace(shape) / numel:.1f} |"
+        for name, recipe in recipes.items()
+    ]
 
 
 def main() -> None:
@@ -67,8 +70,10 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
-    print("| matrix | optimizer | GFLOP a step | over Muon's | ms a step | over Muon's | GFLOP/s | bytes of states an "
-          "element | bytes to work in an element |")
+    print(
+        "| matrix | optimizer | GFLOP a step | over Muon's | ms a step | over Muon's | GFLOP/s | "
+        "bytes of states an element | bytes to work in an element |"
+    )
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for shape in SHAPES:
         for row in rows_of(shape, repetitions):

@@ -1,7 +1,8 @@
-"""Time of what several ranks do together, or one does in turns, and their memory, sampled from outside.
+"""Time of what several ranks do together, or one does in turns, and their memory, sampled from
+outside.
 
-Memory is anonymous memory: what a process allocated, not what files mapped for reading cost. It is ``Pss_Anon`` in
-/proc, so Linux alone; where forks share some, each counts a fair part of that.
+Memory is anonymous memory: what a process allocated, not what files mapped for reading cost. It is
+``Pss_Anon`` in /proc, so Linux alone; where forks share some, each counts a fair part of that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ INTERVAL_S = 0.004
 
 @dataclass(frozen=True)
 class Event:
-    """One operation, as one process saw it: seconds on the monotonic clock, which all processes share."""
+    """One operation, as one process saw it: seconds on the monotonic clock, which all processes
+    share.
+    """
 
     what: str
     side: str
@@ -91,9 +94,15 @@ def settle() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def in_turns(sides: Mapping[str, Callable[[], object]], repetitions: int, *, finish: Callable[[], object],
-             before: Mapping[str, Callable[[], object]] | None = None) -> dict[str, float]:
-    """The median of each side, in milliseconds; all take turns, so that a disturbance of the machine hits them all.
+def in_turns(
+    sides: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    *,
+    finish: Callable[[], object],
+    before: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, float]:
+    """The median of each side, in milliseconds; all take turns, so that a disturbance of the
+    machine hits them all.
 
     Args:
         finish: waits until what was begun is done.
@@ -114,40 +123,71 @@ def in_turns(sides: Mapping[str, Callable[[], object]], repetitions: int, *, fin
     return {name: statistics.median(each) for name, each in taken.items()}
 
 
-def run_ranks(folder: str, size: int, work: Callable[[Any], None], *, device: str = "cpu",
-              env: Mapping[str, str] | None = None, limit_s: float = float("inf")) -> Samples:
+def run_ranks(
+    folder: str,
+    size: int,
+    work: Callable[[Any], None],
+    *,
+    device: str = "cpu",
+    env: Mapping[str, str] | None = None,
+    limit_s: float = float("inf"),
+) -> Samples:
     """Do ``work`` on ``size`` ranks, forks of this process that meet in ``folder``.
 
     It is handed an event; while that is set, the ranks' memory is sampled.
 
     Args:
-        device: "cpu", over gloo; or "cuda", over NCCL, each rank on the device of its number. This process must not
-            have used them.
+        device: "cpu", over gloo; or "cuda", over NCCL, each rank on the device of its number. This
+            process must not have used them.
         env: what each rank has in its environment, too, before it uses a device.
 
     Raises:
-        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed then.
+        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed
+            then.
     """
     watched = FORK.Event()
-    ranks = [FORK.Process(target=_rank, args=(rank, size, folder, watched, work, device, env or {}))
-             for rank in range(size)]
+    ranks = [
+        FORK.Process(target=_rank, args=(rank, size, folder, watched, work, device, env or {}))
+        for rank in range(size)
+    ]
     for process in ranks:
         process.start()
     return watch(ranks, watched, limit_s)
 
 
-def _rank(rank: int, size: int, folder: str, watched: Any, work: Callable[[Any], None], device: str,
-          env: Mapping[str, str]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_SIZE=str(size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="0", **env)
+def _rank(
+    rank: int,
+    size: int,
+    folder: str,
+    watched: Any,
+    work: Callable[[Any], None],
+    device: str,
+    env: Mapping[str, str],
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        **env,
+    )
     torch.set_num_threads(1)
-    # Only inference uses this operator, building it takes a minute, and the memory of it would be all runs' together.
+    # Only inference uses this operator, building it takes a minute, and the memory of it would be
+    # all runs' together.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_distributed("gloo" if device == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False,
-                          timeout=timedelta(seconds=600), init_method=f"file://{folder}/store-{size}", rank=rank,
-                          world_size=size)
+    dist.init_distributed(
+        "gloo" if device == "cpu" else "nccl",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(seconds=600),
+        init_method=f"file://{folder}/store-{size}",
+        rank=rank,
+        world_size=size,
+    )
     work(watched)
     dist.barrier()
     dist.destroy_process_group()
@@ -157,7 +197,8 @@ def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float
     """Wait for all ``processes``, and sample them while the event ``watched`` is set.
 
     Raises:
-        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed then.
+        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed
+            then.
     """
     samples: Samples = defaultdict(list)
     until = time.monotonic() + limit_s
@@ -180,7 +221,9 @@ def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float
 
 
 def extra_mb(samples: Samples, event: Event) -> float:
-    """The most that its process had during ``event``, over what it had just before; 0 if nobody looked."""
+    """The most that its process had during ``event``, over what it had just before; 0 if nobody
+    looked.
+    """
     before = [mb for when, mb in samples.get(event.pid, ()) if when < event.start]
     during = [mb for when, mb in samples.get(event.pid, ()) if event.start <= when <= event.end]
     return max(during) - before[-1] if before and during else 0.0

@@ -1,13 +1,15 @@
-"""Memory of a rank in real training, at ZeRO stages 1 and 2, against what ``ds-layerwise plan`` predicts.
+"""Memory of a rank in real training, at ZeRO stages 1 and 2, against what ``ds-layerwise plan``
+predicts.
 
     python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
 
-*predicted* is what lives between two steps: parameters, gradients, masters and states, and what two buckets under way
-travel in, which stays on a CPU. Two numbers say what a rank holds. *tensors* adds up the memory of every tensor of the
-process that is alive between two steps and was not before the model was built, each memory once: exact, whoever made
-them. *process* is anonymous memory (``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model
-was built; it includes what the allocator keeps. The peak of gradients comes from the same count of tensors, at every
-moment of a backward pass when a bucket starts, over what lives between two steps.
+*predicted* is what lives between two steps: parameters, gradients, masters and states, and what two
+buckets under way travel in, which stays on a CPU. Two numbers say what a rank holds. *tensors* adds
+up the memory of every tensor of the process that is alive between two steps and was not before the
+model was built, each memory once: exact, whoever made them. *process* is anonymous memory
+(``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model was built; it
+includes what the allocator keeps. The peak of gradients comes from the same count of tensors, at
+every moment of a backward pass when a bucket starts, over what lives between two steps.
 """
 
 from __future__ import annotations
@@ -63,11 +65,20 @@ class Job:
     def ds_config(self) -> dict[str, Any]:
         """The same for the engine and for the plan."""
         return {
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "steps_per_print": 10**9,
             "bf16": {"enabled": self.bf16},
             # One step of Newton-Schulz costs least, and memory is the same for any number.
-            "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.01, "adam_lr": 0.01, "ns_steps": 1}},
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": self.bucket_numel, "overlap_comm": True},
+            "optimizer": {
+                "type": "LayerWiseMuon",
+                "params": {"muon_lr": 0.01, "adam_lr": 0.01, "ns_steps": 1},
+            },
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": self.bucket_numel,
+                "overlap_comm": True,
+            },
         }
 
 
@@ -86,8 +97,11 @@ def example_model() -> ModuleType:
 def build(job: Job) -> nn.Module:
     """The GPT of the examples."""
     model = example_model()
-    built: nn.Module = model.GPT(model.GPTConfig(layers=job.layers, width=job.width, heads=job.width // 64,
-                                                 context=job.context))
+    built: nn.Module = model.GPT(
+        model.GPTConfig(
+            layers=job.layers, width=job.width, heads=job.width // 64, context=job.context
+        )
+    )
     return built
 
 
@@ -102,7 +116,9 @@ def tensor_bytes() -> int:
 
 
 class Peak:
-    """The most of :func:`tensor_bytes` over ``base``, looked at when a bucket starts and before it is sent."""
+    """The most of :func:`tensor_bytes` over ``base``, looked at when a bucket starts and before it
+    is sent.
+    """
 
     def __init__(self, optimizer: Any, base: int) -> None:
         self.base, self.most, self._sync = base, 0, optimizer._grad_sync
@@ -127,7 +143,9 @@ class Peak:
 def start(job: Job) -> tuple[Any, nn.Module]:
     """An engine and its model."""
     model = build(job)
-    return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=job.ds_config())[0], model
+    return ds_layerwise.initialize(
+        model=model, model_parameters=model.parameters(), config=job.ds_config()
+    )[0], model
 
 
 def train(engine: Any, job: Job) -> None:
@@ -158,29 +176,58 @@ def measure(job: Job, watched: Any) -> None:
     with Peak(optimizer, tensors + others) as peak:
         train(engine, job)
     run = RunConfig.from_ds_config(job.ds_config())
-    routes = route_model([ModelParam(p.name, p.shape, "matrix" if optimizer.routes[p.name].whole else "scalar")
-                          for p in params])
-    plan = forecast(specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes), routes, run, job.ranks)
+    routes = route_model(
+        [
+            ModelParam(p.name, p.shape, "matrix" if optimizer.routes[p.name].whole else "scalar")
+            for p in params
+        ]
+    )
+    plan = forecast(
+        specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes),
+        routes,
+        run,
+        job.ranks,
+    )
     if plan.layout.digest() != optimizer.layout.digest():
         raise RuntimeError("the plan is for another layout than the engine's")
     held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]
     itemsize = 2 if job.bf16 else 4
-    Path(job.folder, f"{job.name}-{optimizer.rank}").write_text(json.dumps({
-        "job": job.name, "rank": optimizer.rank, "predicted": held.total + traffic.total, "grads": held.grads,
-        "tensors": tensors, "process": process * 1e6, "under_way": traffic.total, "peak": peak.most,
-        "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
-        "numel": plan.report.numel, "buckets": plan.report.num_buckets}))
+    Path(job.folder, f"{job.name}-{optimizer.rank}").write_text(
+        json.dumps(
+            {
+                "job": job.name,
+                "rank": optimizer.rank,
+                "predicted": held.total + traffic.total,
+                "grads": held.grads,
+                "tensors": tensors,
+                "process": process * 1e6,
+                "under_way": traffic.total,
+                "peak": peak.most,
+                "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
+                "numel": plan.report.numel,
+                "buckets": plan.report.num_buckets,
+            }
+        )
+    )
 
 
 def rows(results: list[dict[str, Any]]) -> list[str]:
     """The table."""
-    lines = ["| run | rank | predicted | tensors | off by | process | gradients kept | under way, predicted | "
-             "one bucket of gradients | peak over what is kept |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| run | rank | predicted | tensors | off by | process | gradients kept | under way, "
+        "predicted | one bucket of gradients | peak over what is kept |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
     for r in results:
-        mb = {key: f"{r[key] / 1e6:.1f}" for key in ("predicted", "tensors", "process", "grads", "under_way", "bucket",
-                                                     "peak")}
-        lines.append(f"| {r['job']} | {r['rank']} | {mb['predicted']} | {mb['tensors']} | {off_by(r):+.2f} % | "
-                     f"{mb['process']} | {mb['grads']} | {mb['under_way']} | {mb['bucket']} | {mb['peak']} |")
+        mb = {
+            key: f"{r[key] / 1e6:.1f}"
+            for key in ("predicted", "tensors", "process", "grads", "under_way", "bucket", "peak")
+        }
+        lines.append(
+            f"| {r['job']} | {r['rank']} | {mb['predicted']} | {mb['tensors']} | {off_by(r):+.2f} "
+            f"% | {mb['process']} | {mb['grads']} | {mb['under_way']} | {mb['bucket']} | "
+            f"{mb['peak']} |"
+        )
     return lines
 
 
@@ -191,9 +238,15 @@ def off_by(result: dict[str, Any]) -> float:
 
 def main() -> None:
     """Print one markdown table, after everything that the engines print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="one run of a tiny model: shows that all of it works")
-    small: dict[str, Any] = {"layers": 2, "width": 64, "bucket_numel": 20_000} if parser.parse_args().small else {}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="one run of a tiny model: shows that all of it works"
+    )
+    small: dict[str, Any] = (
+        {"layers": 2, "width": 64, "bucket_numel": 20_000} if parser.parse_args().small else {}
+    )
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for stage in (2,) if small else (1, 2):
@@ -201,11 +254,19 @@ def main() -> None:
                 job = Job(folder=folder, stage=stage, bf16=bf16, **small)
                 Path(folder, f"store-{job.ranks}").unlink(missing_ok=True)
                 run_ranks(folder, job.ranks, functools.partial(measure, job))
-                results += [json.loads(Path(folder, f"{job.name}-{rank}").read_text()) for rank in range(job.ranks)]
-    print("Memory of a rank between two steps and in a backward pass, in MB. python examples/benchmarks/memory.py")
-    print(f"{conditions()}; deepspeed {deepspeed.__version__}, torch {torch.__version__}. "
-          f"{results[0]['numel'] / 1e6:.1f} M parameters in {results[0]['buckets']} buckets, {job.ranks} ranks over "
-          f"gloo, two micro-batches a step, overlap_comm.\n")
+                results += [
+                    json.loads(Path(folder, f"{job.name}-{rank}").read_text())
+                    for rank in range(job.ranks)
+                ]
+    print(
+        "Memory of a rank between two steps and in a backward pass, in MB. python "
+        "examples/benchmarks/memory.py"
+    )
+    print(
+        f"{conditions()}; deepspeed {deepspeed.__version__}, torch {torch.__version__}. "
+        f"{results[0]['numel'] / 1e6:.1f} M parameters in {results[0]['buckets']} buckets, "
+        f"{job.ranks} ranks over gloo, two micro-batches a step, overlap_comm.\n"
+    )
     print("\n".join(rows(results)))
     if any(abs(off_by(result)) > BAR_PERCENT for result in results):
         sys.exit(f"a prediction is off by more than {BAR_PERCENT:g} %")

@@ -1,11 +1,13 @@
-"""A cluster on one machine: nodes are network namespaces, and links between them have the rate that is asked for.
+"""A cluster on one machine: nodes are network namespaces, and links between them have the rate that
+is asked for.
 
 Needs root on Linux, iproute2, and the kernel's bridge, veth and tbf.
 
 Note: nothing is left behind
-    Namespaces have no names. The caller moves into one of its own, which is the switch, every node's first process into
-    another; the kernel removes them, and all interfaces in them, when their last process is gone. Processes end with
-    the one that started them, even if that is killed.
+    Namespaces have no names. The caller moves into one of its own, which is the switch, every
+    node's first process into another; the kernel removes them, and all interfaces in them, when
+    their last process is gone. Processes end with the one that started them, even if that is
+    killed.
 """
 
 from __future__ import annotations
@@ -86,15 +88,31 @@ def _ip(*words: object, tool: str = "ip") -> str:
 
 
 def _limit(interface: str, mbit_s: int) -> None:
-    # A burst holds the largest segment that the kernel hands over in one piece, and frames count as they would travel.
-    _ip("qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{mbit_s}mbit", "burst", "128kb", "latency", "100ms",
-        tool="tc")
+    # A burst holds the largest segment that the kernel hands over in one piece, and frames count as
+    # they would travel.
+    _ip(
+        "qdisc",
+        "add",
+        "dev",
+        interface,
+        "root",
+        "tbf",
+        "rate",
+        f"{mbit_s}mbit",
+        "burst",
+        "128kb",
+        "latency",
+        "100ms",
+        tool="tc",
+    )
 
 
 def _into_own_network() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
-        raise RuntimeError(f"a network namespace cannot be made ({os.strerror(ctypes.get_errno())}); be root")
+        raise RuntimeError(
+            f"a network namespace cannot be made ({os.strerror(ctypes.get_errno())}); be root"
+        )
     _ip("link", "set", "lo", "up")
 
 
@@ -105,13 +123,16 @@ def _end_with_parent(parent: int) -> None:
 
 
 def be_the_switch() -> None:
-    """Move this process into a network of its own, to which nodes can be joined. It leaves every other one.
+    """Move this process into a network of its own, to which nodes can be joined. It leaves every
+    other one.
 
     Raises:
         RuntimeError: this is no Linux, not root, or without iproute2.
     """
     if not sys.platform.startswith("linux") or not all(map(shutil.which, ("ip", "tc"))):
-        raise RuntimeError("nodes are network namespaces: this needs Linux with iproute2 (ip and tc)")
+        raise RuntimeError(
+            "nodes are network namespaces: this needs Linux with iproute2 (ip and tc)"
+        )
     _into_own_network()
     _ip("link", "add", _SWITCH, "type", "bridge")
     _ip("link", "set", _SWITCH, "up")
@@ -127,7 +148,8 @@ def sent_bytes() -> int:
 
 
 def run(cluster: Cluster, work: Callable[[Cluster], Any], *, timeout_s: float = 1800) -> Any:
-    """Do ``work`` on every rank of ``cluster``, and return what rank 0 returns. :func:`be_the_switch` comes first.
+    """Do ``work`` on every rank of ``cluster``, and return what rank 0 returns.
+    :func:`be_the_switch` comes first.
 
     Ranks are forks of this process that talk over gloo; what they print goes to stderr.
 
@@ -139,7 +161,9 @@ def run(cluster: Cluster, work: Callable[[Cluster], Any], *, timeout_s: float = 
         try:
             for index in range(cluster.nodes):
                 here, there = FORK.Pipe()
-                node = FORK.Process(target=_node, args=(cluster, index, there, os.getpid(), Path(folder), work))
+                node = FORK.Process(
+                    target=_node, args=(cluster, index, there, os.getpid(), Path(folder), work)
+                )
                 node.start()
                 nodes.append(node)
                 _join(cluster, index, here, node)
@@ -151,7 +175,8 @@ def run(cluster: Cluster, work: Callable[[Cluster], Any], *, timeout_s: float = 
             for node in nodes:
                 node.join()
             for index in range(len(nodes)):
-                # A namespace is removed some time after its last process: the next node of that name may come earlier.
+                # A namespace is removed some time after its last process: the next node of that
+                # name may come earlier.
                 subprocess.run(["ip", "link", "del", f"port{index}"], capture_output=True)
 
 
@@ -178,8 +203,14 @@ def _wait(processes: list[BaseProcess], deadline: float) -> None:
         raise RuntimeError(f"a process ended with code {codes[0]}")
 
 
-def _node(cluster: Cluster, index: int, pipe: Connection, parent: int, folder: Path,
-          work: Callable[[Cluster], Any]) -> None:
+def _node(
+    cluster: Cluster,
+    index: int,
+    pipe: Connection,
+    parent: int,
+    folder: Path,
+    work: Callable[[Cluster], Any],
+) -> None:
     _end_with_parent(parent)
     _into_own_network()
     pipe.send("apart")
@@ -187,8 +218,10 @@ def _node(cluster: Cluster, index: int, pipe: Connection, parent: int, folder: P
     _ip("address", "add", f"{_address(index)}/16", "dev", INTERFACE)
     _ip("link", "set", INTERFACE, "up")
     _limit(INTERFACE, cluster.mbit_s)
-    ranks = [FORK.Process(target=_rank, args=(cluster, index, local, os.getpid(), folder, work))
-             for local in range(cluster.ranks_per_node)]
+    ranks = [
+        FORK.Process(target=_rank, args=(cluster, index, local, os.getpid(), folder, work))
+        for local in range(cluster.ranks_per_node)
+    ]
     for process in ranks:
         process.start()
     try:
@@ -198,18 +231,38 @@ def _node(cluster: Cluster, index: int, pipe: Connection, parent: int, folder: P
             process.kill()
 
 
-def _rank(cluster: Cluster, node: int, local: int, parent: int, folder: Path, work: Callable[[Cluster], Any]) -> None:
+def _rank(
+    cluster: Cluster,
+    node: int,
+    local: int,
+    parent: int,
+    folder: Path,
+    work: Callable[[Cluster], Any],
+) -> None:
     _end_with_parent(parent)
     os.dup2(2, 1)
     rank = node * cluster.ranks_per_node + local
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(cluster.ranks),
-                      LOCAL_SIZE=str(cluster.ranks_per_node), GLOO_SOCKET_IFNAME=INTERFACE, MASTER_ADDR=_address(0),
-                      MASTER_PORT=str(_PORT))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(local),
+        WORLD_SIZE=str(cluster.ranks),
+        LOCAL_SIZE=str(cluster.ranks_per_node),
+        GLOO_SOCKET_IFNAME=INTERFACE,
+        MASTER_ADDR=_address(0),
+        MASTER_PORT=str(_PORT),
+    )
     torch.set_num_threads(1)
     # Only inference uses this operator, and building it takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=300),
-                          init_method=f"tcp://{_address(0)}:{_PORT}", rank=rank, world_size=cluster.ranks)
+    dist.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(seconds=300),
+        init_method=f"tcp://{_address(0)}:{_PORT}",
+        rank=rank,
+        world_size=cluster.ranks,
+    )
     result = work(cluster)
     if rank == 0:
         torch.save(result, folder / "result")

@@ -1,13 +1,17 @@
-"""What an optimizer takes of a step, all but forward and backward: ours against stock DeepSpeed's Muon, on one machine.
+"""What an optimizer takes of a step, all but forward and backward: ours against stock DeepSpeed's
+Muon, on one machine.
 
-    python examples/benchmarks/optimizer_part.py > examples/benchmarks/results/YYYY-MM_<hardware>_optimizer_part.md
+    python examples/benchmarks/optimizer_part.py >
+    examples/benchmarks/results/YYYY-MM_<hardware>_optimizer_part.md
 
-A GPT of 29 M parameters in float32, ZeRO 1, gloo, one thread a rank. Gradients are there at once, so that a step is
-their reduction, the update, and the gather of weights; what autograd takes to hand them out is measured alone, and
-subtracted. All sides take turns in the same processes, and a turn is as long as its slowest rank's; medians.
+A GPT of 29 M parameters in float32, ZeRO 1, gloo, one thread a rank. Gradients are there at once,
+so that a step is their reduction, the update, and the gather of weights; what autograd takes to
+hand them out is measured alone, and subtracted. All sides take turns in the same processes, and a
+turn is as long as its slowest rank's; medians.
 
-Stock's Newton-Schulz runs in one dtype a method: "standard" in bfloat16 where the CPU has it, "gram" in float32 where
-the CPU has no float16. Ours has the same number of steps in the same dtype, and "auto" is against the faster of both.
+Stock's Newton-Schulz runs in one dtype a method: "standard" in bfloat16 where the CPU has it,
+"gram" in float32 where the CPU has no float16. Ours has the same number of steps in the same dtype,
+and "auto" is against the faster of both.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, GPTConfig
 
 STEPS = 5
-#: Ours, by dtype of Newton-Schulz, over stock's in the same dtype; by number of ranks. And "auto" over the faster.
+#: Ours, by dtype of Newton-Schulz, over stock's in the same dtype; by number of ranks. And "auto"
+#: over the faster.
 BARS = {2: 0.70, 4: 0.60}
 AUTO_BAR = 0.55
 BARE = "autograd alone"
@@ -63,7 +68,9 @@ class _GradientsAtHand(torch.autograd.Function):
 
 
 class Parameters(nn.Module):
-    """The parameters of ``model`` under their names, and a loss that has ``gradients``, in their order."""
+    """The parameters of ``model`` under their names, and a loss that has ``gradients``, in their
+    order.
+    """
 
     def __init__(self, model: nn.Module, gradients: list[Tensor]) -> None:
         super().__init__()
@@ -71,18 +78,34 @@ class Parameters(nn.Module):
 
     def forward(self) -> Tensor:
         """The loss."""
-        return _GradientsAtHand.apply(self._gradients, *self.model.parameters())  # type: ignore[no-untyped-call]
+        return _GradientsAtHand.apply(  # type: ignore[no-untyped-call]
+            self._gradients, *self.model.parameters()
+        )
 
 
 def optimizers() -> dict[str, dict[str, Any]]:
-    """The ``optimizer`` section of each side, by name; stock's for each dtype that it computes in here."""
+    """The ``optimizer`` section of each side, by name; stock's for each dtype that it computes in
+    here.
+    """
     rates = {"muon_lr": 0.02, "adam_lr": 3e-3}
-    stock = {_named(ns_compute_dtype(method)): {"type": "Muon", "params": {
-        **rates, "torch_adam": True, "ns_method": method, "ns_steps": STEPS}} for method in ("standard", "gram")}
-    ours = {dtype: {"type": "LayerWiseMuon", "params": {
-        **rates, "ns_dtype": _SHORT.get(dtype, dtype), "ns_steps": STEPS}} for dtype in (*stock, "auto")}
-    return {**{f"stock Muon, {dtype}": section for dtype, section in stock.items()},
-            **{f"LayerWiseMuon, {dtype}": section for dtype, section in ours.items()}}
+    stock = {
+        _named(ns_compute_dtype(method)): {
+            "type": "Muon",
+            "params": {**rates, "torch_adam": True, "ns_method": method, "ns_steps": STEPS},
+        }
+        for method in ("standard", "gram")
+    }
+    ours = {
+        dtype: {
+            "type": "LayerWiseMuon",
+            "params": {**rates, "ns_dtype": _SHORT.get(dtype, dtype), "ns_steps": STEPS},
+        }
+        for dtype in (*stock, "auto")
+    }
+    return {
+        **{f"stock Muon, {dtype}": section for dtype, section in stock.items()},
+        **{f"LayerWiseMuon, {dtype}": section for dtype, section in ours.items()},
+    }
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -102,9 +125,17 @@ def sides_of(config: GPTConfig) -> dict[str, Callable[[], object]]:
     sides: dict[str, Callable[[], object]] = {BARE: autograd}
     for name, section in optimizers().items():
         module = Parameters(GPT(config), gradients)
-        engine = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config={
-            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-            "zero_optimization": {"stage": 1}, "optimizer": section})[0]
+        engine = ds_layerwise.initialize(
+            model=module,
+            model_parameters=module.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": 1.0,
+                "steps_per_print": 10**9,
+                "zero_optimization": {"stage": 1},
+                "optimizer": section,
+            },
+        )[0]
         sides[name] = partial(_step, engine)
     return sides
 
@@ -131,7 +162,9 @@ def measure(config: GPTConfig, rounds: int, into: Path, _: object) -> None:
             if turn:
                 taken[name].append(slowest)
     if dist.get_rank() == 0:
-        into.write_text("\n".join(f"{name}\t{statistics.median(each)}" for name, each in taken.items()))
+        into.write_text(
+            "\n".join(f"{name}\t{statistics.median(each)}" for name, each in taken.items())
+        )
 
 
 def seconds_on(ranks: int, config: GPTConfig, rounds: int) -> Seconds:
@@ -139,20 +172,37 @@ def seconds_on(ranks: int, config: GPTConfig, rounds: int) -> Seconds:
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "taken"
         run_ranks(folder, ranks, partial(measure, config, rounds, into))
-        found = {name: float(seconds) for name, _, seconds in
-                 (line.partition("\t") for line in into.read_text().splitlines())}
+        found = {
+            name: float(seconds)
+            for name, _, seconds in (line.partition("\t") for line in into.read_text().splitlines())
+        }
     bare = found.pop(BARE)
     return {BARE: bare, **{name: seconds - bare for name, seconds in found.items()}}
 
 
 def rows_of(ranks: int, taken: Mapping[str, float]) -> list[str]:
     """Of the table of bars."""
-    stock = {name.partition(", ")[2]: seconds for name, seconds in taken.items() if name.startswith("stock")}
-    bars = [(f"both in {dtype}", taken[f"LayerWiseMuon, {dtype}"] / seconds, BARS.get(ranks))
-            for dtype, seconds in stock.items()]
-    bars.append(("\"auto\" over stock's faster", taken["LayerWiseMuon, auto"] / min(stock.values()), AUTO_BAR))
-    return [f"| {ranks} ranks, {what} | {found:.3f} | " + ("| |" if bar is None else
-            f"{bar:.2f} | {'yes' if found <= bar else 'no'} |") for what, found, bar in bars]
+    stock = {
+        name.partition(", ")[2]: seconds
+        for name, seconds in taken.items()
+        if name.startswith("stock")
+    }
+    bars = [
+        (f"both in {dtype}", taken[f"LayerWiseMuon, {dtype}"] / seconds, BARS.get(ranks))
+        for dtype, seconds in stock.items()
+    ]
+    bars.append(
+        (
+            '"auto" over stock\'s faster',
+            taken["LayerWiseMuon, auto"] / min(stock.values()),
+            AUTO_BAR,
+        )
+    )
+    return [
+        f"| {ranks} ranks, {what} | {found:.3f} | "
+        + ("| |" if bar is None else f"{bar:.2f} | {'yes' if found <= bar else 'no'} |")
+        for what, found, bar in bars
+    ]
 
 
 def main() -> None:
@@ -160,21 +210,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side (default: 9)")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs; its times say nothing")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="a tiny model, to see that it runs; its times say nothing",
+    )
     args = parser.parse_args()
-    config = GPTConfig(layers=2, width=64) if args.small else GPTConfig(layers=9, width=512, heads=8)
+    config = (
+        GPTConfig(layers=2, width=64) if args.small else GPTConfig(layers=9, width=512, heads=8)
+    )
     load = os.getloadavg()[0]
     taken = {ranks: seconds_on(ranks, config, args.rounds) for ranks in args.ranks}
     numel = sum(param.numel() for param in GPT(config).parameters()) / 1e6
-    print("The optimizer's part of a step, ours over stock Muon's. " + " ".join(["python", *sys.argv]))
-    print(f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; commit "
-          f"{commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of {numel:.1f} M parameters; "
-          f"medians of {args.rounds} turns.\n")
+    print(
+        "The optimizer's part of a step, ours over stock Muon's. " + " ".join(["python", *sys.argv])
+    )
+    print(
+        f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
+        f"commit {commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\nGPT of "
+        f"{numel:.1f} M parameters; medians of {args.rounds} turns.\n"
+    )
     print("| what | found | at most | reached |\n|---|---|---|---|")
-    print("\n".join(row for ranks, each in taken.items() for row in rows_of(ranks, each)), end="\n\n")
+    print(
+        "\n".join(row for ranks, each in taken.items() for row in rows_of(ranks, each)), end="\n\n"
+    )
     print("| ranks | side | s |\n|---|---|---|")
-    print("\n".join(f"| {ranks} | {name} | {seconds:.3f} |" for ranks, each in taken.items()
-                    for name, seconds in each.items()))
+    print(
+        "\n".join(
+            f"| {ranks} | {name} | {seconds:.3f} |"
+            for ranks, each in taken.items()
+            for name, seconds in each.items()
+        )
+    )
 
 
 if __name__ == "__main__":

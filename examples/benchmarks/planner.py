@@ -1,6 +1,8 @@
-"""How well the planner balances real models, what it pads, and how long it takes; beside plain longest-first.
+"""How well the planner balances real models, what it pads, and how long it takes; beside plain
+longest-first.
 
-    python examples/benchmarks/planner.py > examples/benchmarks/results/YYYY-MM_<hardware>_planner.md
+    python examples/benchmarks/planner.py >
+    examples/benchmarks/results/YYYY-MM_<hardware>_planner.md
 
 Needs no network, no accelerator and no torch.
 """
@@ -29,15 +31,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
-NAMES = ("gpt2-124m", "qwen3-0.6b", "llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "deepseek-v3")
+NAMES = (
+    "gpt2-124m",
+    "qwen3-0.6b",
+    "llama-2-7b",
+    "llama-3-8b",
+    "llama-3-70b",
+    "llama-3-405b",
+    "deepseek-v3",
+)
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024, 4096)
-#: How many ranks share the experts of a layer; where a model has experts, and as many divide the ranks.
+#: How many ranks share the experts of a layer; where a model has experts, and as many divide the
+#: ranks.
 EP_SIZES = {"deepseek-v3": (1, 8, 64)}
 SHOWN_RANKS = (8, 64, 96, 1024)
 BUCKET_NUMELS = (500_000_000, 50_000_000)
-#: What there is to reach: model, ep_size and ranks; work and elements of matrices, busiest rank over the mean.
-BARS = (("gpt2-124m", 1, 16, 1.030, 1.000), ("qwen3-0.6b", 1, 64, 1.053, 1.067),
-        ("deepseek-v3", 64, 1024, 1.060, 1.079))
+#: What there is to reach: model, ep_size and ranks; work and elements of matrices, busiest
+#: over the mean.
+BARS = (
+    ("gpt2-124m", 1, 16, 1.030, 1.000),
+    ("qwen3-0.6b", 1, 64, 1.053, 1.067),
+    ("deepseek-v3", 64, 1024, 1.060, 1.079),
+)
 #: Generous: the aim is 2 s on an idle machine, and a loaded one also makes CPU time longer.
 MAX_CPU_S = 5
 #: What the whole command may take for the largest plans: model, ranks.
@@ -52,13 +67,19 @@ def with_experts(specs: Sequence[ParamSpec], ep_size: int) -> list[ParamSpec]:
     return [replace(of[name], ep_size=experts.get(name, 1)) for name, _ in left]
 
 
-def plain_lpt(specs: Sequence[ParamSpec], world_size: int) -> tuple[dict[str, int], list[int], list[int]]:
-    """Longest-first by work over the whole model, experts apart: owners, then work and elements of each rank."""
+def plain_lpt(
+    specs: Sequence[ParamSpec], world_size: int
+) -> tuple[dict[str, int], list[int], list[int]]:
+    """Longest-first by work over the whole model, experts apart: owners, then work and elements of
+    each rank.
+    """
     owners: dict[str, int] = {}
     works, numels = [0] * world_size, [0] * world_size
     for ep_size in sorted({spec.ep_size for spec in specs}):
         heap = [(0, 0, shard) for shard in range(world_size // ep_size)]
-        for spec in sorted((s for s in specs if s.whole and s.ep_size == ep_size), key=lambda s: -s.work):
+        for spec in sorted(
+            (s for s in specs if s.whole and s.ep_size == ep_size), key=lambda s: -s.work
+        ):
             work, numel, shard = heapq.heappop(heap)
             owners[spec.name] = shard
             heapq.heappush(heap, (work + spec.work, numel + spec.numel, shard))
@@ -70,7 +91,9 @@ def plain_lpt(specs: Sequence[ParamSpec], world_size: int) -> tuple[dict[str, in
 
 
 def evenest(layout: Layout) -> int:
-    """The longest shard of each bucket of matrices, added up, were each filled by itself, whatever the totals."""
+    """The longest shard of each bucket of matrices, added up, were each filled by itself, whatever
+    the totals.
+    """
     total = 0
     for bucket in layout.buckets:
         if bucket.whole:
@@ -126,16 +149,38 @@ class Row:
 
     def cells(self) -> list[str]:
         """As the table shows it."""
-        return [self.model, str(self.ep_size), str(self.ranks), f"{self.bucket_numel / 1e6:.0f} M",
-                str(self.report.num_buckets), f"{self.report.padding_fraction:.4%}",
-                f"{self.report.work_max_over_mean:.3f}", f"{self.plain_work:.3f}",
-                f"{self.report.whole_max_over_mean:.3f}", f"{self.plain_memory:.3f}",
-                f"{self.longest / self.best_longest:.2f}", f"{self.plain_longest / self.best_longest:.2f}",
-                f"{1e3 * self.cpu_s:.0f} ms"]
+        return [
+            self.model,
+            str(self.ep_size),
+            str(self.ranks),
+            f"{self.bucket_numel / 1e6:.0f} M",
+            str(self.report.num_buckets),
+            f"{self.report.padding_fraction:.4%}",
+            f"{self.report.work_max_over_mean:.3f}",
+            f"{self.plain_work:.3f}",
+            f"{self.report.whole_max_over_mean:.3f}",
+            f"{self.plain_memory:.3f}",
+            f"{self.longest / self.best_longest:.2f}",
+            f"{self.plain_longest / self.best_longest:.2f}",
+            f"{1e3 * self.cpu_s:.0f} ms",
+        ]
 
 
-HEADER = ("model", "ep_size", "ranks", "bucket", "buckets", "padding", "work", "work, LPT", "memory", "memory, LPT",
-          "evenness", "evenness, LPT", "plan")
+HEADER = (
+    "model",
+    "ep_size",
+    "ranks",
+    "bucket",
+    "buckets",
+    "padding",
+    "work",
+    "work, LPT",
+    "memory",
+    "memory, LPT",
+    "evenness",
+    "evenness, LPT",
+    "plan",
+)
 
 
 def measure(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Row]:
@@ -151,9 +196,21 @@ def measure(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Row]:
                 wall, cpu = time.perf_counter(), time.process_time()
                 layout = plan_layout(specs, world_size, bucket_numel=bucket_numel)
                 wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-                yield Row(model, ep_size, world_size, bucket_numel, len(owners), LayoutReport.of(layout, specs),
-                          max_over_mean(work), max_over_mean(numel), longest_shards(layout),
-                          longest_shards(layout, owners), evenest(layout), wall, cpu)
+                yield Row(
+                    model,
+                    ep_size,
+                    world_size,
+                    bucket_numel,
+                    len(owners),
+                    LayoutReport.of(layout, specs),
+                    max_over_mean(work),
+                    max_over_mean(numel),
+                    longest_shards(layout),
+                    longest_shards(layout, owners),
+                    evenest(layout),
+                    wall,
+                    cpu,
+                )
 
 
 @dataclass(frozen=True)
@@ -169,34 +226,59 @@ class Command:
     def run(cls, model: str, ranks: int) -> Command:
         """Run it in a process of its own."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        child = os.posix_spawn(sys.executable, [
-            sys.executable, "-c", "import sys; from ds_layerwise.cli import main; sys.exit(main())", "plan", "--model",
-            model, "--ranks", str(ranks), "--config", str(MODELS.parents[2] / "ds_configs" / "bf16.json")],
-            {**os.environ, "PYTHONPATH": str(MODELS.parents[2])}, file_actions=[
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)])
+        child = os.posix_spawn(
+            sys.executable,
+            [
+                sys.executable,
+                "-c",
+                "import sys; from ds_layerwise.cli import main; sys.exit(main())",
+                "plan",
+                "--model",
+                model,
+                "--ranks",
+                str(ranks),
+                "--config",
+                str(MODELS.parents[2] / "ds_configs" / "bf16.json"),
+            ],
+            {**os.environ, "PYTHONPATH": str(MODELS.parents[2])},
+            file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
+        )
         _, status, used = os.wait4(child, 0)
         if status:
             sys.exit(f"ds-layerwise plan --model {model} --ranks {ranks} failed")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return cls(model, ranks, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-                   used.ru_maxrss / 1e3)
+        return cls(
+            model,
+            ranks,
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+            used.ru_maxrss / 1e3,
+        )
 
 
 def main() -> None:
     """Print the table, and the worst case of every column over all plans."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
-    parser.add_argument("--all", action="store_true", help="show every plan, not only those of some world sizes")
+    parser.add_argument(
+        "--all", action="store_true", help="show every plan, not only those of some world sizes"
+    )
     args = parser.parse_args()
     rows = list(measure(args.models, args.ranks))
-    print("Planner on real models: balance, padding and time. python examples/benchmarks/planner.py")
+    print(
+        "Planner on real models: balance, padding and time. python examples/benchmarks/planner.py"
+    )
     print(f"{conditions()}; no torch loaded; alignment 64.")
-    print("""work, memory: Newton-Schulz FLOPs (gram, 5 steps) and elements of matrices, busiest rank over the mean.
+    print("""work, memory: Newton-Schulz FLOPs (gram, 5 steps) and elements of matrices, busiest
+rank over the mean.
 LPT: plain longest-first by work over the whole model, dense matrices and experts apart.
 padding: over all parameters, alignment only.
-evenness: the longest shards of all buckets of matrices, added up, over what longest-first inside each bucket reaches.
-plan: plan_layout with all checks, CPU time of one thread, which other jobs on the machine stretch less than wall time.
+evenness: the longest shards of all buckets of matrices, added up, over what longest-first inside
+each bucket reaches.
+plan: plan_layout with all checks, CPU time of one thread, which other jobs on the machine stretch
+less than wall time.
 """)
     print("| " + " | ".join(HEADER) + " |")
     print("|---|" + "---:|" * (len(HEADER) - 1))
@@ -205,35 +287,55 @@ plan: plan_layout with all checks, CPU time of one thread, which other jobs on t
             print("| " + " | ".join(row.cells()) + " |")
     bound = [row for row in rows if row.ranks < row.num_matrices]
     slowest, longest = max(rows, key=lambda row: row.cpu_s), max(rows, key=lambda row: row.wall_s)
-    print(f"\nOver all {len(rows)} plans (ranks {', '.join(map(str, args.ranks))}):\n"
-          f"slowest {slowest.cpu_s:.2f} s CPU ({slowest.model}, {slowest.ranks} ranks), {longest.wall_s:.2f} s wall "
-          f"({longest.model}, {longest.ranks} ranks, {longest.cpu_s:.2f} s CPU);\n"
-          f"padding at most {max(row.report.padding_fraction for row in rows):.4%}. "
-          f"Over the {len(bound)} with fewer ranks than matrices, ours over plain LPT:")
+    print(
+        f"\nOver all {len(rows)} plans (ranks {', '.join(map(str, args.ranks))}):\nslowest "
+        f"{slowest.cpu_s:.2f} s CPU ({slowest.model}, {slowest.ranks} ranks), {longest.wall_s:.2f} "
+        f"s wall ({longest.model}, {longest.ranks} ranks, {longest.cpu_s:.2f} s CPU);\npadding at "
+        f"most {max(row.report.padding_fraction for row in rows):.4%}. Over the {len(bound)} with "
+        "fewer ranks than matrices, ours over plain LPT:"
+    )
     if bound:
-        print(f"work at most {max(r.report.work_max_over_mean / r.plain_work for r in bound):.4f}, memory at most "
-              f"{max(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f} and at least "
-              f"{min(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f}, longest shards at most "
-              f"{max(r.longest / r.plain_longest for r in bound):.4f}.")
-        print("The worse of work and memory, ours over plain LPT: at most "
-              f"{max(r.worse / r.plain_worse for r in bound):.4f}.")
-    print("\n| model | ep_size | ranks | work, at most | work | memory, at most | memory |\n|---|" + "---:|" * 6)
+        print(
+            f"work at most {max(r.report.work_max_over_mean / r.plain_work for r in bound):.4f}, "
+            "memory at most "
+            f"{max(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f} and at least "
+            f"{min(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f}, longest "
+            f"shards at most {max(r.longest / r.plain_longest for r in bound):.4f}."
+        )
+        print(
+            "The worse of work and memory, ours over plain LPT: at most "
+            f"{max(r.worse / r.plain_worse for r in bound):.4f}."
+        )
+    print(
+        "\n| model | ep_size | ranks | work, at most | work | memory, at most | memory |\n|---|"
+        + "---:|" * 6
+    )
     missed = False
     for bar in BARS:
         for row in [row for row in rows if (row.model, row.ep_size, row.ranks) == bar[:3]][:1]:
             reached = row.report.work_max_over_mean, row.report.whole_max_over_mean
-            print(f"| {bar[0]} | {bar[1]} | {bar[2]} | {bar[3]:.3f} | {reached[0]:.4f} | {bar[4]:.3f} | "
-                  f"{reached[1]:.4f} |")
+            print(
+                f"| {bar[0]} | {bar[1]} | {bar[2]} | {bar[3]:.3f} | {reached[0]:.4f} | "
+                f"{bar[4]:.3f} | {reached[1]:.4f} |"
+            )
             missed = missed or reached[0] > bar[3] or reached[1] > bar[4]
-    print("\n| ds-layerwise plan | ranks | s of a CPU, at most | s | MB, at most | MB |\n|---|" + "---:|" * 5)
+    print(
+        "\n| ds-layerwise plan | ranks | s of a CPU, at most | s | MB, at most | MB |\n|---|"
+        + "---:|" * 5
+    )
     for command in [Command.run(*case) for case in COMMANDS if case[0] in args.models]:
-        print(f"| {command.model} | {command.ranks} | {MAX_COMMAND_S} | {command.cpu_s:.1f} | {MAX_COMMAND_MB} | "
-              f"{command.peak_mb:.0f} |")
+        print(
+            f"| {command.model} | {command.ranks} | {MAX_COMMAND_S} | {command.cpu_s:.1f} | "
+            f"{MAX_COMMAND_MB} | {command.peak_mb:.0f} |"
+        )
         missed = missed or command.cpu_s > MAX_COMMAND_S or command.peak_mb > MAX_COMMAND_MB
     if missed or any(row.worse > row.plain_worse * (1 + 1e-12) for row in rows):
         sys.exit("something is worse than its bar, or a balance than plain longest-first")
     if slowest.cpu_s > MAX_CPU_S:
-        sys.exit(f"{slowest.model} at {slowest.ranks} ranks took {slowest.cpu_s:.1f} s, more than {MAX_CPU_S} s")
+        sys.exit(
+            f"{slowest.model} at {slowest.ranks} ranks took {slowest.cpu_s:.1f} s, more than "
+            f"{MAX_CPU_S} s"
+        )
 
 
 if __name__ == "__main__":

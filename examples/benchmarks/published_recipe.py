@@ -1,22 +1,23 @@
-"""Does a published recipe train here as with its authors' own optimizer? Both, side by side on the same batches.
+"""Does a published recipe train here as with its authors' own optimizer? Both, side by side on the
+same batches.
 
     python examples/benchmarks/published_recipe.py --theirs ../modded-nanogpt
     python examples/benchmarks/published_recipe.py --steps 20 --width 32 --layers 1 --context 16
 
-The recipe is result 36 of KellerJordan/modded-nanogpt, records/track_3_optimization: Muon for matrices, AdamW with
-three learning rates for the rest, constant rates and then a linear cooldown over the last 70 % of 3,250 steps. Here it
-is ds_configs/modded_nanogpt.json under an engine of one rank. Model and data are small: their architecture at --width,
-on the bytes of examples/data.py.
+The recipe is result 36 of KellerJordan/modded-nanogpt, records/track_3_optimization: Muon for
+matrices, AdamW with three learning rates for the rest, constant rates and then a linear cooldown
+over the last 70 % of 3,250 steps. Here it is ds_configs/modded_nanogpt.json under an engine of one
+rank. Model and data are small: their architecture at --width, on the bytes of examples/data.py.
 
-With --theirs, a checkout of that repository (or MODDED_NANOGPT in the environment), the other side is its own code: the
-Muon of train_gpt_simple.py, its choice of parameters, rates and schedule, run as they stand, but for bfloat16, which
-becomes float32. Its model is compared with the one written here, too. Without, the other side is the same rule as it is
-written down below.
+With --theirs, a checkout of that repository (or MODDED_NANOGPT in the environment), the other side
+is its own code: the Muon of train_gpt_simple.py, its choice of parameters, rates and schedule, run
+as they stand, but for bfloat16, which becomes float32. Its model is compared with the one written
+here, too. Without, the other side is the same rule as it is written down below.
 
-Their loss is a sum over tokens, ours the mean that everybody has. Muon and AdamW do not see the difference but for
-AdamW's eps, which therefore is theirs over the tokens of a step: 1e-10 / 524288 in the config, and here what --batch
-and --context make of it.
-Into --out go losses.csv and losses.png.
+Their loss is a sum over tokens, ours the mean that everybody has. Muon and AdamW do not see the
+difference but for AdamW's eps, which therefore is theirs over the tokens of a step: 1e-10 / 524288
+in the config, and here what --batch and --context make of it. Into --out go losses.csv and
+losses.png.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ VOCABULARY, HEAD_WIDTH, STEPS, COOLDOWN, EPS = 256, 32, 3250, 0.7, 1e-10
 FIRST, FIRST_BAR, BAR = 50, 1e-5, 1e-2
 
 
-# --- the model, with the names of parameters that the recipe goes by --------------------------------------------------
+# --- the model, with the names of parameters that the recipe goes by
 
 
 class Norm(nn.Module):
@@ -69,13 +70,21 @@ class Norm(nn.Module):
 
 
 def turned(x: Tensor) -> Tensor:
-    """``x`` (B, T, H, D) with its first half of pairs (i, i + D/2) turned by position; the other half stays."""
+    """``x`` (B, T, H, D) with its first half of pairs (i, i + D/2) turned by position; the other
+    half stays.
+    """
     half = x.shape[-1] // 2
     turns = half // 2
     frequencies = 1024 ** -(torch.arange(turns) / max(1, turns - 1))
     angles = F.pad(torch.outer(torch.arange(x.shape[1]), frequencies), (0, half - turns))[:, None]
     first, second = x.split(half, dim=-1)
-    return torch.cat((first * angles.cos() + second * angles.sin(), second * angles.cos() - first * angles.sin()), -1)
+    return torch.cat(
+        (
+            first * angles.cos() + second * angles.sin(),
+            second * angles.cos() - first * angles.sin(),
+        ),
+        -1,
+    )
 
 
 class Attention(nn.Module):
@@ -88,8 +97,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD_WIDTH)) for layer in (self.q, self.k, self.v))
         q, k = (turned(F.rms_norm(each, (HEAD_WIDTH,))) for each in (q, k))
-        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), scale=0.12,
-                                               is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in (q, k, v)), scale=0.12, is_causal=True
+        )
         return self.proj(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -109,7 +119,12 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attn, self.mlp, self.norm1, self.norm2 = Attention(width), Mlp(width), Norm(width), Norm(width)
+        self.attn, self.mlp, self.norm1, self.norm2 = (
+            Attention(width),
+            Mlp(width),
+            Norm(width),
+            Norm(width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -140,12 +155,14 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# --- the other side ---------------------------------------------------------------------------------------------------
+# --- the other side
 
 
 @dataclass(frozen=True)
 class Side:
-    """What updates a model after its gradients are there, and what sets the rates of a step before."""
+    """What updates a model after its gradients are there, and what sets the rates of a step
+    before.
+    """
 
     optimizers: list[torch.optim.Optimizer]
     schedule: Callable[[int], object]
@@ -153,10 +170,12 @@ class Side:
 
 
 class StatedMuon(torch.optim.Optimizer):
-    """The recipe's Muon as its formula reads: an average of gradients, Nesterov's look ahead, twelve steps of
-    2 X - 1.5 A X + 0.5 A A X with A = X Xᵀ, decoupled weight decay."""
+    """The recipe's Muon as its formula reads: an average of gradients, Nesterov's look ahead,
+    twelve steps of 2 X - 1.5 A X + 0.5 A A X with A = X Xᵀ, decoupled weight decay."""
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, mu: float = 0.95) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], lr: float, weight_decay: float, mu: float = 0.95
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "mu": mu})
 
     @torch.no_grad()
@@ -184,13 +203,26 @@ def eta(step: int, of: int = STEPS) -> float:
 
 def stated(model: Gpt, of: int) -> Side:
     """The recipe as it is written down in this file."""
-    groups = [([model.embed.weight], 0.7), ([model.proj.weight], 0.004),
-              ([param for param in model.parameters() if param.ndim < 2], 0.015)]
-    adamw = torch.optim.AdamW([{"params": params, "lr": lr} for params, lr in groups], betas=(0.8, 0.95), eps=EPS,
-                              weight_decay=0.001)
-    muon = StatedMuon([param for param in model.blocks.parameters() if param.ndim >= 2], lr=0.025, weight_decay=0.05)
+    groups = [
+        ([model.embed.weight], 0.7),
+        ([model.proj.weight], 0.004),
+        ([param for param in model.parameters() if param.ndim < 2], 0.015),
+    ]
+    adamw = torch.optim.AdamW(
+        [{"params": params, "lr": lr} for params, lr in groups],
+        betas=(0.8, 0.95),
+        eps=EPS,
+        weight_decay=0.001,
+    )
+    muon = StatedMuon(
+        [param for param in model.blocks.parameters() if param.ndim >= 2],
+        lr=0.025,
+        weight_decay=0.05,
+    )
     every: list[torch.optim.Optimizer] = [adamw, muon]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: eta(step, of)) for each in every]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: eta(step, of)) for each in every
+    ]
 
     def schedule(step: int) -> None:
         for each in schedules if step else ():
@@ -209,12 +241,15 @@ class _InFloat32(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
-        node.decorator_list = [each for each in node.decorator_list if "compile" not in ast.unparse(each)]
+        node.decorator_list = [
+            each for each in node.decorator_list if "compile" not in ast.unparse(each)
+        ]
         return node
 
 
 def published(checkout: Path, model: Gpt, of: int) -> tuple[Side, nn.Module]:
-    """The recipe's own code on ``model``, whose weights it sets, and its own model with the same weights.
+    """The recipe's own code on ``model``, whose weights it sets, and its own model with the same
+    weights.
 
     Raises:
         SystemExit: the checkout does not have what is looked for.
@@ -227,27 +262,51 @@ def published(checkout: Path, model: Gpt, of: int) -> tuple[Side, nn.Module]:
     trials = [node for node in tree.body if isinstance(node, ast.For)]
     setup = list(_until(trials[0].body, "set_hparams")) if trials else []
     if not setup:
-        raise SystemExit(f"published_recipe.py: {path} sets up no training with set_hparams() in a loop")
-    names = {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "AdamW": torch.optim.AdamW, "Path": Path, "os": os,
-             "dist": torch.distributed, "model": model, "__name__": "published_recipe"}
-    exec(compile(ast.fix_missing_locations(ast.Module([*defined, *setup], [])), str(path), "exec"), names)
+        raise SystemExit(
+            f"published_recipe.py: {path} sets up no training with set_hparams() in a loop"
+        )
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "F": F,
+        "Tensor": Tensor,
+        "AdamW": torch.optim.AdamW,
+        "Path": Path,
+        "os": os,
+        "dist": torch.distributed,
+        "model": model,
+        "__name__": "published_recipe",
+    }
+    exec(
+        compile(ast.fix_missing_locations(ast.Module([*defined, *setup], [])), str(path), "exec"),
+        names,
+    )
     names["train_steps"] = of
     names["CausalSelfAttention"].__init__.__defaults__ = (HEAD_WIDTH,)
     width = model.embed.weight.shape[1]
     theirs: nn.Module = names["GPT"](VOCABULARY, len(model.blocks), width)
     missing, unknown = theirs.load_state_dict(model.state_dict(), strict=False)
     if unknown or not all("freq" in key for key in missing):
-        raise SystemExit(f"published_recipe.py: the model of {path} has other parameters: {missing}, {unknown}")
+        raise SystemExit(
+            f"published_recipe.py: the model of {path} has other parameters: {missing}, {unknown}"
+        )
     return Side(names["optimizers"], names["set_hparams"], "its own code, in float32"), theirs
 
 
 def _until(body: list[ast.stmt], function: str) -> Iterator[ast.stmt]:
     """The statements up to the definition of ``function``; none if it is not there."""
-    last = next((i for i, node in enumerate(body) if isinstance(node, ast.FunctionDef) and node.name == function), -1)
-    yield from body[:last + 1]
+    last = next(
+        (
+            i
+            for i, node in enumerate(body)
+            if isinstance(node, ast.FunctionDef) and node.name == function
+        ),
+        -1,
+    )
+    yield from body[: last + 1]
 
 
-# --- both -------------------------------------------------------------------------------------------------------------
+# --- both
 
 
 def our_engine(model: Gpt, args: argparse.Namespace) -> Any:
@@ -256,8 +315,13 @@ def our_engine(model: Gpt, args: argparse.Namespace) -> Any:
     config["train_micro_batch_size_per_gpu"], config["steps_per_print"] = args.batch, 10**9
     config["optimizer"]["params"]["eps"] = EPS / (args.batch * args.context)
     engine, *_ = ds_layerwise.initialize(
-        model=model, model_parameters=model.parameters(), config=config,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: eta(step, args.of)))
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: eta(step, args.of)
+        ),
+    )
     return engine
 
 
@@ -266,8 +330,9 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
     data = runpy.run_path(str(ROOT / "examples" / "data.py"))
     tokens = data["load_corpus"](None, args.context).train
     for step in range(args.steps):
-        windows = data["training_windows"](tokens, seed=args.seed, first=step * args.batch, size=args.batch,
-                                           context=args.context)
+        windows = data["training_windows"](
+            tokens, seed=args.seed, first=step * args.batch, size=args.batch, context=args.context
+        )
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -301,7 +366,8 @@ def train(args: argparse.Namespace) -> tuple[list[tuple[float, float]], str]:
 
 
 def check_model(theirs: nn.Module, ours: Gpt, inputs: Tensor, targets: Tensor) -> None:
-    """Their model computes what ours does, with weights that are not those of the start, where most are zero.
+    """Their model computes what ours does, with weights that are not those of the start, where most
+    are zero.
 
     Raises:
         SystemExit: it does not.
@@ -313,7 +379,9 @@ def check_model(theirs: nn.Module, ours: Gpt, inputs: Tensor, targets: Tensor) -
         theirs.load_state_dict(some.state_dict(), strict=False)
         mine, other = some(inputs, targets).item(), theirs(inputs, targets).item() / targets.numel()
     if abs(mine - other) > 1e-5 * other:
-        raise SystemExit(f"published_recipe.py: the loss of their model is {other}, and of the one here {mine}")
+        raise SystemExit(
+            f"published_recipe.py: the loss of their model is {other}, and of the one here {mine}"
+        )
 
 
 def apart(losses: list[tuple[float, float]]) -> float:
@@ -335,7 +403,9 @@ def write_out(losses: list[tuple[float, float]], out: Path) -> None:
     """losses.csv and, where matplotlib is, losses.png."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "losses.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("step", "ours", "theirs"), *((i + 1, *row) for i, row in enumerate(losses))])
+        csv.writer(file).writerows(
+            [("step", "ours", "theirs"), *((i + 1, *row) for i, row in enumerate(losses))]
+        )
     if importlib.util.find_spec("matplotlib") is None:
         print("no losses.png: pip install matplotlib draws one", file=sys.stderr)
         return
@@ -357,10 +427,17 @@ def write_out(losses: list[tuple[float, float]], out: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--theirs", type=Path, default=os.environ.get("MODDED_NANOGPT"), metavar="CHECKOUT",
-                        help="a checkout of KellerJordan/modded-nanogpt (default: MODDED_NANOGPT; else none)")
+    parser.add_argument(
+        "--theirs",
+        type=Path,
+        default=os.environ.get("MODDED_NANOGPT"),
+        metavar="CHECKOUT",
+        help="a checkout of KellerJordan/modded-nanogpt (default: MODDED_NANOGPT; else none)",
+    )
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--of", type=int, default=STEPS, help=f"steps that the schedule is for (default: {STEPS})")
+    parser.add_argument(
+        "--of", type=int, default=STEPS, help=f"steps that the schedule is for (default: {STEPS})"
+    )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=128)
@@ -369,7 +446,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/published_recipe"))
     args = parser.parse_args()
     args.theirs = None if args.theirs is None else Path(args.theirs)
-    if args.width % HEAD_WIDTH or min(args.width, args.steps, args.layers, args.batch, args.context) < 1:
+    if (
+        args.width % HEAD_WIDTH
+        or min(args.width, args.steps, args.layers, args.batch, args.context) < 1
+    ):
         parser.error(f"--width must be a multiple of {HEAD_WIDTH}, and all of at least 1")
     if args.of < args.steps:
         parser.error(f"--of {args.of} is shorter than --steps {args.steps}")
@@ -380,17 +460,27 @@ def main() -> None:
     """Train both, print the table; the exit code is 1 if they are further apart than the bars."""
     args = parse_arguments()
     torch.set_num_threads(1)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=5), rank=0,
-                          world_size=1)
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
+    dist.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(minutes=5),
+        rank=0,
+        world_size=1,
+    )
     began = time.perf_counter()
     losses, whose = train(args)
     first, every = apart(losses[:FIRST]), apart(losses)
-    print(f"{args.steps} steps of a schedule of {args.of}, theirs: {whose}; {args.layers} layers of width "
-          f"{args.width}, {args.batch} x {args.context} bytes a step, seed {args.seed}; "
-          f"{time.perf_counter() - began:.0f} s\n\n{table(losses)}\n\n"
-          f"largest relative difference of losses: {first:.1e} in the first {min(FIRST, args.steps)} steps "
-          f"(bar {FIRST_BAR:g}), {every:.1e} in all (bar {BAR:g})")
+    print(
+        f"{args.steps} steps of a schedule of {args.of}, theirs: {whose}; {args.layers} layers of "
+        f"width {args.width}, {args.batch} x {args.context} bytes a step, seed {args.seed}; "
+        f"{time.perf_counter() - began:.0f} s\n\n{table(losses)}\n\nlargest relative difference of "
+        f"losses: {first:.1e} in the first {min(FIRST, args.steps)} steps (bar {FIRST_BAR:g}), "
+        f"{every:.1e} in all (bar {BAR:g})"
+    )
     write_out(losses, args.out)
     dist.destroy_process_group()
     if first > FIRST_BAR or every > BAR:

@@ -1,11 +1,13 @@
-"""What a step costs in Python between the gradients and the collectives, at sizes that no machine at hand has.
+"""What a step costs in Python between the gradients and the collectives, at sizes that no machine
+at hand has.
 
-    python examples/benchmarks/step_overhead.py > examples/benchmarks/results/YYYY-MM_<hardware>_step_overhead.md
+    python examples/benchmarks/step_overhead.py >
+    examples/benchmarks/results/YYYY-MM_<hardware>_step_overhead.md
 
-Real layouts and the real synchronisation of one rank, on tensors without memory, in two levels where a run would take
-them; collectives, which a device does by itself, are stubs, and so is what packs and divides. What is left is the
-launching: the hook of every gradient, every bucket reduced and gathered once, and one exchange each way where buckets
-travel in cuts. Medians.
+Real layouts and the real synchronisation of one rank, on tensors without memory, in two levels
+where a run would take them; collectives, which a device does by itself, are stubs, and so is what
+packs and divides. What is left is the launching: the hook of every gradient, every bucket reduced
+and gathered once, and one exchange each way where buckets travel in cuts. Medians.
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models
 META = torch.device("meta")
 #: Model, ranks, elements of a bucket, how sums are made, and the bound in milliseconds.
 CASES: tuple[tuple[str, int, int, Reduction, int | None], ...] = (
-    ("llama-3-8b", 64, 50_000_000, "native", None), ("llama-3-70b", 64, 50_000_000, "native", None),
-    ("llama-3-405b", 64, 50_000_000, "native", None), ("llama-3-70b", 1024, 50_000_000, "native", 5),
-    ("llama-3-70b", 1024, 500_000_000, "native", 5), ("llama-3-405b", 16384, 500_000_000, "native", 20),
-    ("llama-3-70b", 1024, 50_000_000, "ordered", None), ("llama-3-405b", 16384, 500_000_000, "ordered", None))
+    ("llama-3-8b", 64, 50_000_000, "native", None),
+    ("llama-3-70b", 64, 50_000_000, "native", None),
+    ("llama-3-405b", 64, 50_000_000, "native", None),
+    ("llama-3-70b", 1024, 50_000_000, "native", 5),
+    ("llama-3-70b", 1024, 500_000_000, "native", 5),
+    ("llama-3-405b", 16384, 500_000_000, "native", 20),
+    ("llama-3-70b", 1024, 50_000_000, "ordered", None),
+    ("llama-3-405b", 16384, 500_000_000, "ordered", None),
+)
 
 
 class Ranks(NamedTuple):
@@ -83,12 +90,25 @@ class Stubs:
         comm.size_of, comm.rank_of = (lambda group: group.size), (lambda group: group.rank)
         comm.opposite_of = lambda group: None
         self.work = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-        comm.dist = SimpleNamespace(**dict.fromkeys((
-            "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather"),
-            self.collective))
+        comm.dist = SimpleNamespace(
+            **dict.fromkeys(
+                (
+                    "all_to_all_single",
+                    "reduce_scatter_tensor",
+                    "reduce_scatter",
+                    "all_gather_into_tensor",
+                    "all_gather",
+                ),
+                self.collective,
+            )
+        )
         current = Stream()
-        device = SimpleNamespace(is_synchronized_device=lambda: False, Stream=Stream, stream=lambda stream: stream,
-                                 current_stream=lambda: current)
+        device = SimpleNamespace(
+            is_synchronized_device=lambda: False,
+            Stream=Stream,
+            stream=lambda stream: stream,
+            current_stream=lambda: current,
+        )
         side_stream.get_accelerator = lambda: device
         # Without memory torch writes them out in Python, for milliseconds.
         exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
@@ -104,23 +124,49 @@ class Stubs:
 
 
 class Step:
-    """What one rank does between gradients and collectives, of a model in bf16 whose gradients add up in bf16."""
+    """What one rank does between gradients and collectives, of a model in bf16 whose gradients add
+    up in bf16.
+    """
 
     def __init__(self, specs: Sequence[ParamSpec], layout: Layout, reduction: Reduction) -> None:
         rank, size, per_node = layout.world_size // 2, layout.world_size, NVLINK_IB.ranks_per_node
         rings = in_levels(layout.buckets, wires_of(layout, specs), NVLINK_IB, reduction)
-        wires = {1: Wire(Ranks(size, rank), native=reduction == "native", on_host=False,
-                         inside=Ranks(per_node, rank % per_node),
-                         across=Ranks(size // per_node, rank // per_node), rings=rings)}
+        wires = {
+            1: Wire(
+                Ranks(size, rank),
+                native=reduction == "native",
+                on_host=False,
+                inside=Ranks(per_node, rank % per_node),
+                across=Ranks(size // per_node, rank // per_node),
+                rings=rings,
+            )
+        }
         self.in_levels = len(rings.reduce), len(rings.gather)
-        self._params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=torch.bfloat16, device=META))
-                        for bucket in layout.buckets for slot in bucket.slots}
+        self._params = {
+            slot.name: nn.Parameter(torch.empty(slot.numel, dtype=torch.bfloat16, device=META))
+            for bucket in layout.buckets
+            for slot in bucket.slots
+        }
         self._gradients = {name: torch.empty_like(param) for name, param in self._params.items()}
         values, grads = FlatBuffer(layout, META), FlatBuffer(layout, META)
-        reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META)
-                                             for start, stop in (bucket.shard(rank) for bucket in layout.buckets)])
-        self._grad_sync = GradSync(layout, rank, self._params, grads, reduced, wires=wires, divide_by=float(size),
-                                   wire_dtype=lambda bucket: torch.bfloat16)
+        reduced = ShardBuffer(
+            layout,
+            rank,
+            [
+                torch.empty(stop - start, device=META)
+                for start, stop in (bucket.shard(rank) for bucket in layout.buckets)
+            ],
+        )
+        self._grad_sync = GradSync(
+            layout,
+            rank,
+            self._params,
+            grads,
+            reduced,
+            wires=wires,
+            divide_by=float(size),
+            wire_dtype=lambda bucket: torch.bfloat16,
+        )
         self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)
         self._backwards = range(len(layout.buckets) - 1, -1, -1)
 
@@ -143,7 +189,9 @@ class Step:
 
 
 def medians_ms(step: Step, times: int) -> tuple[float, float]:
-    """Of the reduction and the gather of ``times`` steps, in milliseconds of this thread on a processor."""
+    """Of the reduction and the gather of ``times`` steps, in milliseconds of this thread on a
+    processor.
+    """
     taken = []
     for _ in range(times + 1):
         step.begin()
@@ -156,8 +204,15 @@ def medians_ms(step: Step, times: int) -> tuple[float, float]:
     return 1000 * statistics.median(reduces), 1000 * statistics.median(gathers)
 
 
-def row(stubs: Stubs, times: int, model: str, ranks: int, bucket_numel: int, reduction: Reduction,
-        bound: int | None) -> str:
+def row(
+    stubs: Stubs,
+    times: int,
+    model: str,
+    ranks: int,
+    bucket_numel: int,
+    reduction: Reduction,
+    bound: int | None,
+) -> str:
     """One case, as a row of the table."""
     specs = load_model_specs(MODELS / f"{model}.yaml")
     layout = plan_layout(specs, ranks, bucket_numel=bucket_numel, reduction=reduction)
@@ -166,10 +221,20 @@ def row(stubs: Stubs, times: int, model: str, ranks: int, bucket_numel: int, red
     stubs.calls = 0
     step.begin(), step.reduce(), step.gather()
     ways = Counter(bucket.way for bucket in layout.buckets)
-    cells = (model, ranks, f"{bucket_numel:.0e}", reduction,
-             f"{len(layout.buckets)}: " + ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts")),
-             "{}, {}".format(*step.in_levels), stubs.calls, f"{reduce:.1f}", f"{gather:.1f}", f"{reduce + gather:.1f}",
-             "" if bound is None else bound)
+    cells = (
+        model,
+        ranks,
+        f"{bucket_numel:.0e}",
+        reduction,
+        f"{len(layout.buckets)}: "
+        + ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts")),
+        "{}, {}".format(*step.in_levels),
+        stubs.calls,
+        f"{reduce:.1f}",
+        f"{gather:.1f}",
+        f"{reduce + gather:.1f}",
+        "" if bound is None else bound,
+    )
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -179,10 +244,16 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=9)
     args = parser.parse_args()
     stubs = Stubs()
-    print("Python of a step between gradients and collectives. python examples/benchmarks/step_overhead.py\n"
-          f"{conditions()}\nBuckets on NVLink and InfiniBand; CPU time of one thread, medians of {args.times}.\n")
-    print("| model | ranks | bucket | sums | buckets: even, ragged, in cuts | in two levels: reductions, gathers | "
-          "collectives | reduce, ms | gather, ms | both | bound |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "Python of a step between gradients and collectives. python "
+        f"examples/benchmarks/step_overhead.py\n{conditions()}\nBuckets on NVLink and InfiniBand; "
+        f"CPU time of one thread, medians of {args.times}.\n"
+    )
+    print(
+        "| model | ranks | bucket | sums | buckets: even, ragged, in cuts | in two levels: "
+        "reductions, gathers | collectives | reduce, ms | gather, ms | both | bound "
+        "|\n|---|---|---|---|---|---|---|---|---|---|---|"
+    )
     # As in a backward pass, and in a step.
     with torch.no_grad():
         for case in CASES:
