@@ -346,8 +346,8 @@ def _all_stays() -> Iterator[None]:
 
 @_all_stays()
 def _plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.plan.listing import as_text
-    from ds_layerwise.plan.report import as_json, plan_table
+    from ds_layerwise.plan.forecast.param_list import as_text
+    from ds_layerwise.plan.forecast.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
 
     if options.png is not None:
@@ -410,12 +410,13 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _links(options: argparse.Namespace) -> int:
-    from ds_layerwise.ranks import comm, measured_links
-    from ds_layerwise.ranks.leaving import leave
+    from ds_layerwise.process_exit import leave
+    from ds_layerwise.ranks.comm import comm
+    from ds_layerwise.tools.links import measure_links
 
-    joined = measured_links.join()
+    joined = measure_links.join()
     try:
-        text = measured_links.write_links(
+        text = measure_links.write_links(
             options.out, like=options.like, overwrite=options.overwrite
         )
     except LayerWiseError as e:
@@ -435,7 +436,7 @@ def _links(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from ds_layerwise.schema import json_schema
+    from ds_layerwise.config.schema import json_schema
 
     say_last(json.dumps(json_schema(), indent=2))
     return 0

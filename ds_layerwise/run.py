@@ -12,7 +12,7 @@ import runpy
 import sys
 from typing import NoReturn
 
-from ds_layerwise.ranks.leaving import leave
+from ds_layerwise.process_exit import leave
 
 _USAGE = "usage: python -m ds_layerwise.run [-m] SCRIPT_OR_MODULE [args ...]"
 

@@ -201,7 +201,7 @@ def snapshot(engine):
 def start(made):
     """An engine, and what takes one step with it and returns the losses."""
     import ds_layerwise
-    from ds_layerwise.config import OptimizerConfig
+    from ds_layerwise.config.sections import OptimizerConfig
     torch.manual_seed(7)
     mpu = Mpu() if made.mpu else None
     module = made.model(mpu=mpu) if mpu else made.model()

@@ -38,7 +38,7 @@ def walk_here() -> None:
     """Print what is wrong with the release that this process imports."""
     import deepspeed
 
-    from ds_layerwise.engine.contract import missing
+    from ds_layerwise.engine.contract.contract import missing
     from tests.support import deepspeed_names
     release = deepspeed.__version__
     untrue = [f"{name.path} is there, and is to be since {name.since}, until {name.until}"

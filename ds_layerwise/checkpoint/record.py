@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ds_layerwise.recipes.any_torch import are_one_family, family_at
+from ds_layerwise.recipes.rules.any_torch_recipe import are_one_family, family_at
 
 #: How a header calls it that some of a step was done, and its update was not.
 WITHIN_STEP = "within a step"
@@ -49,10 +49,10 @@ class RuleRecord:
     """What a checkpoint knows of the optimizer of a parameter.
 
     ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one
-    class under two of its paths, see :func:`.any_torch.family_at`. ``gradient_average`` names the
-    state that is an exponential moving average of the gradient, which other families may go on
-    from. ``meaning`` says in words what states mean beyond their names and shapes; empty if that is
-    nothing, or unknown.
+    class under two of its paths, see :func:`.any_torch_recipe.family_at`. ``gradient_average``
+    names the state that is an exponential moving average of the gradient, which other families may
+    go on from. ``meaning`` says in words what states mean beyond their names and shapes; empty if
+    that is nothing, or unknown.
     """
 
     family: str
@@ -123,7 +123,7 @@ class ShardRecord:
     pieces: tuple[PieceRecord, ...]
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By the name of an expert in the layout, the names in a checkpoint of those that ranks hold
-    under it; see :func:`.names.expert_names`."""
+    under it; see :func:`.new_names.expert_names`."""
 
 
 class Saved(Protocol):

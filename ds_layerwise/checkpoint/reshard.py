@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord
-from ds_layerwise.config import OnMissingState, OnOptimizerChange
+from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerWiseError
 
 #: Where to, and where from.

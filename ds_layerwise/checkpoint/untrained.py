@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.folder import ModelFile
-from ds_layerwise.checkpoint.names import Renamed, new_names
+from ds_layerwise.checkpoint.formats.checkpoint_folder import ModelFile
+from ds_layerwise.checkpoint.new_names import Renamed, new_names
 from ds_layerwise.checkpoint.reshard import check_shapes
 from ds_layerwise.errors import LayerWiseError
 

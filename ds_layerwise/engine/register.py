@@ -7,9 +7,10 @@ from typing import Any
 
 import deepspeed
 
-from ds_layerwise.engine import contract, last_words, own_overrides, patches
-from ds_layerwise.recipes.overrides import overrides_of
-from ds_layerwise.recipes.param_keys import ParamKey
+from ds_layerwise.engine import final_error, python_overrides
+from ds_layerwise.engine.contract import contract, patches
+from ds_layerwise.recipes.targets.overrides import overrides_of
+from ds_layerwise.recipes.targets.param_keys import ParamKey
 
 
 def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -> None:
@@ -28,17 +29,17 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             changed it; names all of that, and nothing was patched. Or somebody has replaced since
             what an earlier call has wrapped. Or ``overrides`` say what no override can say.
     """
-    last_words.begin()
+    final_error.begin()
     given = None if overrides is None else overrides_of(overrides)
     with patches.changing():
         if not patches.is_registered():
             contract.check()
         # It imports names that are only known to be there now.
-        from ds_layerwise.engine import wraps
+        from ds_layerwise.engine import engine_hooks
 
-        patches.wrap(wraps.WRAPS, for_life=wraps.FOR_LIFE)
+        patches.wrap(engine_hooks.WRAPS, for_life=engine_hooks.FOR_LIFE)
         if given is not None:
-            own_overrides.keep(given)
+            python_overrides.keep(given)
 
 
 def unregister() -> None:
@@ -52,8 +53,8 @@ def unregister() -> None:
     """
     with patches.changing():
         patches.unwrap()
-        last_words.end()
-        own_overrides.keep(())
+        final_error.end()
+        python_overrides.keep(())
 
 
 def initialize(
@@ -69,8 +70,8 @@ def initialize(
         ConfigError: ``overrides`` say what no override can say; and all that :func:`register` and
             the engine raise.
     """
-    last_words.begin()
+    final_error.begin()
     given = overrides_of(overrides)
     register()
-    with own_overrides.beside(given):
+    with python_overrides.beside(given):
         return deepspeed.initialize(*args, **kwargs)

@@ -17,7 +17,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.optimizer import uses_us
 
 

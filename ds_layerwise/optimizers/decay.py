@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.recipe import Recipe, WeightDecayMethod
+from ds_layerwise.recipes.base.recipe import Recipe, WeightDecayMethod
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.config import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
+from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.plan.by_kind import OF_OTHER_SCHEDULES
-from ds_layerwise.plan.layout import Piece
-from ds_layerwise.plan.rates import check_floors, check_peaks, check_schedule, check_taken
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.recipes.overrides import Override
-from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import recipes_of_settings
-from ds_layerwise.recipes.settings import check, merged_keys, nearest, normalised, plain
+from ds_layerwise.plan.layout.layout import Piece
+from ds_layerwise.plan.routes.group_defaults import OF_OTHER_SCHEDULES
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.schedule_rates import (
+    check_floors,
+    check_peaks,
+    check_schedule,
+    check_taken,
+)
+from ds_layerwise.recipes.base.fields import check, merged_keys, nearest, normalised, plain
+from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.recipe_registry import recipes_of_settings
+from ds_layerwise.recipes.targets.overrides import Override
 
 #: What a config gives a group, and the ratio to ``lr`` that a group has of it.
 RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}

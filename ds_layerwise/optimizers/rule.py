@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.recipes.recipe import StateSpec
+from ds_layerwise.recipes.base.recipe import StateSpec
 
 State = dict[str, Tensor]
 
@@ -94,7 +94,7 @@ class UpdateRule:
 
     def init_state(self, param: Tensor) -> State:
         """The state before the first update: names, shapes and dtypes as in
-        :meth:`.recipes.recipe.Recipe.states`.
+        :meth:`.recipes.base.recipe.Recipe.states`.
         """
         return zeros(self.recipe.states(tuple(param.shape)), param)
 

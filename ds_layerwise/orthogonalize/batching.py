@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
+from ds_layerwise.recipes.rules.newton_schulz_settings import MAX_BATCH_NUMEL
 
-#: As :data:`.recipes.newton_schulz.MAX_BATCH_NUMEL`, on a CPU, where a batch saves little and what
-#: falls out of the cache costs up to a fifth.
+#: As :data:`.recipes.rules.newton_schulz_settings.MAX_BATCH_NUMEL`, on a CPU, where a batch saves
+#: little and what falls out of the cache costs up to a fifth.
 MAX_BATCH_NUMEL_CPU = 2**17
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.newton_schulz import ALIGNMENT, gram_segments
+from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT, gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]

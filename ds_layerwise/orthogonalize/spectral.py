@@ -13,8 +13,8 @@ from torch import Tensor
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import stack
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.recipes.newton_schulz import ALIGNMENT
-from ds_layerwise.recipes.update_hooks import CLIP_STEPS
+from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT
+from ds_layerwise.recipes.rules.update_hook_settings import CLIP_STEPS
 
 
 def capped(matrices: Sequence[Tensor], most: float) -> Tensor:

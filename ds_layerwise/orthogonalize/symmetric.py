@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_layerwise.recipes.newton_schulz import ALIGNMENT
+from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT
 
 #: The number of strips at most.
 _MOST = 8

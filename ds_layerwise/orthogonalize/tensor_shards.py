@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, iterate, newton_schulz, to_peak_1
-from ds_layerwise.plan.routes import Axis, whole_shape
+from ds_layerwise.plan.routes.routes import Axis, whole_shape
 
 
 class Peers(Protocol):

@@ -2,10 +2,10 @@
 stages.
 
 Every stage has its own layout, over the ranks that hold the same stage. Three things reach across
-stages: the norm and the skipped step, see :class:`ds_layerwise.zero.settings.Settings`; who is an
-output head, which one stage alone cannot tell; and tied weights, of which each stage that uses them
-has a copy. Copies stay equal because their gradients are added up before they are reduced, and
-because everything after that is the same for both.
+stages: the norm and the skipped step, see :class:`ds_layerwise.zero.setup.run_settings.Settings`;
+who is an output head, which one stage alone cannot tell; and tied weights, of which each stage that
+uses them has a copy. Copies stay equal because their gradients are added up before they are
+reduced, and because everything after that is the same for both.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_layerwise.config import HYPER_KEYS, LayerWiseConfig
+from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
-from ds_layerwise.plan.matching import matched
-from ds_layerwise.plan.routes import Route, require_a_matrix
-from ds_layerwise.ranks import comm
-from ds_layerwise.recipes.overrides import Override
-from ds_layerwise.routing.facts import facts_of
+from ds_layerwise.plan.routes.override_matching import matched
+from ds_layerwise.plan.routes.routes import Route, require_a_matrix
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.output_heads import (
     Elsewhere,
     has_matrices,
@@ -32,6 +31,7 @@ from ds_layerwise.routing.output_heads import (
     known_heads,
     tables_and_linears,
 )
+from ds_layerwise.routing.param_facts import facts_of
 
 
 def is_pipeline(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.utils import groups
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 
 
 class MeshGroups:

@@ -16,7 +16,7 @@ from deepspeed.utils.bwc import (
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 
 _ASKED = tuple(
     f"get_{group}_parallel_{what}"

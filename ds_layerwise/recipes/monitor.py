@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ds_layerwise.recipes.settings import Count, Section
+from ds_layerwise.recipes.base.fields import Count, Section
 
 
 class Monitor(Section):

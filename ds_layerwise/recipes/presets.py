@@ -49,7 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 #: How large an update is. They go together: who says the first has said what the others must fit.
 _SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
 
-#: Hooks that say so in place of the scale of a preset; see :class:`.update_hooks.UpdateHooks`.
+#: Hooks that say so in place of the scale of a preset; see
+#: :class:`.update_hook_settings.UpdateHooks`.
 _HOOKS = ("hyperball", "relative_update")
 
 

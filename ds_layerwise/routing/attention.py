@@ -4,8 +4,8 @@ which head.
 Note: what is found without being told
     Modules of transformers, those with a ``config`` and "Attention" in the name of their class that
     have no other such module inside, by the names of their layers: separate queries and keys, see
-    :data:`_SEPARATE`; the fused projections that :mod:`.routing.parts` knows; multi-head latent
-    attention, which has ``kv_b_proj``.
+    :data:`_SEPARATE`; the fused projections that :mod:`.routing.find_fused_parts` knows; multi-head
+    latent attention, which has ``kv_b_proj``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.by_kind import QK_NORM
-from ds_layerwise.recipes.qk_clip import AttentionEntry, Outputs, QkClip, Run
+from ds_layerwise.plan.routes.group_defaults import QK_NORM
+from ds_layerwise.recipes.targets.qk_clip_settings import AttentionEntry, Outputs, QkClip, Run
+from ds_layerwise.routing.find_fused_parts import QKV, is_one, lies_by_head
 from ds_layerwise.routing.heads import heads_of, is_transposed, number_of, sources_of
-from ds_layerwise.routing.parts import QKV, is_one, lies_by_head
 from ds_layerwise.routing.tensor_marks import axis_of, heads_here, is_cut
 
 #: What model families call the layers of queries and of keys.

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes import Route, with_heads
-from ds_layerwise.routing.held import kind_of, told, weights_of
+from ds_layerwise.plan.routes.routes import Route, with_heads
+from ds_layerwise.routing.module_of import kind_of, told, weights_of
 from ds_layerwise.routing.tensor_marks import heads_here
 
 QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")

@@ -1,4 +1,6 @@
-"""Output heads: by what a model says of itself, by name, or by place; see :mod:`.routing.rules`."""
+"""Output heads: by what a model says of itself, by name, or by place; see
+:mod:`.routing.routing_rules`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ds_layerwise.routing.heads import QUERY_NAMES
-from ds_layerwise.routing.held import is_table, kind_of, modules_of, weights_of
-from ds_layerwise.routing.kernels import CONVOLUTIONS, shape_in
+from ds_layerwise.routing.matrix_view import CONVOLUTIONS, shape_in
+from ds_layerwise.routing.module_of import is_table, kind_of, modules_of, weights_of
 from ds_layerwise.routing.tensor_marks import is_cut
 
 #: What the common model families call an output head, or the module that ends in one.

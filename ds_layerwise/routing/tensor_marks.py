@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes import Axis
+from ds_layerwise.plan.routes.routes import Axis
 
 #: The attribute in which AutoTP keeps what it knows of a parameter:
 #: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_layerwise.checkpoint.folder import Bars
+from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars
 from ds_layerwise.errors import few
-from ds_layerwise.tools.contents import Contents
+from ds_layerwise.tools.checkpoint_contents import Contents
 from ds_layerwise.tools.verify import same_bits
 
 

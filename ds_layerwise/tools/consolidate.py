@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_layerwise.checkpoint import aside
-from ds_layerwise.checkpoint.folder import Bars, check_bytes, check_target, find
-from ds_layerwise.checkpoint.keeping import others_in
-from ds_layerwise.checkpoint.manifest import Manifest
-from ds_layerwise.checkpoint.regular import refuse_parts
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import Manifest
+from ds_layerwise.checkpoint.files.user_files import others_in
+from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, check_bytes, check_target, find
+from ds_layerwise.checkpoint.formats.regular import refuse_parts
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.tools.companions import CONFIG, find_companions, lay_beside
-from ds_layerwise.tools.contents import Contents
+from ds_layerwise.tools.checkpoint_contents import Contents
+from ds_layerwise.tools.hf_files import CONFIG, find_companions, lay_beside
 
 #: What ``dtype`` may be.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +59,7 @@ def consolidate(
         trust: whether the model's file may run code.
         overwrite: whether an earlier result, or a Hugging Face model, may be where ``out`` will be.
             Its weights are replaced, and what else is there stays.
-        config: see :func:`.companions.find_companions`; a file of its own has nothing beside it.
+        config: see :func:`.hf_files.find_companions`; a file of its own has nothing beside it.
 
     Returns:
         What was written, in lines.
@@ -84,16 +84,16 @@ def consolidate(
     sizes = _sizes(contents, DTYPES[dtype])
     with ExitStack() as undo, bars("write", sum(sizes.values())) as done:
         if one_file:
-            new = out.with_name(out.name + aside.INCOMPLETE)
+            new = out.with_name(out.name + atomic.INCOMPLETE)
             undo.callback(new.unlink, missing_ok=True)
             out.parent.mkdir(parents=True, exist_ok=True)
             _write(contents, list(sizes), DTYPES[dtype], new)
             new.replace(out)
             done(sum(sizes.values()))
         else:
-            undo.callback(aside.abandon, out)
-            aside.begin(out)
-            staged = aside.staged(out)
+            undo.callback(atomic.abandon, out)
+            atomic.begin(out)
+            staged = atomic.staged(out)
             shards = list(_shards(sizes, max_shard_bytes))
             places: dict[str, str] = {}
             for number, names in enumerate(shards, 1):
@@ -105,7 +105,7 @@ def consolidate(
             (staged / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             if beside:
                 lay_beside(beside, staged)
-            aside.commit(out, Manifest.of(staged), replaces=WEIGHTS)
+            atomic.commit(out, Manifest.of(staged), replaces=WEIGHTS)
         undo.pop_all()
     return [
         f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}",
@@ -190,7 +190,7 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
     except SafetensorError as e:
         raise LayerWiseError(f"{path} cannot be written: {e}") from e
     path.chmod(mode)
-    aside.flush(path)
+    atomic.flush(path)
 
 
 def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

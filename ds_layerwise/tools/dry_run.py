@@ -11,16 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ds_layerwise.config.config_file import fill_in, read_config
+from ds_layerwise.config.run_config import RunConfig, left_to_deepspeed
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.by_kind import ByKind, idle_keys
-from ds_layerwise.plan.config_file import fill_in, read_config
-from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
-from ds_layerwise.plan.kept import check_kept
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.links import Links, links_of_run
-from ds_layerwise.plan.listing import listed
-from ds_layerwise.plan.matching import check_norm_groups
-from ds_layerwise.plan.model_file import (
+from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.forecast.model_file import (
     Model,
     deal_out_experts,
     find_model,
@@ -28,12 +23,17 @@ from ds_layerwise.plan.model_file import (
     read_model,
     route_model,
 )
-from ds_layerwise.plan.prediction import Prediction, predict
-from ds_layerwise.plan.rates import check_floors, check_peaks, check_taken
-from ds_layerwise.plan.reduction import Reduction, reduction_of_run
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.run_config import RunConfig, left_to_deepspeed
-from ds_layerwise.plan.tensor_cuts import Cutter, cut
+from ds_layerwise.plan.forecast.param_list import listed
+from ds_layerwise.plan.forecast.prediction import Prediction, predict
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.network.links import Links, links_of_run
+from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
+from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
+from ds_layerwise.plan.routes.low_bit_checks import check_kept
+from ds_layerwise.plan.routes.override_matching import check_norm_groups
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.schedule_rates import check_floors, check_peaks, check_taken
+from ds_layerwise.plan.routes.tensor_parallel_routes import Cutter, cut
 from ds_layerwise.tools.hf_model import HfShapes
 
 
@@ -70,8 +70,8 @@ class DryRun:
         each of ``ranks``.
 
         Args:
-            links: a name or a file, see :func:`.plan.links.find_links`; what the config says if
-                None, where "auto" stands for devices that talk.
+            links: a name or a file, see :func:`.plan.network.links.find_links`; what the config
+                says if None, where "auto" stands for devices that talk.
             reduction: what the config says if None.
             ranks_per_node: as the links have it if None.
             ep_size: how many ranks share the experts of a layer; each of them then plans with its
@@ -124,7 +124,7 @@ class DryRun:
         in_use = {route.recipe for route in routes.values()}
         if any(recipe != type(recipe)() for recipe in in_use):
             # What only the rules know of their settings takes torch to find out.
-            from ds_layerwise.optimizers.registry import check_recipes
+            from ds_layerwise.optimizers.rule_registry import check_recipes
 
             check_recipes(in_use)
         check_taken(run.optimizer, routes)
@@ -178,7 +178,9 @@ class DryRun:
         )
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
-        """Every parameter's route, for one of the forecasts; see :func:`.plan.listing.listed`."""
+        """Every parameter's route, for one of the forecasts; see
+        :func:`.plan.forecast.param_list.listed`.
+        """
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
@@ -283,8 +285,8 @@ def _links(
     with them, and what that takes for granted of nodes.
 
     Raises:
-        ConfigError: as :func:`.plan.links.find_links`; or tensor-parallel ranks would lie unevenly
-            on nodes.
+        ConfigError: as :func:`.plan.network.links.find_links`; or tensor-parallel ranks would lie
+            unevenly on nodes.
     """
     named, where = links or run.layerwise.links, "links" if links else "layerwise.links"
     links_with = partial(links_of_run, named, on_host=None, where=where)

@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.config import Recipes
+from ds_layerwise.config.sections import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.plan.by_kind import ByKind
-from ds_layerwise.plan.model_file import refuse_conditions
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.recipes.overrides import Override
+from ds_layerwise.plan.forecast.model_file import refuse_conditions
+from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.targets.overrides import Override
 
 #: What constructors of models raise at values that they do not expect.
 _FROM_OTHERS = (
@@ -42,7 +42,7 @@ def _hidden_size(config: Any) -> int | None:
     """What a Trainer takes for it, the largest where there are several; None if ``config`` has
     none.
     """
-    from ds_layerwise.routing.held import told
+    from ds_layerwise.routing.module_of import told
 
     sizes = told(config, "hidden_size") or told(config, "hidden_sizes")
     sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
@@ -125,7 +125,7 @@ class HfShapes:
         """Where each parameter goes, as in training with all of them in one group.
 
         Raises:
-            RoutingError: as :func:`.routing.rules.route_parameters` does.
+            RoutingError: as :func:`.routing.routing_rules.route_parameters` does.
             ConfigError: an override asks for an attribute, which a script sets on parameters.
         """
         refuse_conditions(
@@ -133,7 +133,7 @@ class HfShapes:
             ("attr",),
             why="a config.json does not say which attributes a script gives to parameters",
         )
-        from ds_layerwise.routing.rules import route_parameters
+        from ds_layerwise.routing.routing_rules import route_parameters
 
         if not self.params:
             raise RoutingError("the model has no parameters")

@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.checkpoint.aside import write_whole
+from ds_layerwise.checkpoint.files.atomic import write_whole
 from ds_layerwise.errors import ConfigError, LayerWiseError
-from ds_layerwise.plan.forecast import Forecast
-from ds_layerwise.plan.prediction import Prediction
+from ds_layerwise.plan.forecast.forecast import Forecast
+from ds_layerwise.plan.forecast.prediction import Prediction
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "us"))
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

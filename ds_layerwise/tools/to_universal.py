@@ -8,8 +8,10 @@ import math
 from contextlib import ExitStack
 from pathlib import Path
 
-from ds_layerwise.checkpoint import aside, universal
-from ds_layerwise.checkpoint.folder import (
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import Manifest
+from ds_layerwise.checkpoint.formats import universal
+from ds_layerwise.checkpoint.formats.checkpoint_folder import (
     Bars,
     ModelFile,
     check_bytes,
@@ -17,8 +19,7 @@ from ds_layerwise.checkpoint.folder import (
     find,
     in_parallel,
 )
-from ds_layerwise.checkpoint.manifest import Manifest
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
+from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.errors import LayerWiseError
 
 
@@ -57,12 +58,12 @@ def to_universal(
             f"{source} has no model file, so its frozen parameters and buffers are lost"
         )
     with ExitStack() as undo:
-        undo.callback(aside.abandon, out)
-        aside.begin(out)
-        parts = _write(saved, model, aside.staged(out), workers=workers, bars=bars)
-        aside.commit(out, Manifest.merged(parts))
+        undo.callback(atomic.abandon, out)
+        atomic.begin(out)
+        parts = _write(saved, model, atomic.staged(out), workers=workers, bars=bars)
+        atomic.commit(out, Manifest.merged(parts))
         undo.pop_all()
-    aside.point(out.parent / universal.LATEST, out.name)
+    atomic.point(out.parent / universal.LATEST, out.name)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     count = len(saved.header.shapes)
     return f"{out}: {count} parameters with their states, {size} bytes, from {source}"

@@ -16,13 +16,19 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from ds_layerwise.checkpoint.folder import Bars, damaged, find, manifest_of
-from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
-from ds_layerwise.checkpoint.names import first_expert
-from ds_layerwise.checkpoint.regular import CONVERTED, KEY, RegularCheckpoint, mp_size, travels_as
-from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, names_in
+from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, damaged, find, manifest_of
+from ds_layerwise.checkpoint.formats.regular import (
+    CONVERTED,
+    KEY,
+    RegularCheckpoint,
+    mp_size,
+    travels_as,
+)
+from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint, is_universal
+from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.tools.contents import WEIGHTS, Contents
+from ds_layerwise.tools.checkpoint_contents import WEIGHTS, Contents
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -4,8 +4,6 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +11,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
 from ds_layerwise.optimizers.param_groups import cannot_load
-from ds_layerwise.zero.attention_logits import AttentionLogits
-from ds_layerwise.zero.loss_scaling import LossScaling
-from ds_layerwise.zero.settings import Timers
+from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
+from ds_layerwise.zero.step.loss_scaling import LossScaling
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
@@ -173,35 +170,3 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Part of the same flush; the epilogue that follows does it all."""
-
-
-def norm_tensor(norm: float, device: torch.device) -> torch.Tensor:
-    """What ``get_global_grad_norm`` gives, as with DeepSpeed's own optimizers: 0-d float32. Nothing
-    waits for it.
-    """
-    return torch.full((), norm, dtype=torch.float32, device=device)
-
-
-@contextmanager
-def timed(timers: Timers, name: str) -> Iterator[None]:
-    """Run a phase under one of DeepSpeed's named timers."""
-    timers(name).start()
-    try:
-        yield
-    finally:
-        timers(name).stop()
-
-
-@contextmanager
-def survivable(engine: Any) -> Iterator[None]:
-    """Leave ``engine`` so that an exception in its step can be survived: it would else take the
-    step to be still on, and its timers refuse to start again."""
-    done = False
-    try:
-        yield
-        done = True
-    finally:
-        if not done and engine is not None:
-            engine._running_engine_step = False
-            for name in engine.engine_timers.step_timers:
-                engine.timers(name).reset()

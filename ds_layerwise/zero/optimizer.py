@@ -11,44 +11,47 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import Tensor, nn
 
-from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import check_recipes, rules_of
+from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan import cost, hosting
-from ds_layerwise.plan.forecast import Forecast
-from ds_layerwise.plan.layout import Bucket
-from ds_layerwise.ranks import comm, own_groups
-from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer
-from ds_layerwise.ranks.owned import Owned
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.wires import Wires, make_wires
-from ds_layerwise.zero import ambient, autocast, first_step, start_up, takeover
-from ds_layerwise.zero.attention_logits import AttentionLogits
-from ds_layerwise.zero.before_update import BeforeUpdate
-from ds_layerwise.zero.checkpointing import Checkpointing
-from ds_layerwise.zero.engine_protocol import norm_tensor, survivable, timed
-from ds_layerwise.zero.gradient_share import divide_once
-from ds_layerwise.zero.interrupted import Interrupted
-from ds_layerwise.zero.loss_scaling import LossScaling
-from ds_layerwise.zero.offloading import Offloading
-from ds_layerwise.zero.planned import plan
-from ds_layerwise.zero.products import Products
-from ds_layerwise.zero.reports import Reports
-from ds_layerwise.zero.settings import Settings
-from ds_layerwise.zero.skipped import SkippedSteps
+from ds_layerwise.plan.forecast import cost, host_pieces
+from ds_layerwise.plan.forecast.forecast import Forecast
+from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.ranks.comm import comm, group_pool
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
+from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.sync.bucket_transfers import Wires, make_wires
+from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.zero import start_report
+from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
+from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
+from ds_layerwise.zero.setup import autocast, numerics_context, param_owner
+from ds_layerwise.zero.setup.matmul_dtype import Products
+from ds_layerwise.zero.setup.run_plan import plan
+from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.states_outside import StatesOutside
-from ds_layerwise.zero.unfinished import Progress
-from ds_layerwise.zero.update import Update
+from ds_layerwise.zero.step.gradient_share import divide_once
+from ds_layerwise.zero.step.interrupted import Interrupted
+from ds_layerwise.zero.step.loss_scaling import LossScaling
+from ds_layerwise.zero.step.metrics import Reports
+from ds_layerwise.zero.step.offloading import Offloading
+from ds_layerwise.zero.step.pre_step import BeforeUpdate
+from ds_layerwise.zero.step.skipped_steps import SkippedSteps
+from ds_layerwise.zero.step.step_progress import Progress
+from ds_layerwise.zero.step.step_timing import norm_tensor, survivable, timed
+from ds_layerwise.zero.step.update import Update
+from ds_layerwise.zero.verify import first_step
 
 
 class LayerWiseZeroOptimizer(StatesOutside):
     """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
 
     Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as
-    it exists and is None afterwards. See :mod:`ds_layerwise.ranks.sync` for the life of a step.
+    it exists and is None afterwards. See :mod:`ds_layerwise.ranks.sync.grad_sync` for the life of a
+    step.
 
     Raises:
         RoutingError, ConfigError, LayoutError: on every rank alike.
@@ -80,7 +83,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._planned = planned = plan(model, optimizer, config, settings)
         self.routes, self.specs, self.layout = planned.routes, planned.specs, planned.layout
         self._params = {name: p for name, p in model.named_parameters() if name in self.routes}
-        takeover.retire_owners(self._params.values())
+        param_owner.retire_owners(self._params.values())
         self._wire_dtypes = {spec.name: DTYPES[spec.wire] for spec in self.specs}
         self._tied_are_checked = False
         names = {param: name for name, param in self._params.items()}
@@ -103,7 +106,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
             {route.recipe for route in self.routes.values()}, self._device
         )
         # One rank may find no memory, on the device or, page-locked, on the host.
-        with comm.Alike(None), ambient.set_aside(self._device):
+        with comm.Alike(None), numerics_context.set_aside(self._device):
             self._init_buffers(self._device)
         groups = self._init_syncs()
         self._first_step = (
@@ -122,7 +125,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         )
         self._init_parts(model)
         self._init_hooks(model, groups)
-        start_up.warn_of_zeros(planned, settings, self._owned)
+        start_report.warn_of_zeros(planned, settings, self._owned)
         # One checkpoint group a parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in self._params.items() if name not in planned.saved_elsewhere
@@ -138,7 +141,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         )
         self._grads = None if s.stage == 2 else FlatBuffer(layout, device, stored_as=stored_as)
         check_recipes({route.recipe for route in self.routes.values()}, device)
-        on_host = hosting.pieces_on_host(
+        on_host = host_pieces.pieces_on_host(
             layout, self.rank, s.host_ratio, state_bytes=cost.state_bytes_of(self.specs)
         )
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
@@ -182,13 +185,13 @@ class LayerWiseZeroOptimizer(StatesOutside):
             for group in (*s.expert_groups.values(), s.group)
         }
         wires = make_wires(
-            own_groups.take(groups, self, self._device),
+            group_pool.take(groups, self, self._device),
             self._planned.where,
             device=self._device,
             native=self._planned.reduction == "native",
             rings=self._planned.rings,
         )
-        with comm.Alike(None), ambient.set_aside(self._device):
+        with comm.Alike(None), numerics_context.set_aside(self._device):
             self._make_syncs(wires)
         for _, wire in sorted(wires.items()):
             wire.connect(self._device)
@@ -306,7 +309,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
                 for name, param in self._params.items()
             ),
         ]
-        takeover.take(self._params.values(), self)
+        param_owner.take(self._params.values(), self)
         self._access = [
             StateAccess(
                 name,
@@ -377,7 +380,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
         )
 
     def exit_backward(self) -> None:
-        """Leave a backward pass, which counts if it had gradients; see :mod:`.zero.unfinished`."""
+        """Leave a backward pass, which counts if it had gradients; see
+        :mod:`.zero.step.step_progress`.
+        """
         engine = self._engine()
         # A rank whose loss reaches no parameter of ours has a part in the pass of the others.
         counts = self._hooks_fired_this_backward or engine._running_engine_backward
@@ -428,9 +433,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
         Raises:
             LayerWiseError: on every rank, if on none a backward pass has left gradients, or one has
                 ended in an error on any, or parameters are no longer what they were, see
-                :class:`~ds_layerwise.zero.guard.Guard`.
+                :class:`~ds_layerwise.zero.step.param_guard.Guard`.
         """
-        with ambient.set_aside(self._device), survivable(self._engine()):
+        with numerics_context.set_aside(self._device), survivable(self._engine()):
             self._step()
 
     def _step(self) -> None:
@@ -486,7 +491,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
     def wait_for_params(self) -> None:
         """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``,
         before a script itself reads weights outside of a forward pass; see
-        :class:`~ds_layerwise.ranks.param_sync.ParamSync`."""
+        :class:`~ds_layerwise.ranks.sync.param_sync.ParamSync`."""
         self._param_sync.finish()
 
     def offload_states(
@@ -524,7 +529,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
 
     def state_dict(self) -> dict[str, Any]:
         """The ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
-        :mod:`.checkpoint.regular`.
+        :mod:`.checkpoint.formats.regular`.
 
         Tensors are views into live memory: save or copy them before the next step.
         """
@@ -555,11 +560,11 @@ class LayerWiseZeroOptimizer(StatesOutside):
 
     def forecast(self) -> Forecast:
         """What this layout costs each rank."""
-        return start_up.forecast(self._planned, self.settings, self._grads, self.config)
+        return start_report.forecast(self._planned, self.settings, self._grads, self.config)
 
     def describe(self) -> str:
         """The start-up table: who trains what and why, and what it costs each rank."""
-        return start_up.table(
+        return start_report.table(
             self._planned,
             self.settings,
             self.forecast(),
@@ -570,8 +575,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
         )
 
     def listed(self) -> list[dict[str, Any]]:
-        """Every parameter's route; see :func:`.plan.listing.listed`."""
-        return start_up.routes(self._planned, self.optimizer)
+        """Every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
+        return start_report.routes(self._planned, self.optimizer)
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""
@@ -580,8 +585,8 @@ class LayerWiseZeroOptimizer(StatesOutside):
             return
         for hook in hooks:
             hook.remove()
-        takeover.release(self._params.values())
-        own_groups.release(self)
+        param_owner.release(self._params.values())
+        group_pool.release(self)
         for param in self._params.values():
             autocast.forget(param)
         for access in self._access:

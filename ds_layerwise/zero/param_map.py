@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.report import as_json
-from ds_layerwise.ranks import comm
+from ds_layerwise.plan.forecast.report import as_json
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 
 

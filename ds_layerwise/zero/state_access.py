@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.plan.layout import Piece
-from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.owned import MASTER, Owned
+from ds_layerwise.plan.layout.layout import Piece
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.owned.owned import MASTER, Owned
 
 #: Methods that are found on the parameter itself.
 _METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
@@ -28,7 +28,7 @@ class StateAccess:
 
     Args:
         local_sum: this rank's own sum by name before a step is reduced; see
-            :meth:`.ranks.sync.GradSync.local_sum`.
+            :meth:`.ranks.sync.grad_sync.GradSync.local_sum`.
         gradient_divisor: what this rank's reduced gradient must be divided by now to be the average
             of the step so far.
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.zero.checkpointing import Checkpointing
+from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
 
 
@@ -17,7 +17,7 @@ class StatesOutside(EngineOptimizer):
 
     def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
         """Write masters and states of all parameters, whole, to one file of safetensors; see
-        :mod:`.one_file`.
+        :mod:`.single_file_states`.
 
         Every rank must call it; rank 0 writes. The model's frozen parameters, the scheduler, the
         engine's counts, and the gradients of a step that is not over are not in it.
@@ -36,9 +36,9 @@ class StatesOutside(EngineOptimizer):
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """What ``torch.distributed.checkpoint.save`` takes: {"model", "optim"} as for FSDP2,
-        masters for weights; see :mod:`.checkpoint.sharded`. Every rank must call it, between two
-        steps, and save before the next: it has views. The gradients of a step that is not over are
-        not in it.
+        masters for weights; see :mod:`.checkpoint.formats.dcp`. Every rank must call it, between
+        two steps, and save before the next: it has views. The gradients of a step that is not over
+        are not in it.
         """
         self.checkpoint_event_prologue()
         return self.checkpointing.sharded_state_dict()

@@ -37,7 +37,7 @@ from cluster_ranks import (
 from conditions import commit, processor
 from namespaces import Cluster, be_the_switch, run
 
-from ds_layerwise.plan.links import Links
+from ds_layerwise.plan.network.links import Links
 
 MB = 1e6
 

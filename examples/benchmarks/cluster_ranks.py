@@ -19,16 +19,16 @@ from namespaces import Cluster, sent_bytes
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise.optimizers import orthogonalized
-from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.links import Links
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.ways import Load, wire_time
-from ds_layerwise.ranks import comm, nodes
-from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer, dtype_name
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.sync import GradSync
-from ds_layerwise.ranks.wires import Wires, average, make_wires
+from ds_layerwise.optimizers.rules import orthogonalized
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.network.links import Links
+from ds_layerwise.plan.network.transport import Load, wire_time
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.comm import comm, nodes
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.ranks.sync.bucket_transfers import Wires, average, make_wires
+from ds_layerwise.ranks.sync.grad_sync import GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, VOCABULARY, GPTConfig

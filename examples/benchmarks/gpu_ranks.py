@@ -31,12 +31,12 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
-from ds_layerwise.ranks import host_memory
-from ds_layerwise.ranks.exchange import Exchange
-from ds_layerwise.ranks.owned import Owned
-from ds_layerwise.ranks.wires import Wire
-from ds_layerwise.recipes.newton_schulz import MAX_BATCH_NUMEL
-from ds_layerwise.zero import planned
+from ds_layerwise.ranks.owned import host_memory
+from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.exchange import Exchange
+from ds_layerwise.recipes.rules.newton_schulz_settings import MAX_BATCH_NUMEL
+from ds_layerwise.zero.setup import run_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -443,9 +443,9 @@ def every_other_in_cuts() -> AbstractContextManager[object]:
     """Let engines that are made in it have every other whole bucket in cuts, which few ranks choose
     by themselves.
     """
-    plan, turns = planned.plan_layout, itertools.cycle((True, False))
+    plan, turns = run_plan.plan_layout, itertools.cycle((True, False))
     return unittest.mock.patch.object(
-        planned,
+        run_plan,
         "plan_layout",
         lambda *args, **kwargs: in_cuts(plan(*args, **kwargs), lambda bucket: next(turns)),
     )

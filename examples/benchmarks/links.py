@@ -17,13 +17,13 @@ from pathlib import Path
 
 from conditions import commit
 
-from ds_layerwise.plan.drafts import cut_stream
-from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.links import LINKS, Links, group_of
-from ds_layerwise.plan.owners import Item
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.reduction import Reduction
-from ds_layerwise.plan.ways import Load, WireTime, itemsize, wire_time
+from ds_layerwise.plan.layout.draft_buckets import cut_stream
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.layout.owners import Item
+from ds_layerwise.plan.network.links import LINKS, Links, group_of
+from ds_layerwise.plan.network.reduction import Reduction
+from ds_layerwise.plan.network.transport import Load, WireTime, itemsize, wire_time
+from ds_layerwise.plan.planner.planner import plan_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs

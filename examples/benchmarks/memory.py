@@ -35,10 +35,10 @@ from measuring import anonymous_mb, run_ranks, settle
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise.plan.forecast import forecast, specs_of
-from ds_layerwise.plan.model_file import ModelParam, route_model
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.plan.forecast.forecast import forecast, specs_of
+from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
 
 #: How far off a prediction may be, in percent.
 BAR_PERCENT = 2.0

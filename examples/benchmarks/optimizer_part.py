@@ -36,7 +36,7 @@ from measuring import run_ranks
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, GPTConfig

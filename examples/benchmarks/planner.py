@@ -22,10 +22,10 @@ from pathlib import Path
 
 from conditions import conditions
 
-from ds_layerwise.plan.cost import LayoutReport, max_over_mean
-from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.model_file import deal_out_experts
-from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.forecast.cost import LayoutReport, max_over_mean
+from ds_layerwise.plan.forecast.model_file import deal_out_experts
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.planner.planner import plan_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs

@@ -26,17 +26,18 @@ import torch
 from conditions import conditions
 from torch import nn
 
-from ds_layerwise.plan.forecast import wires_of
-from ds_layerwise.plan.layout import Layout, ParamSpec
-from ds_layerwise.plan.links import NVLINK_IB
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.reduction import Reduction
-from ds_layerwise.plan.ways import in_levels
-from ds_layerwise.ranks import comm, exchange, side_stream
-from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.sync import GradSync
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.plan.forecast.forecast import wires_of
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.network.links import NVLINK_IB
+from ds_layerwise.plan.network.reduction import Reduction
+from ds_layerwise.plan.network.transport import in_levels
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.comm import comm, streams
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.sync import exchange
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.grad_sync import GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs
@@ -109,7 +110,7 @@ class Stubs:
             stream=lambda stream: stream,
             current_stream=lambda: current,
         )
-        side_stream.get_accelerator = lambda: device
+        streams.get_accelerator = lambda: device
         # Without memory torch writes them out in Python, for milliseconds.
         exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
         exchange.unpack = lambda packed, places: None

@@ -20,8 +20,8 @@ from typing import Any, Iterator, NoReturn
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ds_layerwise.ranks import disks
-from ds_layerwise.ranks.leaving import leave
+from ds_layerwise.process_exit import leave
+from ds_layerwise.zero.checkpoint import disks
 from tests.support import internals
 from tests.support.faults import DiskFault, FileEvents, failing_disk, no_larger_files, watch_files
 from tests.support.harness import OwnDistributedTest, _join_group

@@ -1,10 +1,10 @@
 """Memory of layouts, without recipes: so many bytes of state for each element of a whole, and of a split parameter."""
 
-from ds_layerwise.plan import cost, hosting
+from ds_layerwise.plan.forecast import cost, host_pieces
 
 
 def per_element(layout, whole_state_bytes=4, split_state_bytes=8):
-    """As :data:`ds_layerwise.plan.hosting.StateBytes`; by default Muon's momentum and Adam's two moments."""
+    """As :data:`.plan.forecast.host_pieces.StateBytes`; by default Muon's momentum and Adam's two moments."""
     each = {slot.name: whole_state_bytes if bucket.whole else split_state_bytes
             for bucket in layout.buckets for slot in bucket.slots}
     return lambda name, numel: each[name] * numel
@@ -15,5 +15,5 @@ def memory_bytes(layout, *, whole_state_bytes=4, split_state_bytes=8, **kwargs):
 
 
 def pieces_on_host(layout, rank, ratio, *, whole_state_bytes=4, split_state_bytes=8):
-    return hosting.pieces_on_host(layout, rank, ratio,
+    return host_pieces.pieces_on_host(layout, rank, ratio,
                                state_bytes=per_element(layout, whole_state_bytes, split_state_bytes))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
-from ds_layerwise.engine import lookup
-from ds_layerwise.engine.contract import _BASE, _CONFIG, _ENGINE, _PIPE, _TIMERS, Name
-from ds_layerwise.engine.lookup import bases_of
+from ds_layerwise.engine.contract import lookup
+from ds_layerwise.engine.contract.contract import _BASE, _CONFIG, _ENGINE, _PIPE, _TIMERS, Name
+from ds_layerwise.engine.contract.lookup import bases_of
 
 _ACCELERATOR = "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator"
 

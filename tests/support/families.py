@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from ds_layerwise.routing.facts import holders_of
-from ds_layerwise.routing.held import kind_of
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.routing.module_of import kind_of
+from ds_layerwise.routing.param_facts import holders_of
+from ds_layerwise.routing.routing_rules import route_parameters
 
 #: Layers of a kind that a model keeps: enough for those that differ from the first.
 LAYERS = 3

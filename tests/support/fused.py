@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.plan.routes import Route, parts_of
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.overrides import Override
-from ds_layerwise.recipes.parts import Parts
+from ds_layerwise.plan.routes.routes import Route, parts_of
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.targets.fused_parts import Parts
+from ds_layerwise.recipes.targets.overrides import Override
 from tests.support.reference import whole_number_gradients
 
 #: By parameter, its shape, and what an override says of its parts: unequal ones; columns with heads; interleaved ones,

@@ -206,10 +206,10 @@ def _import_what_engines_import() -> None:
     tests that are compared bit for bit then know the same.
     """
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
-                   "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table", "ds_layerwise.engine.wraps",
-                   "ds_layerwise.zero.param_map"):
+                   "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table",
+                   "ds_layerwise.engine.engine_hooks", "ds_layerwise.zero.param_map"):
         importlib.import_module(module)
-    importlib.import_module("ds_layerwise.engine.contract").missing()
+    importlib.import_module("ds_layerwise.engine.contract.contract").missing()
     importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 

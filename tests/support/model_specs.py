@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from os import PathLike
 
-from ds_layerwise.config import Recipes
-from ds_layerwise.plan.forecast import specs_of
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.model_file import read_model, route_model
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.newton_schulz import NsMethod
+from ds_layerwise.config.sections import Recipes
+from ds_layerwise.plan.forecast.forecast import specs_of
+from ds_layerwise.plan.forecast.model_file import read_model, route_model
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.newton_schulz_settings import NsMethod
 
 
 def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: NsMethod = "gram",

@@ -23,7 +23,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch import Tensor, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 
 META = torch.device("meta")
 

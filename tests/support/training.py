@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_layerwise
-from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from tests.support import internals
 from tests.support.reference import Recipe, trainable, whole_number_loss
 

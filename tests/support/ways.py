@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ds_layerwise.plan.layout import Bucket, Layout
-from ds_layerwise.zero import planned
+from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.zero.setup import run_plan
 
 
 def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
@@ -28,5 +28,5 @@ def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
 
 def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True) -> None:
     """Let every engine from here on have its whole buckets, or ``only`` some of them, in cuts."""
-    made = planned.__dict__["plan_layout"]
-    monkeypatch.setattr(planned, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))
+    made = run_plan.__dict__["plan_layout"]
+    monkeypatch.setattr(run_plan, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))

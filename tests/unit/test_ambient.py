@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ds_layerwise.zero.ambient import set_aside
+from ds_layerwise.zero.setup.numerics_context import set_aside
 from tests.support.rooms import rooms
 
-pytestmark = rooms("ambient")
+pytestmark = rooms("numerics_context")
 
 CPU = torch.device("cpu")
 HAS_PRECISION_BY_BACKEND = hasattr(torch._C, "_get_fp32_precision_getter")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.engine.as_bytes import viewable_as_bytes
+from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
 from tests.support.rooms import rooms
 
-pytestmark = rooms("as_bytes")
+pytestmark = rooms("byte_views")
 
 
 @pytest.mark.parametrize("value", [

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import check_recipes
-from ds_layerwise.plan.by_kind import ByKind
-from ds_layerwise.plan.forecast import forecast, specs_of
-from ds_layerwise.plan.report import start_up_table
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.optimizers.rule_registry import check_recipes
+from ds_layerwise.plan.forecast.forecast import forecast, specs_of
+from ds_layerwise.plan.forecast.report import start_up_table
+from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.recipes.presets import PRESETS
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms
 
-pytestmark = rooms("by_kind", "presets", "rates", "param_groups")
+pytestmark = rooms("group_defaults", "presets", "schedule_rates", "param_groups")
 
 
 class Attention(nn.Module):

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.cost import traffic_bytes
-from ds_layerwise.plan.layout import Bucket, Layout, Slot
-from ds_layerwise.plan.links import NVLINK_IB
-from ds_layerwise.plan.reduction import partial_sums
-from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.buffers import DTYPES
-from ds_layerwise.ranks.in_flight import Turn
-from ds_layerwise.ranks.wires import Wire, _add_up_at_once, average
+from ds_layerwise.plan.forecast.cost import traffic_bytes
+from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.network.links import NVLINK_IB
+from ds_layerwise.plan.network.reduction import partial_sums
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.comm.scratch import Turn
+from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.ranks.sync.bucket_transfers import Wire, _add_up_at_once, average
 from tests.support.rooms import rooms
 
-pytestmark = rooms("comm", "reduction", "wires")
+pytestmark = rooms("comm", "reduction", "bucket_transfers")
 
 MANY = [f"model.layers.{number}.mlp.down_proj.weight (4096, 11008) bfloat16" for number in range(10_000)]
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, Override, is_ours
+from ds_layerwise.config.ds_config import refuse_unsupported
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.schema import json_schema, schema_model
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Override, is_ours
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.ds_config import refuse_unsupported
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.schema import json_schema, schema_model
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from tests.support.rooms import rooms
 
-pytestmark = rooms("config", "schema", "run_config")
+pytestmark = rooms("sections", "schema", "run_config")
 
 
 def optimizer(params=None, kind="LayerWiseMuon"):

@@ -15,14 +15,14 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ds_layerwise.config import OptimizerConfig, params_model
+from ds_layerwise.config.ds_config import check_autocast, refuse_unsupported, type_meant, without_effect
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.sections import OptimizerConfig, params_model
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.plan.ds_config import check_autocast, refuse_unsupported, type_meant, without_effect
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.recipes.elementwise import AdamW
-from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from tests.support.config_table import DOCUMENT, config_with, read_table
 from tests.support.rooms import rooms
 

@@ -25,13 +25,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 
-from ds_layerwise.engine import contract, lookup, patches
-from ds_layerwise.engine.contract import CONTRACT
+from ds_layerwise.engine.contract import contract, lookup, patches
+from ds_layerwise.engine.contract.contract import CONTRACT
+from ds_layerwise.engine.engine_hooks import WRAPS
 from ds_layerwise.engine.register import register, unregister
-from ds_layerwise.engine.wraps import WRAPS
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.zero import takeover
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
+from ds_layerwise.zero.setup import param_owner
 from tests.contract_releases import ROOT, walk
 from tests.support import deepspeed_names
 from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
@@ -396,7 +396,7 @@ class TestSeveralAtOnce:
         register()
         engine = Engine()
         patches.engines.add(engine)
-        takeover.take(engine.module.parameters(), engine)
+        param_owner.take(engine.module.parameters(), engine)
         engines = [engine]
         del engine
         unregister()
@@ -409,7 +409,7 @@ class TestSeveralAtOnce:
         def look(it):
             seen = original(it)
             if engines:
-                takeover.release(Engine.module.parameters())
+                param_owner.release(Engine.module.parameters())
                 engines.clear()
             return seen
 
@@ -435,7 +435,7 @@ class TestSeveralAtOnce:
                     ds_layerwise.register()
             from deepspeed.runtime import config
             from deepspeed.runtime.engine import DeepSpeedEngine
-            from ds_layerwise.engine.wraps import WRAPS
+            from ds_layerwise.engine.engine_hooks import WRAPS
             from ds_layerwise.engine import contract
             for key in WRAPS:
                 wrapped = getattr(*contract.resolve(key))

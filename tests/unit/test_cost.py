@@ -10,16 +10,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.plan.cost import LayoutReport, RankMemory, RankTraffic, max_over_mean, traffic_bytes, wire_elements
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.links import NVLINK_IB, TCP
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.reduction import sum_dtype
-from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
+from ds_layerwise.plan.forecast.cost import (
+    LayoutReport,
+    RankMemory,
+    RankTraffic,
+    max_over_mean,
+    traffic_bytes,
+    wire_elements,
+)
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.network.links import NVLINK_IB, TCP
+from ds_layerwise.plan.network.reduction import sum_dtype
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.recipes.rules.newton_schulz_settings import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
 
-pytestmark = rooms("cost", "ways", "hosting")
+pytestmark = rooms("cost", "transport", "host_pieces")
 
 
 @pytest.mark.parametrize("method", ["gram", "standard"])

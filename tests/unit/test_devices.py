@@ -6,10 +6,10 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers import devices
-from ds_layerwise.optimizers.registry import rule_of
+from ds_layerwise.optimizers.rule_registry import rule_of
 from tests.support.rooms import rooms
 
 pytestmark = rooms("devices")

@@ -17,21 +17,21 @@ from torch import nn
 from torch.distributed import run as torchrun
 
 from ds_layerwise import cli
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.plan.links import LINKS
-from ds_layerwise.recipes.adafactor import Adafactor
-from ds_layerwise.recipes.elementwise import AdamW
-from ds_layerwise.recipes.kept import KeptMoments, KeptMomentum
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.orthogonalized import Orthogonalized
-from ds_layerwise.recipes.overrides import Override
-from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY
-from ds_layerwise.recipes.shampoo import Shampoo
-from ds_layerwise.recipes.soap import KlSoap, Soap
-from ds_layerwise.recipes.update_hooks import UpdateHooks
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.plan.network.links import LINKS
+from ds_layerwise.recipes.base.low_bit_settings import KeptMoments, KeptMomentum
+from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.recipe_registry import REGISTRY
+from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.orthogonalized_recipe import Orthogonalized
+from ds_layerwise.recipes.rules.shampoo_recipe import Shampoo
+from ds_layerwise.recipes.rules.soap_recipe import KlSoap, Soap
+from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
+from ds_layerwise.recipes.targets.overrides import Override
+from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.documents import (
     DOCS,
@@ -48,7 +48,7 @@ from tests.support.documents import (
 )
 from tests.support.rooms import rooms
 
-pytestmark = rooms("config", "cli", "rules")
+pytestmark = rooms("sections", "cli", "routing_rules")
 
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 

@@ -21,26 +21,27 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.plan.by_kind import ByKind
-from ds_layerwise.recipes.any_torch import ElementTorch, WholeTorch
-from ds_layerwise.recipes.bits import StateDtype
-from ds_layerwise.recipes.kept import Kept
-from ds_layerwise.recipes.newton_schulz import NsMethod
-from ds_layerwise.recipes.orthogonalized import NsDtype, Orthogonalized, ScaleMode, TpMode
-from ds_layerwise.recipes.overrides import Override
-from ds_layerwise.recipes.recipe import WeightDecayMethod
-from ds_layerwise.recipes.registry import REGISTRY
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.recipes.base.dtypes import StateDtype
+from ds_layerwise.recipes.base.low_bit_settings import Kept
+from ds_layerwise.recipes.base.recipe import WeightDecayMethod
+from ds_layerwise.recipes.recipe_registry import REGISTRY
+from ds_layerwise.recipes.rules.any_torch_recipe import ElementTorch, WholeTorch
+from ds_layerwise.recipes.rules.newton_schulz_settings import NsMethod
+from ds_layerwise.recipes.rules.orthogonalized_recipe import NsDtype, Orthogonalized, ScaleMode, TpMode
+from ds_layerwise.recipes.targets.overrides import Override
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support import elementwise, family, preconditioned
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 
-pytestmark = rooms("registry", "recipe", "overrides", "rules", "orthogonalized", "kronecker", "elementwise",
-                   "update_hooks", "any_torch", "decay")
+pytestmark = rooms("recipe_registry", "rule_registry", "recipe", "overrides", "routing_rules", "orthogonalized",
+                   "orthogonalized_recipe", "kronecker", "kronecker_recipe", "elementwise", "elementwise_recipes",
+                   "update_hook_settings", "update_hooks", "any_torch", "any_torch_recipe", "decay")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.5, 0.95), eps=1e-3)
 SGD = "torch.optim:SGD"

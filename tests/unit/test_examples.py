@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, is_ours
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ours
 from tests.support.rooms import rooms
 
 pytestmark = rooms("outside")

@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan import ways
-from ds_layerwise.plan.layout import Bucket, Layout, Slot
-from ds_layerwise.plan.links import TCP, Group, group_of
-from ds_layerwise.plan.rounds import begun_backwards, deal, exchange_bytes
-from ds_layerwise.plan.ways import Load
-from ds_layerwise.ranks import comm
-from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer
-from ds_layerwise.ranks.exchange import Exchange, rounds_of
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.network import transport
+from ds_layerwise.plan.network.exchange_rounds import begun_backwards, deal, exchange_bytes
+from ds_layerwise.plan.network.links import TCP, Group, group_of
+from ds_layerwise.plan.network.transport import Load
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.exchange import Exchange, rounds_of
+from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("exchange", "rounds")
+pytestmark = rooms("exchange", "exchange_rounds")
 
 
 def a_layout(seed, world_size=6):
@@ -182,7 +182,7 @@ def test_what_is_predicted_to_move_is_what_ranks_send(seed, monkeypatch):
                 received[own] += sum(each.by_holder) - each.by_holder[own]
                 sent[own] += sum(each.by_owner) - each.by_owner[own]
         told.clear()
-        ways.exchange((Load.of_bucket(bucket, "float32") for bucket in buckets), group_of(holders, TCP, ep_size))
+        transport.exchange((Load.of_bucket(bucket, "float32") for bucket in buckets), group_of(holders, TCP, ep_size))
         if sum(sent):
             assert told[0] == (4 * max(sent + received), 4 * sum(received) / holders)
         else:

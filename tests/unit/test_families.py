@@ -9,14 +9,14 @@ import transformers
 from torch import nn
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.by_kind import ByKind
-from ds_layerwise.recipes.overrides import Override
+from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.heads import number_of
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts
 from tests.support.rooms import rooms
 
-pytestmark = [*rooms("rules", "output_heads", "held", "by_kind", "kernels"),
+pytestmark = [*rooms("routing_rules", "output_heads", "module_of", "group_defaults", "matrix_view"),
               pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")]
 
 OTHERS = json.loads((Path(__file__).parents[1] / "support" / "other_families.json").read_text())

@@ -11,23 +11,24 @@ from pytorch_optimizer.optimizer.muon import adamuon as their_adamuon
 from pytorch_optimizer.optimizer.muon import normuon as their_normuon
 from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_newton_schulz_5
 
-from ds_layerwise.config import OptimizerConfig, Override, Recipes
+from ds_layerwise.config.sections import OptimizerConfig, Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.orthogonalized import scale_factor
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
 from ds_layerwise.orthogonalize.spectral import capped
-from ds_layerwise.plan.forecast import specs_of
-from ds_layerwise.plan.routes import Route, with_changes
-from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.plan.forecast.forecast import specs_of
+from ds_layerwise.plan.routes.routes import Route, with_changes
+from ds_layerwise.recipes.recipe_registry import REGISTRY
 from tests.support.family import train
 from tests.support.live_memory import LiveMemory
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
 
-pytestmark = rooms("orthogonalized", "update_hooks", "spectral", "muon", "normuon", "adamuon", "namo", "scion",
-                   "polargrad", "batching")
+pytestmark = rooms("orthogonalized", "orthogonalized_recipe", "update_hook_settings", "update_hooks", "spectral",
+                   "muon", "muon_recipe", "normuon", "normuon_recipe", "adamuon", "adamuon_recipe", "namo",
+                   "namo_recipe", "scion", "scion_recipe", "polargrad", "polargrad_recipe", "batching")
 
 LR, MOMENTUM, DECAY, STEPS = 0.1, 0.9, 0.2, 4
 SHAPES = [(12, 40), (40, 12), (16, 16)]

@@ -11,15 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from ds_layerwise.checkpoint import beside, one_file
-from ds_layerwise.checkpoint.beside import sums_of, write_beside
-from ds_layerwise.checkpoint.one_file import OneFile, write
+from ds_layerwise.checkpoint.formats import headers, single_file
+from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
+from ds_layerwise.checkpoint.formats.headers import sums_of, write_beside
+from ds_layerwise.checkpoint.formats.single_file import OneFile, write
 from ds_layerwise.checkpoint.record import Header, RuleRecord
-from ds_layerwise.checkpoint.sharded import ShardedCheckpoint
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
-pytestmark = [*rooms("beside", "one_file", "sharded", "safe_load"),
+pytestmark = [*rooms("headers", "single_file", "single_file_states", "dcp", "dcp_states", "safe_load"),
               pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 RULES = {"a.b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg"), "w": RuleRecord("kron", ("L", "momentum"), None)}
@@ -32,7 +32,7 @@ FROZEN = torch.arange(7).bfloat16()
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(beside, "_BLOCK", 3)
+    monkeypatch.setattr(headers, "_BLOCK", 3)
 
 
 def numbers(shape, first):
@@ -162,11 +162,11 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
     for make in (write_one_file, write_sharded):
         folder = tmp_path / make.__name__
         folder.mkdir()
-        monkeypatch.setattr(beside, "_SUMS", "unknown to it")
+        monkeypatch.setattr(headers, "_SUMS", "unknown to it")
         if make is write_sharded:
             # The key under which one file has always said which save it is.
-            monkeypatch.setattr(beside, "_SAVE", "unknown, too")
-        monkeypatch.setattr(beside, "hashlib", SimpleNamespace(sha256=lambda body: SimpleNamespace(digest=bytes)))
+            monkeypatch.setattr(headers, "_SAVE", "unknown, too")
+        monkeypatch.setattr(headers, "hashlib", SimpleNamespace(sha256=lambda body: SimpleNamespace(digest=bytes)))
         make(folder)
         monkeypatch.undo()
         whole[folder] = read(folder, RANGES)
@@ -180,7 +180,7 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
 def test_checksums_that_are_none(make, sums, tmp_path, monkeypatch):
     """In a header that is as it was written: a digest of it tells nothing."""
     made = write_beside
-    for module in (one_file, sys.modules[__name__]):
+    for module in (single_file, sys.modules[__name__]):
         monkeypatch.setattr(module, "write_beside", lambda *args: made(*args[:2], sums))
     make(tmp_path)
     with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: "):

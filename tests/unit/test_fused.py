@@ -13,12 +13,12 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.sam2.modeling_sam2 import Sam2HieraDetConfig, Sam2MultiScaleAttention
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
-from ds_layerwise.config import Override
-from ds_layerwise.orthogonalize.parts import view_of
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.config.sections import Override
+from ds_layerwise.orthogonalize.part_views import view_of
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("parts", "heads", "rules")
+pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "heads", "routing_rules")
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
          "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from ds_layerwise.plan import model_file
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.links import NVLINK_IB, TCP
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.ranks import side_stream
-from ds_layerwise.ranks.buffers import DTYPES, FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.wires import make_wires
-from tests.support import streams
+from ds_layerwise.plan.forecast import model_file
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.network.links import NVLINK_IB, TCP
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.comm import streams
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.sync.bucket_transfers import make_wires
+from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
+from tests.support import streams as played_streams
 from tests.support.model_specs import load_model_specs
 from tests.support.played_ranks import META, Player, check_calls, check_groups
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("wires", "exchange", "sync", "param_sync", "nodes", "comm")
+pytestmark = rooms("bucket_transfers", "exchange", "grad_sync", "param_sync", "nodes", "comm")
 
 MODELS = Path(model_file.__file__).parent / "models"
 
@@ -109,9 +109,9 @@ def play(layout, ranks, monkeypatch, *, native, on_device, per_node, stage, step
     """By rank, the collectives of these steps; they must fit together."""
     player = Player(layout.world_size, on_device=on_device, monkeypatch=monkeypatch)
     if on_device:
-        accelerator = streams.Device()
-        monkeypatch.setattr(side_stream, "get_accelerator", lambda: accelerator)
-        monkeypatch.setattr(side_stream.SideStream, "keep", lambda self, tensor: None)
+        accelerator = played_streams.Device()
+        monkeypatch.setattr(streams, "get_accelerator", lambda: accelerator)
+        monkeypatch.setattr(streams.SideStream, "keep", lambda self, tensor: None)
     where = [rank // per_node for rank in range(layout.world_size)]
     calls, groups, device = {}, {}, torch.device("cuda" if on_device else "cpu")
     for told in (False, True):

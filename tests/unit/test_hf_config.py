@@ -18,11 +18,11 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ds_layerwise.plan.forecast import forecast, specs_of
-from ds_layerwise.plan.prediction import predict
-from ds_layerwise.plan.report import as_json, plan_table
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.plan.forecast.forecast import forecast, specs_of
+from ds_layerwise.plan.forecast.prediction import predict
+from ds_layerwise.plan.forecast.report import as_json, plan_table
+from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.hf_model import HfShapes
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms

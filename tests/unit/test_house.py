@@ -275,12 +275,12 @@ def test_a_pure_module_loads_neither_torch_nor_deepspeed(module):
 
 @pytest.mark.parametrize("module, code, caught", [
     ("plan.layout", "from ds_layerwise.errors import LayoutError", False),
-    ("plan.layout", "def f():\n    from ds_layerwise.plan.planner import plan", True),
+    ("plan.layout", "def f():\n    from ds_layerwise.plan.planner.planner import plan", True),
     ("plan.layout", "from ds_layerwise.plan import planner", True),
     ("plan.layout", "from ds_layerwise.plan import rates", True),
     ("plan.layout", "from ds_layerwise import plan", True),
-    ("plan.layout", "import ds_layerwise.config", False),
-    ("plan.layout", "import ds_layerwise.routing.rules", True),
+    ("plan.layout", "import ds_layerwise.config.sections", False),
+    ("plan.layout", "import ds_layerwise.routing.routing_rules", True),
     ("plan.layout", "from ds_layerwise import initialize", True),
     ("plan.layout", "from ds_layerwise import __version__", False),
     ("plan.layout", "from .errors import LayoutError", True),

@@ -2,10 +2,10 @@
 
 import torch
 
-from ds_layerwise.ranks.in_flight import Turn
+from ds_layerwise.ranks.comm.scratch import Turn
 from tests.support.rooms import rooms
 
-pytestmark = rooms("in_flight")
+pytestmark = rooms("scratch")
 
 CPU = torch.device("cpu")
 

@@ -5,20 +5,20 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_layerwise.checkpoint import aside
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 from tests.unit.test_staging import Killed, commit, dying_at, holds, mount, write
 
-pytestmark = rooms("keeping")
+pytestmark = rooms("user_files")
 
 WAYS = ["exchange", "two renames", "is in user space", "renames no folder"]
 
 
 def choose(way, monkeypatch):
     if way == "two renames":
-        monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     elif way != "exchange":
         mount(way, monkeypatch)
 
@@ -82,14 +82,14 @@ class TestUsersFiles:
             commit(folder, "old")
             put(folder)
             write(folder, "new")
-            manifest = Manifest.of(aside.staged(folder))
+            manifest = Manifest.of(atomic.staged(folder))
             try:
                 with dying_at(moment), dying_at_links(moment):
-                    aside.commit(folder, manifest)
+                    atomic.commit(folder, manifest)
                 break
             except Killed:
                 pass
-            aside.recover(folder)
+            atomic.recover(folder)
             ended.add(holds(folder))
             assert_kept(folder)
             commit(folder, "new")
@@ -127,20 +127,20 @@ def dying_at_links(moment):
         yield
 
 
-@pytest.mark.parametrize("ending", [aside.INCOMPLETE, aside.REPLACED])
+@pytest.mark.parametrize("ending", [atomic.INCOMPLETE, atomic.REPLACED])
 class TestFoldersThatSavesNeed:
     def test_a_users_own_is_not_touched(self, ending, tmp_path):
         folder = tmp_path / "tag"
         own = tmp_path / f"tag{ending}"
         own.mkdir()
         (own / "thesis.tex").write_text("mine")
-        for do in (aside.begin, aside.abandon, aside.recover):
+        for do in (atomic.begin, atomic.abandon, atomic.recover):
             try:
                 do(folder)
             except LayerWiseError as e:
-                assert do is aside.begin and f"{own} holds thesis.tex, which no save wrote" in str(e)
+                assert do is atomic.begin and f"{own} holds thesis.tex, which no save wrote" in str(e)
             else:
-                assert do is not aside.begin
+                assert do is not atomic.begin
             assert (own / "thesis.tex").read_text() == "mine" and not folder.exists()
 
     def test_a_link_of_the_users_is_not_followed(self, ending, tmp_path):
@@ -148,8 +148,8 @@ class TestFoldersThatSavesNeed:
         (tmp_path / "precious" / "mp_rank_00_model_states.pt").write_text("mine")
         (tmp_path / f"tag{ending}").symlink_to(tmp_path / "precious")
         with pytest.raises(LayerWiseError, match="is a link"):
-            aside.begin(tmp_path / "tag")
-        aside.abandon(tmp_path / "tag")
+            atomic.begin(tmp_path / "tag")
+        atomic.abandon(tmp_path / "tag")
         assert (tmp_path / "precious" / "mp_rank_00_model_states.pt").read_text() == "mine"
 
     def test_what_a_dead_save_of_any_version_left_makes_room(self, ending, tmp_path):
@@ -170,7 +170,7 @@ class TestFoldersThatSavesNeed:
 def test_a_tag_that_is_the_name_of_a_file_is_refused(tag, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    for do in (aside.begin, lambda folder: aside.claim(folder, "0" * 16)):
+    for do in (atomic.begin, lambda folder: atomic.claim(folder, "0" * 16)):
         with pytest.raises(LayerWiseError, match=f"{tmp_path / tag.split('/')[0]} is no folder, and a save of"):
             do(tmp_path / tag)
     assert (tmp_path / "notes.txt").read_text() == "mine"

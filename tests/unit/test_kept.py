@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 import torch
 
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers import rounding
-from ds_layerwise.optimizers.registry import rule_of
-from ds_layerwise.optimizers.remainders import merge_, split_
-from ds_layerwise.optimizers.rounding import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
+from ds_layerwise.optimizers import low_bit
+from ds_layerwise.optimizers.low_bit import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.plan.forecast import forecast, opened_bytes, specs_of
-from ds_layerwise.plan.report import as_json, plan_table
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.ranks.kept_states import KeptStates
-from ds_layerwise.recipes.bits import BLOCK, SCALED, master_bytes, state_bytes
-from ds_layerwise.recipes.elementwise import AdamW, Lion
-from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.split_masters import merge_, split_
+from ds_layerwise.plan.forecast.forecast import forecast, opened_bytes, specs_of
+from ds_layerwise.plan.forecast.report import as_json, plan_table
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.ranks.owned.low_bit_states import KeptStates
+from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW, Lion
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms
 
-pytestmark = rooms("remainders", "rounding", "kept_states", "kept", "bits")
+pytestmark = rooms("split_masters", "low_bit", "low_bit_states", "low_bit_checks", "low_bit_settings", "dtypes")
 
 
 def split(masters):
@@ -228,10 +228,10 @@ class TestCodes:
         assert bool(found[256:512].isnan().all()) and not found[:256].any() and not found[512:].any()
 
     def test_without_torchao(self, monkeypatch):
-        rounding._torchao.cache_clear()
+        low_bit._torchao.cache_clear()
         monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
         with pytest.raises(ConfigError, match=r"'8bit', which takes torchao .*pip install 'torchao>=0.18'"):
-            rounding.check_codes()
+            low_bit.check_codes()
 
     def test_bytes(self):
         for numel in (1, 256, 257, 5000):

@@ -3,7 +3,7 @@
 import pytest
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Piece, Slot
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Piece, Slot
 from tests.support.rooms import rooms
 
 pytestmark = rooms("layout", "shards")

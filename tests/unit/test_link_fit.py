@@ -8,8 +8,8 @@ import re
 import pytest
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.link_fit import Timing, fit, measured_links, missing_keys
-from ds_layerwise.plan.links import NVLINK_IB, TCP, Group, Links, find_links
+from ds_layerwise.plan.network.link_fit import Timing, fit, measured_links, missing_keys
+from ds_layerwise.plan.network.links import NVLINK_IB, TCP, Group, Links, find_links
 from tests.support.rooms import rooms
 
 pytestmark = rooms("link_fit", "links")
@@ -25,7 +25,7 @@ CLUSTERS = [(TWO_RAILS, 2), (TWO_RAILS, 3), (NVLINK_IB, 8), (TCP, 4),
 
 
 def times_on(links, num_nodes):
-    """What :mod:`.plan.links` says that collectives take on such nodes, in every way that they are measured."""
+    """What :mod:`.plan.network.links` says that collectives take on such nodes, in every way that they are measured."""
     per_node = links.ranks_per_node
     # A rank that sends alone has a rail, or its part of more rails than ranks, to itself.
     lonely = links.model_copy(update={"ranks_per_node": 1, "rails": max(1, links.rails // per_node)})

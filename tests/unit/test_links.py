@@ -11,13 +11,18 @@ from typing import get_args
 
 import pytest
 
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.plan import model_file, planner
-from ds_layerwise.plan.cost import LayoutReport
-from ds_layerwise.plan.drafts import draft_owned
-from ds_layerwise.plan.forecast import forecast
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.links import (
+from ds_layerwise.plan.forecast import model_file
+from ds_layerwise.plan.forecast.cost import LayoutReport
+from ds_layerwise.plan.forecast.forecast import forecast
+from ds_layerwise.plan.forecast.model_file import find_model
+from ds_layerwise.plan.forecast.prediction import predict
+from ds_layerwise.plan.forecast.report import as_json
+from ds_layerwise.plan.layout.draft_buckets import draft_owned
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.layout.owners import Item
+from ds_layerwise.plan.network.links import (
     LINKS,
     NVLINK_IB,
     PCIE_ETHERNET,
@@ -28,16 +33,8 @@ from ds_layerwise.plan.links import (
     links_of_run,
     unlike_the_run,
 )
-from ds_layerwise.plan.model_file import find_model
-from ds_layerwise.plan.owners import Item
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.prediction import predict
-from ds_layerwise.plan.reduction import Reduction, reduction_of_run
-from ds_layerwise.plan.report import as_json
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.rows import row_limit, take_rows
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.plan.ways import (
+from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
+from ds_layerwise.plan.network.transport import (
     Load,
     choose_ways,
     exchange,
@@ -52,12 +49,16 @@ from ds_layerwise.plan.ways import (
     takes_levels,
     wire_time,
 )
-from ds_layerwise.recipes.elementwise import AdamW
-from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.plan.planner import planner
+from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 
-pytestmark = rooms("links", "ways", "rows", "drafts", "prediction", "planner")
+pytestmark = rooms("links", "transport", "even_rows", "draft_buckets", "prediction", "planner")
 
 MODELS = Path(model_file.__file__).parent / "models"
 

@@ -8,8 +8,8 @@ import zlib
 import pytest
 import torch
 
-from ds_layerwise.checkpoint import aside
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, _digest
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest, _digest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
@@ -64,7 +64,7 @@ def test_checksums_come_from_the_archive_unless_torch_left_them_out(folder, monk
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 50])
 def test_all_ranks_together_check_each_range_once(folder, world_size, monkeypatch):
     manifest, checked = Manifest.read(folder), []
-    monkeypatch.setattr("ds_layerwise.checkpoint.manifest._check_file",
+    monkeypatch.setattr("ds_layerwise.checkpoint.files.manifest._check_file",
                         lambda path, size, ranges: checked.extend((path.relative_to(folder).as_posix(), r.start, r.size)
                                                                   for r in ranges))
     for rank in range(world_size):
@@ -148,20 +148,20 @@ def test_some_files_and_the_union(folder):
 
 class TestStaging:
     def write(self, folder, text):
-        aside.begin(folder)
-        (aside.staged(folder) / "file").write_text(text)
+        atomic.begin(folder)
+        (atomic.staged(folder) / "file").write_text(text)
 
     def commit(self, folder):
-        aside.commit(folder, Manifest.of(aside.staged(folder)))
+        atomic.commit(folder, Manifest.of(atomic.staged(folder)))
 
     @pytest.mark.parametrize("exchange", [True, False])
     def test_the_new_takes_the_place_of_the_old(self, exchange, tmp_path, monkeypatch):
         if not exchange:
-            monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
+            monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
         folder = tmp_path / "tag"
         for text in ("first", "second", "third"):
             self.write(folder, text)
-            (aside.staged(folder) / text).write_text("")
+            (atomic.staged(folder) / text).write_text("")
             self.commit(folder)
             assert (folder / "file").read_text() == text
             assert sorted(p.name for p in folder.iterdir()) == sorted(["file", text, FILE_NAME])
@@ -172,14 +172,14 @@ class TestStaging:
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
             (tmp_path / name / name).write_text("")
-        assert aside._exchange(tmp_path / "a", tmp_path / "b")
+        assert atomic._exchange(tmp_path / "a", tmp_path / "b")
         assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
-        assert not aside._exchange(tmp_path / "a", tmp_path / "missing")
+        assert not atomic._exchange(tmp_path / "a", tmp_path / "missing")
 
     def test_what_an_earlier_save_left_is_cleared_away(self, tmp_path):
         folder = tmp_path / "tag"
         self.write(folder, "died")
-        (aside.staged(folder) / "more").write_text("")
+        (atomic.staged(folder) / "more").write_text("")
         self.write(folder, "new")
         self.commit(folder)
         assert sorted(p.name for p in folder.iterdir()) == sorted(["file", FILE_NAME])
@@ -189,7 +189,7 @@ class TestStaging:
         self.write(folder, "old")
         self.commit(folder)
         self.write(folder, "new")
-        aside.abandon(folder)
+        atomic.abandon(folder)
         assert (folder / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["tag"]
 
     def test_a_death_between_two_renames(self, tmp_path):
@@ -197,9 +197,9 @@ class TestStaging:
         self.write(folder, "old")
         self.commit(folder)
         folder.rename(tmp_path / "tag.replaced")
-        aside.recover(folder)
+        atomic.recover(folder)
         assert (folder / "file").read_text() == "old"
-        aside.recover(folder)
+        atomic.recover(folder)
         assert [p.name for p in tmp_path.iterdir()] == ["tag"]
 
     def test_a_death_after_both_renames(self, tmp_path):
@@ -207,11 +207,11 @@ class TestStaging:
         for name, text in (("tag.replaced", "old"), ("tag", "new")):
             self.write(tmp_path / name, text)
             self.commit(tmp_path / name)
-        aside.recover(folder)
+        atomic.recover(folder)
         assert (folder / "file").read_text() == "new"
 
     def test_a_pointer(self, tmp_path):
         for tag in ("a", "b" * 300):
-            aside.point(tmp_path / "latest", tag)
+            atomic.point(tmp_path / "latest", tag)
             assert (tmp_path / "latest").read_text() == tag
         assert [p.name for p in tmp_path.iterdir()] == ["latest"]

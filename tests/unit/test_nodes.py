@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_layerwise.ranks import comm, nodes
+from ds_layerwise.ranks.comm import comm, nodes
 from tests.support.rooms import rooms
 
 pytestmark = rooms("nodes")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_layerwise.optimizers import adafactor
+from ds_layerwise.optimizers.rules import adafactor
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.norms import frobenius_norms, norms_of
 from tests.support.rooms import rooms

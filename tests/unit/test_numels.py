@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.shards import Numels, Shards, in_own_cuts
+from ds_layerwise.plan.layout.shards import Numels, Shards, in_own_cuts
 from tests.support.rooms import rooms
 
 pytestmark = rooms("shards")

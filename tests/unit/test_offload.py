@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ds_layerwise.ranks import host_memory
-from ds_layerwise.ranks.host_memory import HostMemory
+from ds_layerwise.ranks.owned import host_memory
+from ds_layerwise.ranks.owned.host_memory import HostMemory
 from tests.support.rooms import rooms
 
 pytestmark = rooms("host_memory")

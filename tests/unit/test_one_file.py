@@ -7,13 +7,13 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from safetensors.torch import load_file
 
-from ds_layerwise.checkpoint.one_file import OneFile, write
+from ds_layerwise.checkpoint.formats.single_file import OneFile, write
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.zero import one_file
+from ds_layerwise.zero.checkpoint import single_file_states
 from tests.support.rooms import rooms
 
-pytestmark = rooms("one_file")
+pytestmark = rooms("single_file", "single_file_states")
 
 RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
          "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
@@ -49,17 +49,17 @@ def save_on_two_ranks(path, monkeypatch, header=HEADER):
     said, sent = [], []
 
     def play(rank, gather):
-        monkeypatch.setattr(one_file.comm, "rank_of", lambda group: rank)
-        monkeypatch.setattr(one_file.comm, "gather_objects", gather)
-        one_file.save(path, pieces_of(rank), header, SCALER, torch.device("cpu"))
+        monkeypatch.setattr(single_file_states.comm, "rank_of", lambda group: rank)
+        monkeypatch.setattr(single_file_states.comm, "gather_objects", gather)
+        single_file_states.save(path, pieces_of(rank), header, SCALER, torch.device("cpu"))
 
     def only_say(mine, group):
         said.append(mine)
         raise Stop
 
-    monkeypatch.setattr(one_file.comm, "Alike", lambda group: nullcontext())
-    monkeypatch.setattr(one_file.comm, "send", lambda value, to: sent.append(value.clone()))
-    monkeypatch.setattr(one_file.comm, "receive", lambda into, out_of: into.copy_(sent.pop(0)))
+    monkeypatch.setattr(single_file_states.comm, "Alike", lambda group: nullcontext())
+    monkeypatch.setattr(single_file_states.comm, "send", lambda value, to: sent.append(value.clone()))
+    monkeypatch.setattr(single_file_states.comm, "receive", lambda into, out_of: into.copy_(sent.pop(0)))
     for rank in (0, 1):
         with pytest.raises(Stop):
             play(rank, only_say)

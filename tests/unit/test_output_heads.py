@@ -10,11 +10,11 @@ from torch import nn
 from transformers import AutoConfig
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
 # peft 0.21 asks transformers 5 for what that one has renamed.
-pytestmark = [*rooms("rules"),
+pytestmark = [*rooms("routing_rules"),
               pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")]
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

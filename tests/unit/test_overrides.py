@@ -10,16 +10,16 @@ from torch import nn
 
 import ds_layerwise
 from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
-from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.plan.matching import overrides_by_name
-from ds_layerwise.recipes.conditions import Facts
-from ds_layerwise.recipes.overrides import Override, overrides_of
-from ds_layerwise.routing.facts import facts_of
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.plan.routes.override_matching import overrides_by_name
+from ds_layerwise.recipes.targets.conditions import Facts
+from ds_layerwise.recipes.targets.overrides import Override, overrides_of
+from ds_layerwise.routing.param_facts import facts_of
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "matching", "facts", "own_overrides")
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "param_facts", "python_overrides")
 
 
 class RmsNorm(nn.Module):
@@ -350,13 +350,13 @@ def test_experts_of_one_name_must_all_be_meant():
 
 
 def test_overrides_of_register_and_initialize_come_together():
-    from ds_layerwise.engine import own_overrides
+    from ds_layerwise.engine import python_overrides
     one, two = (overrides_of({ParamKey(name=name): {"lr": 1}}) for name in ("a", "b"))
     try:
-        own_overrides.keep(one)
-        with own_overrides.beside(two):
-            assert own_overrides.now() == (*one, *two)
-        assert own_overrides.now() == one
+        python_overrides.keep(one)
+        with python_overrides.beside(two):
+            assert python_overrides.now() == (*one, *two)
+        assert python_overrides.now() == one
     finally:
-        own_overrides.keep(())
-    assert own_overrides.now() == ()
+        python_overrides.keep(())
+    assert python_overrides.now() == ()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.ranks import comm, side_stream
-from ds_layerwise.ranks.buffers import FlatBuffer
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.comm import comm, streams
+from ds_layerwise.ranks.owned.buffers import FlatBuffer
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support.rooms import rooms
 from tests.support.streams import Device, Stream
 
@@ -21,7 +21,7 @@ pytestmark = rooms("param_sync")
 @pytest.mark.parametrize("on_another", [True, False])
 def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypatch):
     device, sent = Device(), []
-    monkeypatch.setattr(side_stream, "get_accelerator", lambda: device)
+    monkeypatch.setattr(streams, "get_accelerator", lambda: device)
 
     def gather(self, memory, bucket):
         sent.append(len(sent))

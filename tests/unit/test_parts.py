@@ -7,24 +7,24 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config import Override
+from ds_layerwise.config.sections import Override
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.muon import Muon as Rule
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.orthogonalize.parts import first_state, seen_parts
-from ds_layerwise.plan.forecast import specs_of, workspace_bytes
-from ds_layerwise.plan.model_file import find_model, read_model, route_model
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.normuon import NorMuon
-from ds_layerwise.recipes.parts import Part, Parts, whole_states
-from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.optimizers.rules.muon import Muon as Rule
+from ds_layerwise.orthogonalize.part_views import first_state, seen_parts
+from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
+from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.base.recipe import Recipe, StateSpec, like
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.normuon_recipe import NorMuon
+from ds_layerwise.recipes.targets.fused_parts import Part, Parts, whole_states
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.fused import by_index
 from tests.support.rooms import rooms
 
-pytestmark = rooms("parts", "routes")
+pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "routes")
 
 
 @pytest.mark.parametrize("is_cut, meaning", [(False, 'parts q 2, k 1 (1 heads) x 5 along "in"'), (True, "")])

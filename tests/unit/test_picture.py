@@ -6,7 +6,7 @@ import sys
 import pytest
 from matplotlib.colors import to_hex
 
-from ds_layerwise.checkpoint import aside
+from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools import picture
 from ds_layerwise.tools.dry_run import DryRun
@@ -123,6 +123,6 @@ def test_a_disk_that_fails_leaves_nothing(config, tmp_path, monkeypatch):
     def fails(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(aside, "flush", fails)
+    monkeypatch.setattr(atomic, "flush", fails)
     assert_refused("No space left", *arguments(config, "--png", tmp_path / "plan.png"))
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]

@@ -18,12 +18,12 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 
 from ds_layerwise import cli
-from ds_layerwise.optimizers.registry import rule_of
-from ds_layerwise.plan.cost import RankTraffic, traffic_bytes
-from ds_layerwise.plan.layout import Bucket, Layout, Slot
-from ds_layerwise.plan.model_file import read_model
-from ds_layerwise.plan.run_config import DEFAULT_BUCKET_NUMEL, RunConfig, left_to_deepspeed
-from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.config.run_config import DEFAULT_BUCKET_NUMEL, RunConfig, left_to_deepspeed
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.plan.forecast.cost import RankTraffic, traffic_bytes
+from ds_layerwise.plan.forecast.model_file import read_model
+from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.tools import dry_run
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.plan.cost import LayoutReport, max_over_mean
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.model_file import deal_out_experts
-from ds_layerwise.plan.owners import Item, spread
-from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.forecast.cost import LayoutReport, max_over_mean
+from ds_layerwise.plan.forecast.model_file import deal_out_experts
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.layout.owners import Item, spread
+from ds_layerwise.plan.planner.planner import plan_layout
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 

@@ -11,16 +11,16 @@ import torch
 from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, AdaBound, DAdaptAdam, EmoNavi, ScheduleFreeRAdam, Shampoo
 from torch.optim import Adafactor, AdamW, Optimizer
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.any_torch import AnyTorch
-from ds_layerwise.optimizers.probe import kept_of, states_of
+from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
+from ds_layerwise.optimizers.foreign.probe import kept_of, states_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
-from ds_layerwise.recipes.any_torch import is_path, recipe_of
-from ds_layerwise.recipes.registry import entry_of
+from ds_layerwise.recipes.recipe_registry import entry_of
+from ds_layerwise.recipes.rules.any_torch_recipe import is_path, recipe_of
 from tests.support.rooms import rooms
 
-pytestmark = rooms("probe", "probe_checks", "any_torch")
+pytestmark = rooms("probe", "probe_checks", "any_torch", "any_torch_recipe")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.0, momentum=0.9, betas=(0.9, 0.9), eps=1e-8)
 

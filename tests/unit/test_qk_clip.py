@@ -12,18 +12,18 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ds_layerwise.config import LayerWiseConfig
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
-from ds_layerwise.ranks.scaled import Factors
-from ds_layerwise.recipes.qk_clip import QkClip
+from ds_layerwise.ranks.owned.row_scaling import Factors
+from ds_layerwise.recipes.targets.qk_clip_settings import QkClip
 from ds_layerwise.routing.attention import attentions_of
-from ds_layerwise.zero import attention_hook, largest_logits
-from ds_layerwise.zero.attention_logits import _indices
-from ds_layerwise.zero.largest_logits import counts_for
+from ds_layerwise.zero.qk_clip import attention_hook, max_logits
+from ds_layerwise.zero.qk_clip.attention_logits import _indices
+from ds_layerwise.zero.qk_clip.max_logits import counts_for
 from tests.support.attention import KINDS, _rows, attention_modules, model_of, tokens_of
 from tests.support.rooms import rooms
 
-pytestmark = rooms("attention", "attention_hook", "largest_logits", "qk_clip", "scaled", "config")
+pytestmark = rooms("attention", "attention_hook", "max_logits", "qk_clip_settings", "row_scaling", "sections")
 
 
 class Head(nn.Module):
@@ -51,7 +51,7 @@ def plainly(query, key, scaling, allowed):
 
 def measured(query, key, implementation, mask=None, module=Head, **kwargs):
     counts = counts_for(implementation, module(), query, key, mask, kwargs)
-    return largest_logits.largest_logits(query, key, scaling=0.3, counts=counts)
+    return max_logits.largest_logits(query, key, scaling=0.3, counts=counts)
 
 
 class Both(Head):
@@ -84,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_logits_are_those_that_count(case, at_a_time, monkeypatch):
     implementation, mask, kwargs, allowed = CASES[case]
-    monkeypatch.setattr(largest_logits, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(max_logits, "_AT_A_TIME", at_a_time)
     query, key = qkm()
     torch.testing.assert_close(measured(query, key, implementation, mask, **kwargs),
                                plainly(query, key, 0.3, allowed), rtol=1e-5, atol=1e-6)

@@ -8,12 +8,12 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.rates import PEAKS, check_peaks, check_schedule
+from ds_layerwise.plan.routes.schedule_rates import PEAKS, check_peaks, check_schedule
 from tests.support.rooms import rooms
 
-pytestmark = rooms("rates")
+pytestmark = rooms("schedule_rates")
 
 PARAMS = {"lr": 3e-4, "muon_lr": 0.02}
 

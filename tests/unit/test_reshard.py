@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.names import Renamed, expert_names, new_names
+from ds_layerwise.checkpoint.formats.regular import describe, header_of
+from ds_layerwise.checkpoint.new_names import Renamed, expert_names, new_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
-from ds_layerwise.checkpoint.regular import describe, header_of
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.planner import plan_layout
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.planner.planner import plan_layout
 from tests.support.rooms import rooms
 
 pytestmark = rooms("reshard", "record")

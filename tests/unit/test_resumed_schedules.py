@@ -6,7 +6,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler as of_torch
 from torch.optim.swa_utils import SWALR
 
-from ds_layerwise.engine.scheduler_state import check_scheduler
+from ds_layerwise.engine.loading.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 

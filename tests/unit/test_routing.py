@@ -9,14 +9,14 @@ from torch.nn.utils import parametrizations, prune
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes import require_a_matrix
-from ds_layerwise.recipes.client import client_recipe
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.overrides import Override
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.plan.routes.routes import require_a_matrix
+from ds_layerwise.recipes.rules.client_recipe import client_recipe
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.targets.overrides import Override
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("rules", "routes", "held", "kernels")
+pytestmark = rooms("routing_rules", "routes", "module_of", "matrix_view")
 
 
 class Model(nn.Module):

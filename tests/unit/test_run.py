@@ -13,7 +13,7 @@ import torch
 from ds_layerwise.run import main_and_leave
 from tests.support.rooms import rooms
 
-pytestmark = rooms("run", "leaving")
+pytestmark = rooms("run", "process_exit")
 
 ROOT = Path(__file__).parents[2]
 

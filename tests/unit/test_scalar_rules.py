@@ -10,19 +10,20 @@ import pytest
 import pytorch_optimizer
 import torch
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes import adafactor as sizes
-from ds_layerwise.recipes.adafactor import Adafactor
-from ds_layerwise.recipes.recipe import Recipe
-from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.recipe_registry import REGISTRY
+from ds_layerwise.recipes.rules import adafactor_recipe as sizes
+from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
 from tests.support.elementwise import train
 from tests.support.rooms import rooms
 
-pytestmark = rooms("elementwise", "adafactor", "registry", "recipe")
+pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "recipe_registry",
+                   "rule_registry", "recipe")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 STEPS = 20

@@ -10,19 +10,19 @@ import pytest
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig, params_model
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import GROUP_KEYS, LayerWiseOptimizer
-from ds_layerwise.plan.by_kind import ByKind, idle_keys
-from ds_layerwise.plan.model_file import ModelParam, route_model
-from ds_layerwise.recipes.elementwise import AdamW
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.registry import names
-from ds_layerwise.recipes.settings import merged_keys
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
+from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
+from ds_layerwise.recipes.base.fields import merged_keys
+from ds_layerwise.recipes.recipe_registry import names
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("by_kind", "rates", "rules", "param_groups", "config", "model_file")
+pytestmark = rooms("group_defaults", "schedule_rates", "routing_rules", "param_groups", "sections", "model_file")
 
 TESTS = Path(__file__).parents[1]
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from pytorch_optimizer import Shampoo
 
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.shampoo import Shampoo as Recipe
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.recipes.rules.shampoo_recipe import Shampoo as Recipe
 from tests.support import preconditioned
 from tests.support.rooms import rooms
 
-pytestmark = rooms("shampoo", "kronecker")
+pytestmark = rooms("shampoo", "shampoo_recipe", "kronecker", "kronecker_recipe")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0, betas=(0.9, 0.95), eps=1e-8)
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ds_layerwise.engine.snapshot import snapshot
+from ds_layerwise.engine.saving.save_snapshot import snapshot
 from tests.support.rooms import rooms
 
-pytestmark = rooms("snapshot")
+pytestmark = rooms("save_snapshot")
 
 
 def test_wrappers_of_one_shape_are_not_taken_for_tied_weights():

@@ -6,21 +6,22 @@ import torch
 from pytorch_optimizer import SOAP
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers import kronecker
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
-from ds_layerwise.plan.forecast import specs_of
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.recipes import kronecker as sizes
-from ds_layerwise.recipes.kronecker import EIGH_FLOPS, qr_flops
-from ds_layerwise.recipes.registry import REGISTRY
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.rules import kronecker
+from ds_layerwise.plan.forecast.forecast import specs_of
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.recipe_registry import REGISTRY
+from ds_layerwise.recipes.rules import kronecker_recipe as sizes
+from ds_layerwise.recipes.rules.kronecker_recipe import EIGH_FLOPS, qr_flops
 from tests.support import preconditioned
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("kronecker", "soap", "shampoo", "rule", "rates")
+pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "rule",
+                   "schedule_rates")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0, betas=(0.9, 0.95), eps=1e-8)
 #: Eigenvalues of KL-SOAP are at least eps: with so large a one all that is seen of them is of one size.

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from ds_layerwise.checkpoint import aside, universal
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.formats import universal
+from ds_layerwise.checkpoint.formats.tags import check_tag
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
-from ds_layerwise.checkpoint.tags import check_tag
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
-pytestmark = rooms("aside", "tags")
+pytestmark = rooms("atomic", "tags")
 
 FILES = {"old": ["a.pt", "old.pt", "sub/b.pt"], "new": ["a.pt", "sub/b.pt", "new/c.pt", "new/d.pt"]}
 
@@ -27,16 +28,16 @@ class Killed(BaseException):
 
 
 def write(folder, text):
-    aside.begin(folder)
+    atomic.begin(folder)
     for name in FILES[text]:
-        path = aside.staged(folder) / name
+        path = atomic.staged(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text} {name}")
 
 
 def commit(folder, text):
     write(folder, text)
-    aside.commit(folder, Manifest.of(aside.staged(folder)))
+    atomic.commit(folder, Manifest.of(atomic.staged(folder)))
 
 
 def holds(folder):
@@ -70,9 +71,9 @@ def refuse(*errors):
 def mount(kind, monkeypatch):
     """Let this disk behave as mounts of object stores do."""
     if kind == "is in user space":
-        monkeypatch.setattr(aside, "_renames_folders", lambda path: False)
+        monkeypatch.setattr(atomic, "_renames_folders", lambda path: False)
         return
-    monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     refused = refuse(errno.EXDEV, errno.ENOTEMPTY, errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EMFILE)
     monkeypatch.setattr(os, "rename", refused)
     if kind == "renames nothing":
@@ -116,8 +117,8 @@ class TestMountsThatRenameNoFolder:
             commit(folder, text)
             assert holds(folder) == text and [path.name for path in tmp_path.iterdir()] == ["tag"]
             assert files_in(folder) == {*FILES[text], FILE_NAME}
-        aside.point(tmp_path / "latest", "one")
-        aside.point(tmp_path / "latest", "other")
+        atomic.point(tmp_path / "latest", "one")
+        atomic.point(tmp_path / "latest", "other")
         assert (tmp_path / "latest").read_text() == "other" and not (tmp_path / "latest.incomplete").exists()
 
     def test_what_is_not_the_checkpoints_stays(self, kind, tmp_path, monkeypatch):
@@ -137,15 +138,15 @@ class TestMountsThatRenameNoFolder:
             if before == "old":
                 commit(folder, "old")
             write(folder, "new")
-            manifest = Manifest.of(aside.staged(folder))
+            manifest = Manifest.of(atomic.staged(folder))
             try:
                 with dying_at(moment):
-                    aside.commit(folder, manifest)
+                    atomic.commit(folder, manifest)
                 break
             except Killed:
                 pass
             assert holds(folder) in ("", before.replace("nothing", ""), "new"), moment
-            aside.recover(folder)
+            atomic.recover(folder)
             found = holds(folder)
             ended.add(found)
             assert found == "new" or (found == before if before == "old" else not folder.exists()), moment
@@ -163,33 +164,33 @@ class TestMountsThatRenameNoFolder:
         if before == "old":
             commit(tmp_path / "tag", "old")
         write(tmp_path / "tag", "new")
-        aside.seal(tmp_path / "tag", Manifest.of(aside.staged(tmp_path / "tag")))
+        atomic.seal(tmp_path / "tag", Manifest.of(atomic.staged(tmp_path / "tag")))
         with monkeypatch.context() as full:
             full.setattr(os, "replace", refuse(errno.ENOSPC))
             full.setattr(shutil, "copyfile", refuse(errno.ENOSPC))
             with pytest.raises(OSError, match="No space left"):
-                aside.publish(tmp_path / "tag")
-        aside.abandon(tmp_path / "tag")
+                atomic.publish(tmp_path / "tag")
+        atomic.abandon(tmp_path / "tag")
         if before == "nothing":
             assert not list(tmp_path.iterdir())
             return
-        aside.recover(tmp_path / "tag")
+        atomic.recover(tmp_path / "tag")
         assert holds(tmp_path / "tag") == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
 def test_the_second_of_two_renames_fails(tmp_path, monkeypatch):
     commit(tmp_path / "tag", "old")
     write(tmp_path / "tag", "new")
-    monkeypatch.setattr(aside, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     rename = os.rename
 
     def renames_what_is_there_already(one, other):
-        if str(one).endswith(aside.INCOMPLETE):
+        if str(one).endswith(atomic.INCOMPLETE):
             raise OSError(errno.EPERM, "no")
         rename(one, other)
 
     monkeypatch.setattr(os, "rename", renames_what_is_there_already)
-    aside.commit(tmp_path / "tag", Manifest.of(aside.staged(tmp_path / "tag")))
+    atomic.commit(tmp_path / "tag", Manifest.of(atomic.staged(tmp_path / "tag")))
     assert holds(tmp_path / "tag") == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
@@ -198,22 +199,22 @@ def test_mounts_in_user_space_are_known_by_their_kind(tmp_path, monkeypatch):
     lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", f"2 1 0:5 / {tmp_path}/a\\040b rw - fuse.gcsfuse bucket rw",
              f"3 2 0:6 / {tmp_path}/a\\040b/c rw shared:1 - tmpfs tmpfs rw"]
     monkeypatch.setattr(Path, "read_text", lambda path: "\n".join(lines))
-    assert aside._renames_folders(tmp_path)
-    assert not aside._renames_folders(tmp_path / "a b")
-    assert aside._renames_folders(tmp_path / "a b" / "c")
+    assert atomic._renames_folders(tmp_path)
+    assert not atomic._renames_folders(tmp_path / "a b")
+    assert atomic._renames_folders(tmp_path / "a b" / "c")
 
 
 def test_a_disk_that_knows_no_fsync_is_named_once_and_one_that_is_broken_is_an_error(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(aside.logger, "warning", said.append)
-    monkeypatch.setattr(aside, "_told", set())
+    monkeypatch.setattr(atomic.logger, "warning", said.append)
+    monkeypatch.setattr(atomic, "_told", set())
     monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL, errno.ENOTSUP))
     for _ in range(3):
-        aside.flush(tmp_path)
+        atomic.flush(tmp_path)
     assert len(said) == 1 and "knows no fsync" in said[0]
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
-        aside.flush(tmp_path)
+        atomic.flush(tmp_path)
 
 
 @pytest.mark.parametrize("tag, reason", [
@@ -279,4 +280,4 @@ def test_a_list_that_names_what_is_outside_is_not_believed(tmp_path):
 @pytest.mark.parametrize("written", [b"run/a", b"run/a\n", b"run/a\r\n", b" run/a ", b"\xef\xbb\xbfrun/a\r\n"])
 def test_a_pointer_that_an_editor_wrote(written, tmp_path):
     (tmp_path / "latest").write_bytes(written)
-    assert aside.pointed(tmp_path / "latest") == "run/a"
+    assert atomic.pointed(tmp_path / "latest") == "run/a"

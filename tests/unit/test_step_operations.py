@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_layerwise
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.registry import rules_of
-from ds_layerwise.plan.forecast import specs_of
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.ranks.buffers import FlatBuffer, dtype_name
-from ds_layerwise.ranks.owned import Owned
-from ds_layerwise.ranks.sums import sum_of_squares
-from ds_layerwise.recipes.registry import names
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.optimizers.rule_registry import rules_of
+from ds_layerwise.plan.forecast.forecast import specs_of
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
+from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.owned.reductions import sum_of_squares
+from ds_layerwise.recipes.recipe_registry import names
+from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 from tests.support.training import Net
 

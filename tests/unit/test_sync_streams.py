@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.plan.layout import ParamSpec
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.plan.ways import InLevels
-from ds_layerwise.ranks import comm, side_stream, wires
-from ds_layerwise.ranks.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.param_sync import ParamSync
-from ds_layerwise.ranks.sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.network.transport import InLevels
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.comm import comm, streams
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.sync import bucket_transfers
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("sync", "side_stream", "param_sync", "wires", "exchange", "in_flight")
+pytestmark = rooms("grad_sync", "streams", "param_sync", "bucket_transfers", "exchange", "scratch")
 
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2), "g": (8, 8), "h": (6, 2)}
 
@@ -65,8 +66,8 @@ def machine(monkeypatch):
     def one(out, sent, *, group, async_op):
         return begin([sent], [out], group, async_op)
 
-    monkeypatch.setattr(side_stream, "get_accelerator", lambda: machine)
-    monkeypatch.setattr(side_stream.SideStream, "keep", lambda self, tensor: machine.record_stream(
+    monkeypatch.setattr(streams, "get_accelerator", lambda: machine)
+    monkeypatch.setattr(streams.SideStream, "keep", lambda self, tensor: machine.record_stream(
         tensor, self._stream))
     monkeypatch.setattr(comm, "size_of", lambda group: group.size)
     monkeypatch.setattr(comm, "rank_of", lambda group: group.rank)
@@ -111,13 +112,13 @@ def make_syncs(stage, way, how, wire_dtype=torch.bfloat16, **of_stage_2):
 @pytest.mark.parametrize("way", ["ragged", "cuts", "mixed"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage, way, how, monkeypatch):
-    computing, sums, average = machine.current, [], wires.average
+    computing, sums, average = machine.current, [], bucket_transfers.average
 
     def averaging(*args):
         sums.append(machine.current)
         average(*args)
 
-    monkeypatch.setattr(wires, "average", averaging)
+    monkeypatch.setattr(bucket_transfers, "average", averaging)
     for seed in range(4):
         with machine, torch.no_grad():
             sync, param_sync, params, values = make_syncs(stage, way, how, random.Random(seed).choice(

@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.cost import RankMemory, RankTraffic
-from ds_layerwise.plan.forecast import Forecast, forecast, specs_of
-from ds_layerwise.plan.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.prediction import predict
-from ds_layerwise.plan.report import as_json, plan_table, start_up_table
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.run_config import RunConfig
-from ds_layerwise.recipes.elementwise import AdamW
-from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.plan.forecast.cost import RankMemory, RankTraffic
+from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.forecast.prediction import predict
+from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_table
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from tests.support.rooms import rooms
 
-pytestmark = rooms("report", "listing", "forecast", "prediction")
+pytestmark = rooms("report", "param_list", "forecast", "prediction")
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {

@@ -8,17 +8,17 @@ import re
 import pytest
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.links import PCIE_ETHERNET, TCP, Links, links_of_run
-from ds_layerwise.plan.model_file import find_model, read_model, route_model
-from ds_layerwise.plan.routes import Route
-from ds_layerwise.plan.tensor_cuts import cut
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.newton_schulz import newton_schulz_flops
+from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
+from ds_layerwise.plan.network.links import PCIE_ETHERNET, TCP, Links, links_of_run
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.tensor_parallel_routes import cut
+from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.newton_schulz_settings import newton_schulz_flops
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
-pytestmark = rooms("tensor_cuts", "dry_run", "links", "hf_model")
+pytestmark = rooms("tensor_parallel_routes", "dry_run", "links", "hf_model")
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
           "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}}}

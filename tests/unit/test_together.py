@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from ds_layerwise.plan.together import Matrices, together
-from ds_layerwise.recipes.newton_schulz import most_together
+from ds_layerwise.plan.planner.update_batches import Matrices, together
+from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
 from tests.support.rooms import rooms
 
-pytestmark = rooms("together")
+pytestmark = rooms("update_batches")
 
 A, B = (4, 8), (4, 4)
 

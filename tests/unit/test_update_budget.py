@@ -9,23 +9,24 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_layerwise.config import Recipes
-from ds_layerwise.optimizers.muon import Muon
-from ds_layerwise.optimizers.registry import rule_of
+from ds_layerwise.config.sections import Recipes
 from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.rules.muon import Muon
 from ds_layerwise.orthogonalize.batching import batches
-from ds_layerwise.plan import model_file
-from ds_layerwise.plan.forecast import opened_bytes, specs_of, workspace_bytes
-from ds_layerwise.plan.model_file import ModelParam, read_model, route_model
-from ds_layerwise.plan.planner import plan_layout
-from ds_layerwise.ranks.update_sets import update_sets
-from ds_layerwise.recipes import muon as recipes
-from ds_layerwise.recipes.adafactor import Adafactor
-from ds_layerwise.recipes.newton_schulz import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
+from ds_layerwise.plan.forecast import model_file
+from ds_layerwise.plan.forecast.forecast import opened_bytes, specs_of, workspace_bytes
+from ds_layerwise.plan.forecast.model_file import ModelParam, read_model, route_model
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.owned.update_sets import update_sets
+from ds_layerwise.recipes.rules import muon_recipe as recipes
+from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
+from ds_layerwise.recipes.rules.newton_schulz_settings import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "adafactor", "batching", "newton_schulz", "forecast", "recipes", "update_sets")
+pytestmark = rooms("muon", "muon_recipe", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
+                   "newton_schulz_settings", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
 MODELS = Path(model_file.__file__).parent / "models"

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ds_layerwise.plan.shards import Numels, Shards
-from ds_layerwise.plan.ways import Exchange, Load, exchange
+from ds_layerwise.plan.layout.shards import Numels, Shards
+from ds_layerwise.plan.network.transport import Exchange, Load, exchange
 from tests.support.rooms import rooms
 
-pytestmark = rooms("ways")
+pytestmark = rooms("transport")
 
 
 def load(numels, sum_bytes):

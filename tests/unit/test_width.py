@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.orthogonalized import scale_factor
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.plan.by_kind import ByKind
-from ds_layerwise.plan.report import start_up_table
-from ds_layerwise.recipes.width import is_hidden
-from ds_layerwise.routing.rules import route_parameters
+from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
+from ds_layerwise.plan.forecast.report import start_up_table
+from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.recipes.targets.mup import is_hidden
+from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms
 
-pytestmark = rooms("width", "by_kind", "routes")
+pytestmark = rooms("mup", "group_defaults", "routes")
 
 WIDTH, BASE, LR, EPS = 24, 8, 0.5, 0.25
 

@@ -5,17 +5,17 @@ import math
 import pytest
 import torch
 
-from ds_layerwise.ranks import same_weights, writes
-from ds_layerwise.ranks.writes import follow_
+from ds_layerwise.ranks.owned import weight_checksums, weight_writes
+from ds_layerwise.ranks.owned.weight_writes import follow_
 from tests.support.rooms import rooms
 
-pytestmark = rooms("writes")
+pytestmark = rooms("weight_writes")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at_a_time", [3, 1 << 22])
 def test_only_what_was_written_loses_its_precision(dtype, at_a_time, monkeypatch):
-    monkeypatch.setattr(writes, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(weight_writes, "_AT_A_TIME", at_a_time)
     masters = torch.randn(20, generator=torch.Generator().manual_seed(0)) * 3
     # The last one is infinite in fp16, and no reason to forget the master.
     masters[4], masters[19] = math.nan, 1e38 if dtype == torch.bfloat16 else 70000.0
@@ -44,15 +44,15 @@ def test_the_sign_of_zero():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
-    monkeypatch.setattr(same_weights, "_AT_A_TIME", 3)
+    monkeypatch.setattr(weight_checksums, "_AT_A_TIME", 3)
     values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
-    seen = {same_weights.checksum(values)}
-    assert same_weights.checksum(values.clone()) in seen
+    seen = {weight_checksums.checksum(values)}
+    assert weight_checksums.checksum(values.clone()) in seen
     for _ in range(2):
         values = values.flip(1)
         values[0, 0] += 1
-        seen.add(same_weights.checksum(values))
-        seen.add(same_weights.checksum(values.flip(0)))
+        seen.add(weight_checksums.checksum(values))
+        seen.add(weight_checksums.checksum(values.flip(0)))
     assert len(seen) == 5
-    assert same_weights.checksum(torch.tensor(0.5, dtype=dtype)) == same_weights.checksum(torch.tensor([0.5],
+    assert weight_checksums.checksum(torch.tensor(0.5, dtype=dtype)) == weight_checksums.checksum(torch.tensor([0.5],
                                                                                                        dtype=dtype))

@@ -21,4 +21,4 @@ for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
 # Only inference uses this operator, and building it takes a compiler.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 if os.environ.get("UPSTREAM_MODE", "stock") != "stock":
-    importlib.import_module("ds_layerwise.engine.wraps")
+    importlib.import_module("ds_layerwise.engine.engine_hooks")

@@ -10,10 +10,10 @@ import torch
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.rule import zeros
-from ds_layerwise.plan.report import as_json
-from ds_layerwise.recipes.recipe import Recipe, StateSpec, like
-from ds_layerwise.recipes.registry import REGISTRY, Entry
-from ds_layerwise.recipes.settings import Decay
+from ds_layerwise.plan.forecast.report import as_json
+from ds_layerwise.recipes.base.fields import Decay
+from ds_layerwise.recipes.base.recipe import Recipe, StateSpec, like
+from ds_layerwise.recipes.recipe_registry import REGISTRY, Entry
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -21,7 +21,8 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("recipe", "registry", "record", "regular", "universal", "reshard", "host_memory")
+pytestmark = rooms("recipe", "recipe_registry", "rule_registry", "record", "regular", "universal", "reshard",
+                   "host_memory")
 
 
 class Recipe_(Recipe):

@@ -11,7 +11,7 @@ import pytest
 from tests.chaos import Twin
 from tests.support.rooms import rooms
 
-pytestmark = rooms("aside", "disks", "loading", "saving", "unfinished")
+pytestmark = rooms("atomic", "disks", "loading", "saving", "step_progress")
 
 ROOT = Path(__file__).parents[3]
 

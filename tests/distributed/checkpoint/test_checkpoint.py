@@ -11,8 +11,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ds_layerwise
-from ds_layerwise.checkpoint import regular
-from ds_layerwise.checkpoint.manifest import FILE_NAME
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME
+from ds_layerwise.checkpoint.formats import regular
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
@@ -28,7 +28,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("regular", "record", "checkpointing", "load", "engine_protocol", "param_groups")
+pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "param_groups")
 
 
 def micro_batches(engine, first, last, *, gas):

@@ -16,17 +16,17 @@ from pathlib import Path
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise.checkpoint import aside
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
-from ds_layerwise.engine import saving
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.ranks import disks
+from ds_layerwise.zero.checkpoint import disks
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("disks", "aside", "tags", "saving")
+pytestmark = rooms("disks", "atomic", "tags", "saving")
 
 OWN_DISKS = {"checkpoint": {"use_node_local_storage": True}}
 ZERO_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -78,7 +78,7 @@ class TestOneDisk(DistributedTest):
         check = disks.check_arrived
 
         def on_its_way(folder, *args):
-            path = aside.staged(folder) / ZERO_1
+            path = atomic.staged(folder) / ZERO_1
             if how == "gone":
                 path.unlink()
             else:
@@ -98,7 +98,7 @@ class TestOneDisk(DistributedTest):
         check = disks.check_arrived
 
         def late(folder, *args):
-            path = aside.staged(folder) / ZERO_1
+            path = atomic.staged(folder) / ZERO_1
             path.rename(tmp_path / "on its way")
             threading.Timer(0.2, lambda: (tmp_path / "on its way").rename(path)).start()
             check(folder, *args)
@@ -133,7 +133,7 @@ class TestOneDisk(DistributedTest):
         engine, first = self.saved(tmp_path)
         train_engine(engine, 1, first=1)
         check = disks.check_arrived
-        monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (aside.begin(folder), check(folder, *args)))
+        monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (atomic.begin(folder), check(folder, *args)))
         with pytest.raises(LayerWiseError, match="was made anew while this save was under way: another job"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
@@ -267,7 +267,7 @@ class TestDisksOfNodes(DistributedTest):
             raise OSError("not now")
 
         if self.node == victim:
-            monkeypatch.setattr(aside, "publish", fails)
+            monkeypatch.setattr(atomic, "publish", fails)
         with pytest.raises((OSError, LayerWiseError), match="not now"):
             engine.save_checkpoint(mine, tag="tag")
         monkeypatch.undo()
@@ -286,7 +286,7 @@ class TestDisksOfNodes(DistributedTest):
                 expected = states(engine)
             with monkeypatch.context() as now, pytest.raises((OSError, LayerWiseError), match="not now"):
                 if self.node == 1:
-                    now.setattr(aside, name, not_now)
+                    now.setattr(atomic, name, not_now)
                 engine.save_checkpoint(mine, tag="tag")
         other = self.started()
         other.load_checkpoint(mine, tag="tag")
@@ -303,7 +303,7 @@ class TestDisksOfNodes(DistributedTest):
             with monkeypatch.context() as now, nullcontext() if tag == "b" else pytest.raises(
                     (OSError, LayerWiseError), match="not now"):
                 if self.node == 1 and tag == "a":
-                    now.setattr(aside, "point", not_now)
+                    now.setattr(atomic, "point", not_now)
                 engine.save_checkpoint(mine, tag=tag)
         other = self.started()
         capsys.readouterr()
@@ -322,7 +322,7 @@ class TestDisksOfNodes(DistributedTest):
             engine.save_checkpoint(mine, tag=tag)
         if dist.get_rank() == dist.get_world_size() - 1:
             shutil.rmtree(mine / "b")
-            aside.point(mine / "latest", "a")
+            atomic.point(mine / "latest", "a")
         dist.barrier()
         other = self.started()
         other.load_checkpoint(mine)
@@ -357,7 +357,7 @@ class TestDisksOfNodes(DistributedTest):
             raise OSError("no room")
 
         if self.node == 1:
-            monkeypatch.setattr(aside, "seal", fails)
+            monkeypatch.setattr(atomic, "seal", fails)
         with pytest.raises((OSError, LayerWiseError), match="no room"):
             engine.save_checkpoint(mine, tag="tag")
         other = self.started()

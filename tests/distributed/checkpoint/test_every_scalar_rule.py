@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.adafactor import Adafactor
-from ds_layerwise.recipes.elementwise import Adam, AdamW, AdEMAMix, LaProp, Lion, Sgd, Signum
-from ds_layerwise.recipes.muon import Muon
-from ds_layerwise.recipes.recipe import WeightDecayMethod
-from ds_layerwise.recipes.registry import names
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.recipes.base.recipe import WeightDecayMethod
+from ds_layerwise.recipes.recipe_registry import names
+from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
+from ds_layerwise.recipes.rules.elementwise_recipes import Adam, AdamW, AdEMAMix, LaProp, Lion, Sgd, Signum
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("elementwise", "adafactor", "muon", "decay", "routes", "record", "reshard", "param_groups")
+pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon", "muon_recipe",
+                   "decay", "routes", "record", "reshard", "param_groups")
 
 MUON = Muon(ns_method="standard", ns_dtype="fp32")
 CAUTIOUS = {"cautious_weight_decay": True}

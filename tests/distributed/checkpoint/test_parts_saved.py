@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.recipes.registry import REGISTRY, Entry
+from ds_layerwise.recipes.recipe_registry import REGISTRY, Entry
 from tests.distributed.checkpoint import test_any_state
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
@@ -20,7 +20,8 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("parts", "owned", "regular", "universal", "reshard", "one_file")
+pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "owned", "regular", "universal", "reshard",
+                   "single_file", "single_file_states")
 
 
 def engine_of(*, apart=False, split=True, layerwise=None, **changes):

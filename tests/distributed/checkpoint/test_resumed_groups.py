@@ -25,17 +25,17 @@ from torch.optim.lr_scheduler import (
 )
 
 import ds_layerwise
-from ds_layerwise.checkpoint.plain import like, plain
-from ds_layerwise.checkpoint.safe_load import load_safely
-from ds_layerwise.engine import saving
+from ds_layerwise.checkpoint.files.safe_load import load_safely
+from ds_layerwise.checkpoint.plain_values import like, plain
+from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.zero import resumed_groups
+from ds_layerwise.zero.checkpoint import resumed_groups
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import MUON, Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("resumed_groups", "plain")
+pytestmark = rooms("resumed_groups", "plain_values")
 
 Pair = collections.namedtuple("Pair", "first second")
 

@@ -13,8 +13,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_layerwise.checkpoint import aside
-from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
@@ -30,7 +30,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("saving", "save", "loading", "model_checks", "snapshot", "at_exit")
+pytestmark = rooms("saving", "save_request", "loading", "model_checks", "save_snapshot", "exit_saves")
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 8}}
 
@@ -121,10 +121,10 @@ class TestSaving(DistributedTest):
     @pytest.mark.parametrize("fsync", [True, False])
     def test_every_file_on_the_disk_before_it_counts(self, fsync, tmp_path, monkeypatch):
         engine = start(Net(), ds_config(layerwise={"fsync": fsync, "save_universal": True}))
-        flushed, flush, publish = set(), aside.flush, aside.publish
+        flushed, flush, publish = set(), atomic.flush, atomic.publish
         committed = []
-        monkeypatch.setattr(aside, "flush", lambda path: flushed.add(path.name) or flush(path))
-        monkeypatch.setattr(aside, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
+        monkeypatch.setattr(atomic, "flush", lambda path: flushed.add(path.name) or flush(path))
+        monkeypatch.setattr(atomic, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
             *args, **options))
         engine.save_checkpoint(tmp_path, tag="tag")
         everyone = [None] * 2

@@ -18,9 +18,10 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.checkpoint import aside, universal
-from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
-from ds_layerwise.engine import saving
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
+from ds_layerwise.checkpoint.formats import universal
+from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.faults import FileEvents, no_larger_files
@@ -29,7 +30,7 @@ from tests.support.harness import DistributedTest, OwnDistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("aside", "manifest", "saving")
+pytestmark = rooms("atomic", "manifest", "saving")
 
 #: Of file calls, the ones that make something visible: a save is killed right before and right after each of them.
 VISIBLE = {"_exchange", "rename", "replace"}
@@ -47,9 +48,9 @@ class Scenario:
 
     def engine(self):
         if not self.can_exchange:
-            aside._exchange = lambda one, other: False
+            atomic._exchange = lambda one, other: False
         if not self.can_rename:
-            aside._renames_folders = lambda path: False
+            atomic._renames_folders = lambda path: False
         return start(Net(), ds_config(layerwise={"save_universal": self.universal}))
 
 
@@ -111,7 +112,7 @@ def load_what_is_left(scenario, folders, may_be_new=(1, 2)):
             assert torch.equal(weights(engine.module), expected["weights"]), (folder, pointer)
             assert engine.optimizer.step_count == step
         for path in folder.iterdir():
-            if path.is_dir() and path.suffix not in (aside.INCOMPLETE, aside.REPLACED):
+            if path.is_dir() and path.suffix not in (atomic.INCOMPLETE, atomic.REPLACED):
                 Manifest.read(path).check(path)  # also what nothing points to yet
         train_engine(engine, 1, first=step + 1)
         states = whole_states(engine)
@@ -188,10 +189,10 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
     for name in ("tag.replaced", "tag.incomplete"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mp_rank_00_model_states.pt").write_text(name)
-    aside.begin(folder)
+    atomic.begin(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"tag", "tag.incomplete"}
     assert (folder / "mp_rank_00_model_states.pt").read_text() == "tag.replaced"
-    assert [path.name for path in aside.staged(folder).iterdir()] == [SIGNATURE]
+    assert [path.name for path in atomic.staged(folder).iterdir()] == [SIGNATURE]
 
 
 class TestFullDisk(DistributedTest):
@@ -223,7 +224,7 @@ class TestFullDisk(DistributedTest):
         for tag in ("second", "second_universal"):
             engine.load_checkpoint(folder, tag=tag)
             assert_equal_states(whole_states(engine), states, tag)
-        assert {path.name for path in folder.iterdir() if aside.INCOMPLETE in path.name} == set()
+        assert {path.name for path in folder.iterdir() if atomic.INCOMPLETE in path.name} == set()
 
     @pytest.mark.parametrize("rank, module, function, limit", [
         (0, saving, "commit_decoupled", 4000),  # not even the model's file
@@ -232,7 +233,7 @@ class TestFullDisk(DistributedTest):
         (0, universal, "write_parameters", 2000),
         (1, universal, "write_parameters", 1000),
         (0, universal, "write_common", 1000),
-        (0, aside, "seal", 10),
+        (0, atomic, "seal", 10),
     ], ids=lambda value: getattr(value, "__name__", str(value)).split(".")[-1])
     def test_one_rank_cannot_write_all_of_a_file(self, rank, module, function, limit, tmp_path, monkeypatch):
         engine = self.started(tmp_path)
@@ -256,7 +257,7 @@ class TestFullDisk(DistributedTest):
     def test_no_room_for_the_second_list(self, tmp_path, monkeypatch):
         """The universal one is whole by then, and would be the only one of its save."""
         engine = self.started(tmp_path)
-        states, original = whole_states(engine), aside.seal
+        states, original = whole_states(engine), atomic.seal
         train_engine(engine, 1, first=1)
 
         def then_the_disk_is_full(folder, manifest):
@@ -264,7 +265,7 @@ class TestFullDisk(DistributedTest):
                 raise OSError(errno.ENOSPC, "No space left on device")
             original(folder, manifest)
 
-        monkeypatch.setattr(aside, "seal", then_the_disk_is_full)
+        monkeypatch.setattr(atomic, "seal", then_the_disk_is_full)
         with pytest.raises((LayerWiseError, OSError)):
             engine.save_checkpoint(tmp_path, tag="second")
         monkeypatch.undo()
@@ -276,19 +277,19 @@ class TestFullDisk(DistributedTest):
         states = whole_states(engine)
         train_engine(engine, 1, first=1)
         if dist.get_rank() == 0:
-            original = aside.point
+            original = atomic.point
 
             def then_the_disk_is_full(*args):
                 with no_larger_files(0):
                     return original(*args)
 
-            aside.point = then_the_disk_is_full
+            atomic.point = then_the_disk_is_full
         with pytest.raises((LayerWiseError, OSError)):
             engine.save_checkpoint(tmp_path, tag="second")
         if dist.get_rank() == 0:
-            aside.point = original
+            atomic.point = original
         dist.barrier()
-        assert not list(tmp_path.glob(f"latest*{aside.INCOMPLETE}"))
+        assert not list(tmp_path.glob(f"latest*{atomic.INCOMPLETE}"))
         # What is whole already is not thrown away.
         self.assert_only_the_first_is_there(engine, tmp_path, states, clean=False)
         self.assert_the_next_save_works(engine, tmp_path)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ds_layerwise
-from ds_layerwise.checkpoint.sharded import Piece, boxes, unwrapped
+from ds_layerwise.checkpoint.formats.dcp import Piece, boxes, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -21,7 +21,7 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("sharded", "checkpointing")
+pytestmark = rooms("dcp", "dcp_states", "checkpointing")
 
 ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "weight_decay": 0.125, "decay_vectors": True,
                                          "betas": [0.5, 0.75], "eps": 1e-8, "matrix_optimizer": "torch.optim:AdamW",

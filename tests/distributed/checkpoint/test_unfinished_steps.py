@@ -11,9 +11,9 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.formats import regular
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.zero import checkpointing
+from ds_layerwise.zero.checkpoint import checkpointing
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
@@ -21,7 +21,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("unfinished")
+pytestmark = rooms("step_progress")
 
 GAS = 4
 

@@ -5,7 +5,7 @@ import json
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states
 from tests.support.cli import run
@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 from tests.unit.test_keeping import FILES, assert_kept, put
 
-pytestmark = rooms("keeping", "consolidate")
+pytestmark = rooms("user_files", "consolidate")
 
 
 class TestUsersFiles(DistributedTest):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.checkpoint.manifest import FILE_NAME, ByteRange, Manifest, names_in
-from ds_layerwise.checkpoint.safe_load import load_safely
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, names_in
+from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
@@ -21,7 +21,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, start_adamw, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("safe_load", "verify", "contents", "compare", "manifest", "folder")
+pytestmark = rooms("safe_load", "verify", "checkpoint_contents", "compare", "manifest", "checkpoint_folder")
 
 
 def run_process(*args):

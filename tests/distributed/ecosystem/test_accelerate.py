@@ -21,7 +21,7 @@ from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import MUON, ds_config, relative_error
 
-pytestmark = rooms("wraps", "run")
+pytestmark = rooms("engine_hooks", "run")
 
 ROOT = Path(__file__).parents[3]
 LR, STEPS, WARMUP = 4e-3, 8, 4

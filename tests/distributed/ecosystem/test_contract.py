@@ -2,7 +2,7 @@
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_layerwise.engine.contract import CONTRACT
+from ds_layerwise.engine.contract.contract import CONTRACT
 from tests.support.deepspeed_names import USED
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms

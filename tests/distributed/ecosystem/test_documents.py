@@ -16,7 +16,7 @@ from tests.support.documents import PAGES, ROOT, as_config, blocks, names_in, pr
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 
-pytestmark = rooms("config", "ds_config")
+pytestmark = rooms("sections", "ds_config")
 
 
 class Model(nn.Module):

@@ -29,7 +29,7 @@ from tests.support.training import (
 )
 
 # peft 0.21 asks transformers 5 for what that one has renamed.
-pytestmark = [*rooms("rules", "param_groups"),
+pytestmark = [*rooms("routing_rules", "param_groups"),
               pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")]
 
 WIDTH, VOCAB = 16, 24

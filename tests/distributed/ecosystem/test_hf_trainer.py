@@ -36,7 +36,7 @@ from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, relative_error
 from tests.unit.test_examples import load_example
 
-pytestmark = rooms("wraps", "rates")
+pytestmark = rooms("engine_hooks", "schedule_rates")
 
 ROOT = Path(__file__).parents[3]
 

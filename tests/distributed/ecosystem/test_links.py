@@ -11,15 +11,16 @@ import deepspeed.comm as dist
 import pytest
 from deepspeed.launcher import launch
 
-from ds_layerwise.plan.links import LINKS, Links, find_links
-from ds_layerwise.ranks import comm, link_times, measured_links, nodes
+from ds_layerwise.plan.network.links import LINKS, Links, find_links
+from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.links import link_timing, measure_links
 from tests.support.cli import run
 from tests.support.documents import ROOT
 from tests.support.harness import DistributedTest, device, free_port
 from tests.support.rooms import rooms
 
-pytestmark = rooms("link_times", "measured_links", "link_fit", "leaving", "cli")
+pytestmark = rooms("link_timing", "measure_links", "link_fit", "process_exit", "cli")
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
           "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}}}
@@ -28,8 +29,8 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}
 @pytest.fixture
 def short(monkeypatch):
     """No longer messages than it takes to tell their time from the noise of a busy machine."""
-    monkeypatch.setattr(link_times, "_LONGEST_ON_HOST", 2**24)
-    monkeypatch.setattr(link_times, "_REPETITIONS", 5)
+    monkeypatch.setattr(link_timing, "_LONGEST_ON_HOST", 2**24)
+    monkeypatch.setattr(link_timing, "_REPETITIONS", 5)
 
 
 def pretend(patch, per_node):
@@ -91,7 +92,7 @@ class TestLinks(DistributedTest):
     @pytest.mark.world_size(4)
     def test_what_is_measured_are_the_ranks_that_send(self, short, monkeypatch):
         """Each series is between the ranks that it says, and those that it does not name are silent."""
-        sent, now, all_to_all, timing = set(), [], comm._all_to_all, link_times._timing
+        sent, now, all_to_all, timing = set(), [], comm._all_to_all, link_timing._timing
 
         def sending(out, given, received, sent_to, group):
             sent.update((where, tuple(comm.ranks_of(group))) for where in now)
@@ -104,8 +105,8 @@ class TestLinks(DistributedTest):
             return found
 
         monkeypatch.setattr(comm, "_all_to_all", sending)
-        monkeypatch.setattr(link_times, "_timing", timed)
-        times = link_times.measure([0, 0, 1, 1], device())
+        monkeypatch.setattr(link_timing, "_timing", timed)
+        times = link_timing.measure([0, 0, 1, 1], device())
         rank = dist.get_rank()
         found = {where: {ranks for each, ranks in sent if each == where} for where, _ in sent}
         inside, across = {0: (0, 1), 1: (2, 3)}[rank // 2], {0: (0, 2), 1: (1, 3)}[rank % 2]
@@ -123,7 +124,7 @@ class TestLinks(DistributedTest):
             folder.mkdir()
             (folder / "file").write_text("mine")
         dist.barrier()
-        monkeypatch.setattr(link_times, "measure", lambda *args: pytest.fail("measured for nothing"))
+        monkeypatch.setattr(link_timing, "measure", lambda *args: pytest.fail("measured for nothing"))
         assert_refused_alike("between_gb_s, between_us, rails cannot be measured on one node; .* with --like", "l.json")
         assert_refused_alike("--like must be one of auto, nvlink-ib, .* or a file, got 'ib'", "l.json", "--like", "ib")
         like = ("--like", "tcp")
@@ -149,7 +150,7 @@ class TestLinks(DistributedTest):
             def fails(path, text):
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(measured_links, "point", fails)
+            monkeypatch.setattr(measure_links, "point", fails)
         dist.barrier()
         assert_refused_alike("links.json cannot be written: .*No space left", out, "--like", "tcp", "--overwrite")
         assert out.read_text() == "before"

@@ -10,15 +10,15 @@ from deepspeed.utils import logger
 from torch import nn
 
 import ds_layerwise
-from ds_layerwise.engine import last_words
+from ds_layerwise.engine import final_error
 from ds_layerwise.errors import ConfigError, LayerWiseError
-from ds_layerwise.ranks import comm, host_group
-from ds_layerwise.zero import in_vain
+from ds_layerwise.ranks.comm import comm, object_gather
+from ds_layerwise.zero.step import unused_calls
 from tests import mistakes
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 
-pytestmark = rooms("last_words", "reading", "in_vain", "host_group", "saving")
+pytestmark = rooms("final_error", "config_hook", "unused_calls", "object_gather", "saving")
 
 #: Those of which other tests do not look at the words.
 HERE = ("top-level-misspelt", "fp16-misspelt", "optimizer-misspelt", "bucket-misspelt", "offload-misspelt",
@@ -34,7 +34,7 @@ class TestMistakes(DistributedTest):
         case = mistakes.MISTAKES[name]
         with pytest.raises(LayerWiseError) as caught:
             case.play(class_tmpdir)
-        told = last_words.framed(caught.value)
+        told = final_error.framed(caught.value)
         assert [word for word in case.says if word not in told] == []
         assert [word for word in case.never if word in told] == []
         assert f"at {mistakes.__file__}:" in told and len(told.splitlines()) <= mistakes.MOST_LINES
@@ -45,7 +45,7 @@ class TestMistakes(DistributedTest):
             raise RuntimeError("[pair.cc:553] Connection closed by peer\nat frame #0")
 
         engine = mistakes.start()
-        monkeypatch.setattr(host_group, "_of_all", closed)
+        monkeypatch.setattr(object_gather, "_of_all", closed)
         says = r"within the timeout of .* call save_checkpoint\(\), .* on every rank, and not on rank 0 alone$"
         with pytest.raises(LayerWiseError, match=says):
             engine.save_checkpoint(class_tmpdir)
@@ -68,7 +68,7 @@ class TestInVain(DistributedTest):
     def warned(monkeypatch):
         found = []
         monkeypatch.setattr(logger, "warning", lambda text, *_: found.append(text))
-        in_vain.warn_once.cache_clear()
+        unused_calls.warn_once.cache_clear()
         return found
 
     @pytest.mark.parametrize("own", [True, False])
@@ -118,7 +118,7 @@ class TestHook:
         self.earlier = []
         monkeypatch.setattr(sys, "excepthook", self.take)
         monkeypatch.delenv("RANK", raising=False)
-        last_words.begin()
+        final_error.begin()
 
     def take(self, *error):
         self.earlier.append(error)
@@ -139,11 +139,11 @@ class TestHook:
         assert len(lines) == 5 and [str(error) for _, error, _ in self.earlier] == ["lr is wrong"]
 
     def test_a_script_in_a_folder_whose_name_begins_like_this_package(self):
-        path = f"{Path(last_words.__file__).parents[1]}_runs/train.py"
+        path = f"{Path(final_error.__file__).parents[1]}_runs/train.py"
         try:
             exec(compile("raise ConfigError('wrong')", path, "exec"))
         except ConfigError as error:
-            assert f"at {path}:1, in <module>" in last_words.framed(error)
+            assert f"at {path}:1, in <module>" in final_error.framed(error)
 
     def test_others_and_all_in_development_mode_go_to_the_hook_that_was_there(self, monkeypatch, capsys):
         self.raised(ValueError("not ours"))
@@ -155,14 +155,14 @@ class TestHook:
     def test_a_rank_that_is_alone_with_its_error_tells_it(self, monkeypatch, capsys):
         monkeypatch.setenv("RANK", "1")
         slept = []
-        monkeypatch.setattr(last_words.time, "sleep", slept.append)
+        monkeypatch.setattr(final_error.time, "sleep", slept.append)
         self.raised(ConfigError("mine alone"))
         assert slept == [10] and "mine alone" in capsys.readouterr().err
 
     def test_it_is_put_there_once_and_taken_away(self):
         ours = sys.excepthook
-        last_words.begin()
+        final_error.begin()
         assert sys.excepthook is ours
-        last_words.end()
+        final_error.end()
         self.raised(ConfigError("plain"))
         assert len(self.earlier) == 1

@@ -13,7 +13,7 @@ from tests.support.models import tiny_gpt
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("output", "report", "listing")
+pytestmark = rooms("output", "report", "param_list")
 
 
 def stream(encoding):

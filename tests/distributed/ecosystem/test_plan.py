@@ -7,9 +7,9 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_layerwise.plan.links import unlike_the_run
-from ds_layerwise.plan.report import as_json
-from ds_layerwise.ranks import nodes
+from ds_layerwise.plan.forecast.report import as_json
+from ds_layerwise.plan.network.links import unlike_the_run
+from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support import internals
 from tests.support.cli import run

@@ -13,7 +13,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("reference")
+pytestmark = rooms("inference_only")
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}}
 

@@ -18,7 +18,7 @@ from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 
-pytestmark = rooms("ds_config", "wraps", "guard", "shared_memory")
+pytestmark = rooms("ds_config", "engine_hooks", "param_guard", "shared_storage")
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
-from ds_layerwise.plan.cost import wire_elements
-from ds_layerwise.ranks.exchange import rounds_of
-from ds_layerwise.recipes.bits import DTYPE_BYTES
+from ds_layerwise.plan.forecast.cost import wire_elements
+from ds_layerwise.ranks.sync.exchange import rounds_of
+from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
@@ -33,7 +33,7 @@ from tests.support.training import (
     whole_gradients,
 )
 
-pytestmark = rooms("wraps", "settings", "as_bytes")
+pytestmark = rooms("engine_hooks", "fields", "run_settings", "byte_views")
 
 STEPS = 6
 TIMERS = {"optimizer_gradients", "optimizer_step", "optimizer_allgather"}

@@ -20,7 +20,7 @@ from tests.support.reference import Recipe, Reference, trainable, whole_number_g
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, reduced_gradients, relative_error, start
 
-pytestmark = rooms("names", "layout", "optimizer")
+pytestmark = rooms("new_names", "layout", "optimizer")
 
 WIDTH, NUM_EXPERTS = 8, 4
 STEPS = 6

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.ranks import nodes
+from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
 from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once

@@ -9,14 +9,14 @@ import yaml
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ds_layerwise.plan.report import as_json
+from ds_layerwise.plan.forecast.report import as_json
 from tests.support.cli import run
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu, mark, part
 from tests.support.training import ds_config, start
 
-pytestmark = rooms("tensor_cuts", "dry_run", "planned")
+pytestmark = rooms("tensor_parallel_routes", "dry_run", "run_plan")
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 16}

@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.ranks import same_weights
+from ds_layerwise.ranks.owned import weight_checksums
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_tensor_parallel import part_of
 from tests.support import internals
@@ -19,7 +19,7 @@ from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, recipe_for, relative_error, start, weights
 
-pytestmark = rooms("agreement", "comm", "guard", "before_update")
+pytestmark = rooms("step_agreement", "comm", "param_guard", "pre_step")
 
 STEPS = 3
 
@@ -237,7 +237,7 @@ class TestOneRankAlone(DistributedTest):
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
                 of, name = {"the norm": (internals.owned(engine).reduced, "sum_of_squares"),
-                            "a checksum": (same_weights, "checksum")}[where]
+                            "a checksum": (weight_checksums, "checksum")}[where]
                 patch.setattr(of, name, no_memory)
             kind, message = (torch.OutOfMemoryError, "tried") if dist.get_rank() else (
                 LayerWiseError, "rank 1 failed: OutOfMemoryError: tried to allocate")

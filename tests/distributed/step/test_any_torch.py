@@ -6,7 +6,7 @@ from pytorch_optimizer import CAME, MARS, SOAP, Shampoo
 from torch.optim import Adafactor, AdamW, Muon, NAdam, Optimizer, RMSprop
 
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.plan.report import as_json
+from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
@@ -14,7 +14,8 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 
-pytestmark = rooms("any_torch", "probe", "probe_checks", "registry", "owned", "config")
+pytestmark = rooms("any_torch", "any_torch_recipe", "probe", "probe_checks", "recipe_registry", "rule_registry",
+                   "owned", "sections")
 
 STEPS = 6
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
@@ -28,7 +28,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("sync", "optimizer", "guard", "engine_protocol")
+pytestmark = rooms("grad_sync", "optimizer", "param_guard", "engine_protocol")
 
 STEPS = 3
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import ds_layerwise
 from ds_layerwise.checkpoint import record
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.plan.report import as_json
+from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
@@ -21,7 +21,7 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, train_engine
 
-pytestmark = rooms("client", "client_object", "probe", "wraps")
+pytestmark = rooms("client_groups", "client_recipe", "client_object", "probe", "engine_hooks")
 
 STEPS = 6
 MATRIX_NAMES = ("square.weight", "tall.weight", "flat.weight", "twin.weight")

@@ -3,13 +3,13 @@
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise.plan import planner
+from ds_layerwise.plan.planner import planner
 from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("comm", "own_groups")
+pytestmark = rooms("comm", "group_pool")
 
 #: Scalars of one step, twice: the norm of the gradient, and what ranks agree on beside it.
 SCALARS = 16

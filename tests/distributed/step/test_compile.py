@@ -15,7 +15,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import arrive_late, assert_same_on_all_ranks, ds_config, start, weights
 
-pytestmark = rooms("sync", "param_sync")
+pytestmark = rooms("grad_sync", "param_sync")
 
 STEPS = 3
 

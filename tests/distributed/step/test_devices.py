@@ -18,13 +18,13 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 from tests.support.harness import DistributedTest
 from tests.support.reference import train
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, relative_error, start, train_engine
 
-pytestmark = rooms("devices", "host_group", "wraps")
+pytestmark = rooms("devices", "object_gather", "engine_hooks")
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 #: Of torch.distributed: everything that moves a tensor or an object between ranks.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_layerwise.ranks import exchange
+from ds_layerwise.ranks.sync import exchange
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.forks import fork_ranks
@@ -35,7 +35,7 @@ from tests.support.training import (
 )
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("agreement", "comm", "optimizer", "skipped")
+pytestmark = rooms("step_agreement", "comm", "optimizer", "skipped_steps")
 
 ROOT = Path(__file__).parents[3]
 

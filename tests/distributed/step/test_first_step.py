@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from ds_layerwise.optimizers.rule import UpdateError
-from ds_layerwise.ranks import wires
+from ds_layerwise.ranks.sync import bucket_transfers
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_pipeline import config as pipeline_config
 from tests.distributed.parallel.test_pipeline import pipeline
@@ -22,7 +22,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.training import Net, allow_fp16, ds_config, start, weights
 
-pytestmark = rooms("first_step", "plain_step")
+pytestmark = rooms("first_step", "reference_step")
 
 BF16 = {"bf16": {"enabled": True}}
 VERIFY = {"verify_first_step": True}
@@ -151,7 +151,7 @@ class TestWrong(DistributedTest):
         engine = start(Real(), ds_config(stage=stage, layerwise=VERIFY, **sections))
         last, before = dist.get_world_size() - 1, weights(engine.module).clone()
         if dist.get_rank() == last:
-            monkeypatch.setattr(wires, "average", fault(wires.average))
+            monkeypatch.setattr(bucket_transfers, "average", fault(bucket_transfers.average))
         name, told, rank, state = self.first_error(engine)
         # Pieces of the last rank, of which the first one in the order of the model.
         held = {piece.name for piece in engine.optimizer.layout.pieces(last)}

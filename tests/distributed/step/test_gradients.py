@@ -4,13 +4,13 @@ import deepspeed.comm as dist
 import pytest
 from deepspeed.utils import safe_get_full_grad
 
-from ds_layerwise.ranks.bucket_order import Gradients
+from ds_layerwise.ranks.sync.bucket_scheduler import Gradients
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start
 
-pytestmark = rooms("sync", "unfinished", "bucket_order")
+pytestmark = rooms("grad_sync", "step_progress", "bucket_scheduler")
 
 
 class TestOneAnswer(DistributedTest):

@@ -17,7 +17,7 @@ from deepspeed.utils import (
 
 import ds_layerwise
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.ranks import host_memory
+from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.costs import memory_bytes, pieces_on_host

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.optimizers import orthogonalized
-from ds_layerwise.ranks import exchange
-from ds_layerwise.ranks.host_memory import HostMemory
-from ds_layerwise.ranks.wires import Wire
+from ds_layerwise.optimizers.rules import orthogonalized
+from ds_layerwise.ranks.owned.host_memory import HostMemory
+from ds_layerwise.ranks.sync import exchange
+from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms

@@ -8,10 +8,10 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.elementwise import AdamW
-from ds_layerwise.recipes.muon import Muon
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
+from ds_layerwise.recipes.rules.muon_recipe import Muon
 from tests.support import internals
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -21,7 +21,8 @@ from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, ds_c
 from tests.support.universal import convert
 from tests.unit.test_kept import by_chance
 
-pytestmark = rooms("kept_states", "rounding", "kept", "bits", "owned", "load", "cost", "checkpointing")
+pytestmark = rooms("low_bit_states", "low_bit", "low_bit_checks", "low_bit_settings", "dtypes", "owned",
+                   "load_request", "cost", "checkpointing")
 
 BF16 = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CHANCE = {**BF16, "stochastic_rounding": True}
@@ -81,7 +82,7 @@ def by_the_oracle(kind, steps, seed=0):
 
 
 def rounded(value, which, settings):
-    from ds_layerwise.optimizers.rounding import chance_of
+    from ds_layerwise.optimizers.low_bit import chance_of
     if not settings.get("stochastic_rounding"):
         return value.bfloat16().float()
     return by_chance(value.flatten(), chance_of(*which), 0).view(value.shape)

@@ -7,7 +7,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.ranks import host_memory
+from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest

@@ -7,8 +7,8 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_layerwise.plan.layout import Bucket, Slot
-from ds_layerwise.ranks.wires import make_wires
+from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from tests.support.harness import DistributedTest, device
 from tests.support.reference import train
 from tests.support.rooms import rooms
@@ -24,7 +24,7 @@ from tests.support.training import (
 )
 from tests.support.ways import plan_in_cuts
 
-pytestmark = [*rooms("wires", "sync", "param_sync", "host_memory", "optimizer"), pytest.mark.gpu]
+pytestmark = [*rooms("bucket_transfers", "grad_sync", "param_sync", "host_memory", "optimizer"), pytest.mark.gpu]
 
 REDUCTIONS = ("native", "ordered")
 

@@ -10,7 +10,7 @@ import torch
 import ds_layerwise
 from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
-from ds_layerwise.plan.report import as_json
+from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.harness import DistributedTest
@@ -18,8 +18,8 @@ from tests.support.reference import Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, start, train_engine
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "matching", "facts", "by_kind", "own_overrides",
-                   "param_map", "register", "routes")
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "param_facts", "group_defaults",
+                   "python_overrides", "param_map", "register", "routes")
 
 RANKS, STEPS = 2, 4
 

@@ -25,7 +25,7 @@ from tests.support.training import (
 )
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("optimizer", "sync", "buffers", "loss_scaling")
+pytestmark = rooms("optimizer", "grad_sync", "buffers", "loss_scaling")
 
 STEPS = 8
 

@@ -4,13 +4,13 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.config import OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import LayerWiseError, RoutingError, StepError
-from ds_layerwise.optimizers import kronecker
-from ds_layerwise.optimizers.registry import rule_of
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.plan.report import as_json
-from ds_layerwise.plan.routes import recipe_named
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.rules import kronecker
+from ds_layerwise.plan.forecast.report import as_json
+from ds_layerwise.plan.routes.routes import recipe_named
 from tests.support import internals, preconditioned
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -19,7 +19,8 @@ from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("kronecker", "soap", "shampoo", "owned", "routes")
+pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "owned",
+                   "routes")
 
 PARAMS = {"matrix_optimizer": "soap", "lr": 0.01, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-6,
           "precondition_frequency": 3}

@@ -28,7 +28,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu, mark, part
 from tests.support.training import allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine
 
-pytestmark = rooms("attention", "attention_hook", "attention_logits", "qk_clip", "scaled", "update")
+pytestmark = rooms("attention", "attention_hook", "attention_logits", "qk_clip_settings", "row_scaling", "update")
 
 STEPS, ALPHA, THOROUGH = 2, 0.3, os.environ.get("THOROUGH") == "1"
 

@@ -13,7 +13,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("before_update", "sync")
+pytestmark = rooms("pre_step", "grad_sync")
 
 NAME = "tall.weight"
 

@@ -13,7 +13,8 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 from tests.support.universal import convert
 
-pytestmark = rooms("remaindered", "remainders", "owned", "kept", "bits", "checkpointing", "state_access", "forecast")
+pytestmark = rooms("split_master_store", "split_masters", "owned", "low_bit_checks", "low_bit_settings", "dtypes",
+                   "checkpointing", "state_access", "forecast")
 
 KEPT = {"master_dtype": "bfloat16+remainder"}
 

@@ -36,7 +36,8 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("monitor", "reports", "decision", "watch", "sums", "norm_groups", "skipped", "agreement")
+pytestmark = rooms("monitor", "metrics", "clip", "update_stats", "reductions", "norm_groups", "skipped_steps",
+                   "step_agreement")
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -16,7 +16,7 @@ from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, relative_error, start, train_engine
 
-pytestmark = rooms("param_groups", "rates", "schedules")
+pytestmark = rooms("param_groups", "schedule_rates", "schedules")
 
 STEPS = 8
 

@@ -12,7 +12,7 @@ from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("buffers", "forecast", "start_up")
+pytestmark = rooms("buffers", "forecast", "start_report")
 
 
 class Stack(nn.Module):

@@ -33,7 +33,7 @@ from tests.support.training import (
     whole_gradients,
 )
 
-pytestmark = rooms("writes", "same_weights", "state_access", "param_groups", "guard", "takeover")
+pytestmark = rooms("weight_writes", "weight_checksums", "state_access", "param_groups", "param_guard", "param_owner")
 
 
 def start_oracle(module, **kwargs):

@@ -17,7 +17,7 @@ from tests.support.reference import Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, relative_error, start, start_adamw, train_engine, weights
 
-pytestmark = rooms("takeover", "register", "patches")
+pytestmark = rooms("param_owner", "register", "patches")
 
 
 def assert_trained_as(engine, oracle, *steps, gas=1):

@@ -10,7 +10,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, start, whole_gradients
 
-pytestmark = rooms("sync")
+pytestmark = rooms("grad_sync")
 
 TILES = 3
 

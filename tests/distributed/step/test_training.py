@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_layerwise.plan.rounds import deal
-from ds_layerwise.ranks import nodes
+from ds_layerwise.plan.network.exchange_rounds import deal
+from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import (
@@ -43,7 +43,7 @@ from tests.support.training import (
 )
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("sync", "owned", "comm", "planner", "optimizer", "param_sync", "planned")
+pytestmark = rooms("grad_sync", "owned", "comm", "planner", "optimizer", "param_sync", "run_plan")
 
 STEPS = 20
 
@@ -351,7 +351,7 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
     world_size = [1, 2, 4]
 
     def test_each_matrix_once_a_step_over_all_ranks(self):
-        from ds_layerwise.optimizers import orthogonalized
+        from ds_layerwise.optimizers.rules import orthogonalized
         module = Net()
         engine = start(module, ds_config(params={"ns_method": "gram"}))
         shapes = []

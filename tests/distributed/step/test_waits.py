@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.ranks import comm
+from ds_layerwise.ranks.comm import comm
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, reduced_gradients, start, weights
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("sync", "side_stream", "own_groups")
+pytestmark = rooms("grad_sync", "streams", "group_pool")
 
 
 class Meets(torch.autograd.Function):

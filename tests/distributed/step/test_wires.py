@@ -10,11 +10,12 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-from ds_layerwise.plan.layout import Bucket, Slot
-from ds_layerwise.plan.ways import InLevels
-from ds_layerwise.ranks import comm, nodes, wires
-from ds_layerwise.ranks.in_flight import Turn
-from ds_layerwise.ranks.wires import make_wires
+from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.plan.network.transport import InLevels
+from ds_layerwise.ranks.comm import comm, nodes
+from ds_layerwise.ranks.comm.scratch import Turn
+from ds_layerwise.ranks.sync import bucket_transfers
+from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -28,7 +29,7 @@ from tests.support.training import (
 )
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("wires", "exchange", "nodes", "comm")
+pytestmark = rooms("bucket_transfers", "exchange", "nodes", "comm")
 
 #: Every bucket of these tests, reduced and gathered by the backend in two levels.
 IN_LEVELS = InLevels(frozenset((0,)), frozenset((0,)))
@@ -139,7 +140,7 @@ class TestReduce(DistributedTest):
                     memory.fill_(value)
                     out = memory[start:stop]
                     wire.reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.float16).wait()
-                    total = out.float() / wires.room_in(out.dtype, size)
+                    total = out.float() / bucket_transfers.room_in(out.dtype, size)
                     assert torch.equal(total, torch.full(out.shape, value * size))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,7 +282,7 @@ class TestGather(DistributedTest):
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("per_node, broadcasts_up_to", [(1, 8), (2, 8), (4, 8), (4, 0)])
     def test_every_rank_gets_what_each_gives(self, per_node, broadcasts_up_to, dtype, monkeypatch):
-        monkeypatch.setattr(wires, "_BROADCASTS_UP_TO", broadcasts_up_to)
+        monkeypatch.setattr(bucket_transfers, "_BROADCASTS_UP_TO", broadcasts_up_to)
         rank, size = dist.get_rank(), dist.get_world_size()
         wire = wires_of(per_node)
         for seed, bucket in enumerate(buckets_of(size)):

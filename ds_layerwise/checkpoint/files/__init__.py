@@ -1,0 +1,1 @@
+"""Files of checkpoints: atomic writes, lists with checksums, safe reading."""

@@ -1,0 +1,131 @@
+"""How a file of ``torch.save``'s is read without running anything that is in it."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from ds_layerwise.checkpoint.plain_values import stand_ins
+from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
+
+#: What reading a dict leads to that is not what it should be.
+_MALFORMED = (
+    LookupError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    AssertionError,
+    ArithmeticError,
+    RecursionError,
+)
+
+#: What torch's readers raise at files that are missing or damaged.
+UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    MemoryError,
+    UnpicklingError,
+    struct.error,
+    *_MALFORMED,
+)
+
+#: Records of DeepSpeed that have no code to run.
+_KNOWN: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` where its content is of another kind than what this package writes.
+
+    Raises:
+        LayerWiseError: instead of what that led to.
+    """
+    try:
+        yield
+    except (ConfigError, RoutingError):
+        raise
+    except _MALFORMED as e:
+        what = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        raise LayerWiseError(
+            f"{path} is damaged: {what}{e}; restore it, or load another checkpoint"
+        ) from e
+
+
+def load_safely(path: Path, *, with_objects: bool = False) -> Any:
+    """What ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and DeepSpeed's
+    own records.
+
+    Nothing in the file is executed.
+
+    Args:
+        with_objects: whether it may hold other objects. Numbers of numpy are read as builtins, and
+            the rest as :class:`.plain_values.Unreadable`.
+
+    Raises:
+        LayerWiseError: the file is missing, damaged, or holds something else.
+    """
+    if not path.is_file():
+        raise LayerWiseError(
+            f"{path} is {'no file' if path.exists() else 'missing'}; the checkpoint is not whole"
+        )
+    try:
+        try:
+            return _load(path, _KNOWN)
+        except UnpicklingError:
+            if not with_objects or not is_zipfile(path):
+                raise
+        with torch.serialization.safe_globals(_KNOWN):
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        return _load(path, [*_KNOWN, *stand_ins(unknown)])
+    except UNREADABLE as e:
+        raise _refused(path, e) from e
+
+
+def load_bytes_safely(content: bytes, path: Path) -> Any:
+    """What ``torch.save`` wrote into ``content``, a part of the file ``path``; as
+    :func:`load_safely`.
+    """
+    try:
+        return _load(BytesIO(content), _KNOWN)
+    except UNREADABLE as e:
+        raise _refused(path, e) from e
+
+
+def _refused(path: Path, error: BaseException) -> LayerWiseError:
+    """The error for ``path``, without what torch advises: to read it again, and run what is in
+    it.
+    """
+    text = str(error)
+    if isinstance(error, UnpicklingError):
+        found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
+        text = (
+            f"it asks for {found[1]}, which only code could restore"
+            if found
+            else "it is no data of torch.save"
+        )
+    return LayerWiseError(
+        f"{path} cannot be read: {type(error).__name__}: {text.partition(chr(10))[0]}"
+    )
+
+
+def _load(source: Path | BytesIO, known: list[Any]) -> Any:
+    with torch.serialization.safe_globals(known):
+        return torch.load(
+            source,
+            map_location="cpu",
+            mmap=isinstance(source, Path) and is_zipfile(source),
+            weights_only=True,
+        )

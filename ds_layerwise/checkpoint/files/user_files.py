@@ -1,0 +1,114 @@
+"""What in a folder of a checkpoint is somebody else's, and is kept when another save takes its
+place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, MARKS, SIGNATURE, Manifest
+from ds_layerwise.errors import LayerWiseError
+
+
+def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
+    """Paths within ``folder`` of what no save wrote: files, links, and folders that are empty.
+
+    A save wrote what its list names, and what DeepSpeed calls files of a checkpoint.
+
+    Args:
+        replaces: globs over the names of more files that are no one else's.
+    """
+    is_ours = _known(folder, replaces)
+    return [name for name in _entries(folder) if not is_ours(name)]
+
+
+def written_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
+    """Paths within ``folder`` of the files that :func:`others_in` leaves out, without those that no
+    list names.
+    """
+    is_ours = _known(folder, replaces)
+    return [
+        name
+        for name in _entries(folder)
+        if is_ours(name) and name not in MARKS and not (folder / name).is_dir()
+    ]
+
+
+def is_a_saves(folder: Path) -> bool:
+    """Whether ``folder`` is what is left of a save, or one that was to be replaced: nothing else
+    may be removed.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return any((folder / mark).exists() for mark in MARKS) or not others_in(folder)
+
+
+def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
+    """Let ``new`` have, too, what in ``old`` no save wrote, by links where the disk knows them."""
+    for name in others_in(old, replaces=replaces):
+        here, there = old / name, new / name
+        if os.path.lexists(there):
+            continue
+        # Whoever wrote it may take it away at any time.
+        with suppress(FileNotFoundError):
+            if here.is_dir() and not here.is_symlink():
+                there.mkdir(parents=True)
+                continue
+            there.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(here, there, follow_symlinks=False)
+            except (OSError, NotImplementedError):
+                shutil.copy2(here, there, follow_symlinks=False)
+
+
+def remove(folder: Path) -> None:
+    """Remove what is left of a save. What stays where that is not brought to an end says whose it
+    is.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    if not folder.is_dir():
+        return
+    with suppress(OSError):
+        (folder / SIGNATURE).touch()
+        (folder / FILE_NAME).unlink(missing_ok=True)
+        for path in list(folder.iterdir()):
+            if path.name == SIGNATURE:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _known(folder: Path, replaces: Sequence[str]) -> Callable[[str], bool]:
+    try:
+        listed = set(Manifest.read(folder).files)
+    except LayerWiseError:
+        listed = set()
+
+    def is_ours(name: str) -> bool:
+        top, _, rest = name.partition("/")
+        if name in listed or name in MARKS or any(fnmatchcase(name, glob) for glob in replaces):
+            return True
+        if rest:
+            return top == "zero" and (rest.endswith(".pt") or (folder / name).is_dir())
+        return top == "zero" or top.endswith(("_optim_states.pt", "model_states.pt"))
+
+    return is_ours
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Files, links and empty folders, by their paths within ``folder``."""
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        here = Path(place).relative_to(folder)
+        yield from ((here / name).as_posix() for name in (*files, *links))
+        if not folders and not files and Path(place) != folder:
+            yield here.as_posix()

@@ -1,0 +1,122 @@
+"""The header and the checksums that lie beside the tensors in one file and in a sharded checkpoint.
+
+Note: how much is checked
+    Neither format has checksums of its own. Tensors are checked in blocks, so that a rank reads
+    little more than what it loads. What holds the checksums ends with a digest of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.checkpoint.files.safe_load import load_bytes_safely, naming
+from ds_layerwise.checkpoint.formats.regular import KEY, describe, header_of
+from ds_layerwise.checkpoint.record import Header
+
+#: By the name of a tensor in the file and the first element of a block, one past its last, and its
+#: checksum.
+Sums = Mapping[str, Mapping[int, tuple[int, int]]]
+
+#: In elements; the last block of what a rank hands over may be shorter.
+_BLOCK = 1 << 20
+
+_SUMS, _DIGEST = "checksums", hashlib.sha256().digest_size
+
+#: Under which it is said which save this is, so that ranks notice if theirs are of several.
+_SAVE = "save"
+
+
+def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
+    """An entry of :data:`Sums`, of the elements of a tensor from ``start`` on."""
+    blocks = torch.split(values.detach().reshape(-1), _BLOCK)
+    firsts = range(start, start + values.numel(), _BLOCK)
+    return {
+        first: (first + block.numel(), _crc32(block))
+        for first, block in zip(firsts, blocks, strict=False)
+    }
+
+
+def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
+    """Make a tensor of bytes that holds the header, the loss scaler and the checksums.
+
+    Args:
+        scaler: the loss scaler, and the key that DeepSpeed has it under.
+    """
+    content = io.BytesIO()
+    torch.save(
+        {KEY: describe(header), scaler[0]: scaler[1], _SUMS: sums, _SAVE: uuid4().hex}, content
+    )
+    body = content.getvalue()
+    return torch.frombuffer(bytearray(body + hashlib.sha256(body).digest()), dtype=torch.uint8)
+
+
+class Beside:
+    """The header and the checksums in ``content``, which :func:`write_beside` has made, of the file
+    or folder ``path``.
+
+    Raises:
+        LayerWiseError: it is damaged.
+    """
+
+    def __init__(self, content: Tensor, path: Path) -> None:
+        self._path, raw = path, content.numpy().tobytes()
+        body = raw[:-_DIGEST]
+        is_whole = hashlib.sha256(body).digest() == raw[-_DIGEST:]
+        found = load_bytes_safely(body if is_whole else raw, path)
+        with naming(path):
+            if _SUMS in found and not is_whole:
+                raise ValueError("what is beside its tensors is not what was saved")
+            self.header = header_of(found)
+            self.save = str(found.get(_SAVE, ""))
+            self.sums: Sums | None = found.get(_SUMS)
+            """None in what an earlier version wrote."""
+
+    def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
+        """The elements of the tensor ``name`` in the blocks that hold any of ``[start, stop)``."""
+        with naming(self._path):
+            blocks = [
+                (first, last)
+                for first, (last, _) in (self.sums or {}).get(name, {}).items()
+                if first < stop and start < last
+            ]
+        return min([start, *(first for first, _ in blocks)]), max(
+            [stop, *(last for _, last in blocks)]
+        )
+
+    def check(self, name: str, values: Tensor, start: int = 0) -> None:
+        """Compare ``values``, the elements of the tensor ``name`` from ``start`` on, with what was
+        saved.
+
+        Raises:
+            LayerWiseError: they are others, or more or fewer.
+        """
+        if self.sums is None:
+            return
+        flat, stop, checked = values.reshape(-1), start + values.numel(), 0
+        with naming(self._path):
+            for first, (last, crc32) in self.sums.get(name, {}).items():
+                if start <= first < last <= stop:
+                    checked += last - first
+                    if _crc32(flat[first - start : last - start]) != crc32:
+                        raise ValueError(
+                            f"the elements {first} to {last} of {name} are not those that were "
+                            "saved"
+                        )
+            if checked != flat.numel():
+                raise ValueError(
+                    f"it has {flat.numel()} elements of {name}, and checksums of {checked}"
+                )
+
+
+def _crc32(values: Tensor) -> int:
+    raw: Any = values.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return zlib.crc32(raw, zlib.crc32(str(values.dtype).encode()))

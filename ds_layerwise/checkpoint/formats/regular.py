@@ -1,0 +1,475 @@
+"""A rank's record as the ``optimizer_state_dict`` of DeepSpeed's ``*_optim_states.pt``, and back.
+
+Note: one checkpoint group a parameter
+    DeepSpeed's ``zero_to_fp32.py`` concatenates the partitions of all ranks, group by group, and
+    cuts them in the order of ``param_shapes``; its ``ds_to_universal.py`` reads the fragments that
+    ``param_slice_mappings`` names. Both are right when partitions hold no padding and the
+    parameters of a group are listed in rank-major order. With one group a parameter both hold by
+    themselves, and every tensor is saved where it lies, without a copy. The converter knows the
+    states ``exp_avg`` and ``exp_avg_sq`` only, so a first moment travels under the first name, a
+    missing second one as zeros that take one element on disk, and everything else under our own
+    key.
+
+Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: those scripts run
+without this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.utils.tensor_fragment import fragment_address
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
+from ds_layerwise.checkpoint.plain_values import Unreadable, readable
+from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.layout.layout import Layout
+
+#: Our own key beside DeepSpeed's, and the version of what is under it.
+KEY = "layerwise"
+FORMAT = 2
+
+#: Of what a header is read, with the kind of each entry; and which of them are written as they are.
+_RULES, _HEADER = TypeAdapter(dict[str, RuleRecord]), TypeAdapter(Header)
+_DESCRIBED = frozenset(("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept"))
+
+#: More than there are anywhere.
+_MOST_RANKS = 1 << 20
+
+_ENDING = "_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+#: The states that DeepSpeed's converter carries along.
+CONVERTED = ("exp_avg", "exp_avg_sq", "step")
+
+
+def travels_as(keys: Iterable[str]) -> dict[str, str]:
+    """The names under which DeepSpeed's converter carries those of ``keys`` that it can carry."""
+    names = {key: key for key in keys}
+    if "exp_avg" not in names and "momentum_buffer" in names:
+        names["momentum_buffer"] = "exp_avg"
+    return {key: name for key, name in names.items() if name in CONVERTED}
+
+
+def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict[str, Any]:
+    """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the
+    record's memory.
+
+    Args:
+        mp_size: how many parts the model is cut into, of which the record is one.
+    """
+    pieces = {piece.name: piece for piece in record.pieces}
+    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
+    step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
+    absent = {"exp_avg": nothing, "exp_avg_sq": nothing, "step": step}
+    states: list[dict[str, Tensor]] = []
+    masters: list[Tensor] = []
+    fragments: list[dict[str, Any]] = []
+    extra: dict[str, dict[str, Tensor]] = {}
+    for name in header.shapes:
+        piece = pieces.get(name)
+        if piece is None:
+            states.append(absent)
+            masters.append(nothing)
+            fragments.append({})
+            continue
+        names = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
+        zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(piece.master.numel())
+        states.append(
+            {
+                "exp_avg": zeros,
+                "exp_avg_sq": zeros,
+                "step": step,
+                **{names[key]: alone(piece.state[key]) for key in names},
+            }
+        )
+        masters.append(alone(piece.master))
+        fragments.append({name: fragment_address(numel=piece.master.numel(), start=0)})
+        if rest := {key: alone(value) for key, value in piece.state.items() if key not in names}:
+            extra[name] = rest
+    return {
+        BASE_OPTIMIZER_STATE: {
+            "state": dict(enumerate(states)),
+            "param_groups": [{"params": [i]} for i in range(len(states))],
+        },
+        SINGLE_PARTITION_OF_FP32_GROUPS: masters,
+        GROUP_PADDINGS: [0] * len(states),
+        PARTITION_COUNT: [record.world_size] * len(states),
+        PARAM_SLICE_MAPPINGS: fragments,
+        KEY: {
+            "format": FORMAT,
+            "rank": record.rank,
+            "world_size": record.world_size,
+            "num_parts": mp_size,
+            "layout": record.layout_json,
+            "layout_digest": record.layout_digest,
+            "variants": dict(record.expert_names),
+            **describe(header),
+            "param_starts": {piece.name: piece.param_start for piece in record.pieces},
+            "extra_states": extra,
+            # Version 0.1 looks for the gradients of a step that is not over.
+            "accumulated": None,
+        },
+    }
+
+
+def describe(header: Header) -> dict[str, Any]:
+    """``header`` as builtins; :func:`header_of` reads it back."""
+    called = _called(header.rules.values())
+    return {
+        "step": header.step,
+        "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
+        "rules": {
+            name: {
+                "family": rule.family,
+                "state_keys": rule.state_keys,
+                "meaning": rule.meaning,
+                "gradient_average": rule.gradient_average,
+            }
+            for rule, name in called.items()
+        },
+        "rule_of": {name: called[rule] for name, rule in header.rules.items()},
+        "param_groups": [dict(group) for group in header.param_groups or ()],
+        "configured": [dict(group) for group in header.configured or ()],
+        "unreadable": header.unreadable,
+        "dtypes": header.dtypes,
+        "fast_dtypes": header.fast_dtypes,
+        "kept": {name: dict(states) for name, states in header.kept.items()},
+        "repeats": header.repeats,
+    }
+
+
+def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
+    """A name for each of ``rules``: its family, and which of those of the family it is, where it is
+    not the first.
+    """
+    of_family: dict[str, dict[RuleRecord, None]] = {}
+    for rule in rules:
+        of_family.setdefault(rule.family, {}).setdefault(rule)
+    return {
+        rule: f"{family} {number}" if number else family
+        for family, found in of_family.items()
+        for number, rule in enumerate(found)
+    }
+
+
+def header_of(state_dict: Mapping[str, Any]) -> Header:
+    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put
+    beside it.
+
+    Raises:
+        ValueError: an entry is of another kind than what was written; names it. What is missing is
+            a ``KeyError``.
+    """
+    ours = state_dict[KEY]
+    try:
+        # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states
+        # mean.
+        rules = _RULES.validate_python(
+            {name: {"family": name, **rule} for name, rule in ours["rules"].items()}
+        )
+        groups, unreadable = _groups(ours["param_groups"])
+        scaler = state_dict.get(LOSS_SCALER)
+        return _HEADER.validate_python(
+            {
+                # Version 0.1 of this package, which writes the same format, did not write some of
+                # these.
+                **{key: value for key, value in ours.items() if key in _DESCRIBED},
+                "rules": {name: rules[key] for name, key in ours["rule_of"].items()},
+                "param_groups": groups,
+                "unreadable": (*ours.get("unreadable", ()), *unreadable),
+                "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
+                "overflow": bool(state_dict.get("overflow", False)),
+                # Earlier versions saved the gradients of a step that was not over, which are left
+                # where they are.
+                "repeats": ours.get("repeats")
+                or ("" if ours.get("accumulated") is None else WITHIN_STEP),
+            }
+        )
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ValueError(
+            f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})"
+        ) from e
+
+
+def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """What the groups say as builtins, and the names of what cannot be read."""
+    groups: list[dict[str, Any]] = []
+    unreadable = []
+    for index, group in enumerate(saved):
+        groups.append({})
+        for key, value in group.items():
+            value, is_readable = readable(value)
+            if is_readable:
+                groups[-1][key] = value
+            else:
+                unreadable.append(f"param_groups[{index}].{key}")
+    return groups, tuple(unreadable)
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """``tensor`` over no more of its storage than it covers: what is pickled is its own elements.
+    Shares memory.
+    """
+    tensor = tensor.detach()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    first = tensor.storage_offset() * tensor.element_size()
+    covered = storage[first : first + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        covered, 0, tensor.shape, tensor.stride()
+    )
+
+
+class RegularCheckpoint:
+    """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
+
+    Files are opened when something in them is asked for. ``rank`` says whose file to look into
+    first: where every node has its own disk, and the layout is the same, it is the only one that
+    this rank needs. ``mp_rank`` says which piece of a model that is cut over ranks; see
+    :class:`ds_layerwise.zero.setup.run_settings.Settings`.
+
+    Raises:
+        LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
+            format; names it.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0, mp_rank: int = 0) -> None:
+        self._folder, self._ending = folder, _ENDING.format(mp_rank=mp_rank)
+        self._prefix = _prefix(folder, self._ending)
+        opened = rank if self.path(rank).exists() else 0
+        state_dict = read(self.path(opened))
+        self._dicts = {opened: state_dict}
+        with naming(self.path(opened)):
+            self.ours = ours_of(state_dict, self.path(opened))
+            self._check(opened)
+            self.header = header_of(state_dict)
+            self.world_size: int = self.ours["world_size"]
+            self.layout = Layout.from_json(self.ours["layout"])
+            if not 0 < self.world_size == self.layout.world_size <= _MOST_RANKS:
+                raise ValueError(
+                    f"world_size is {self.world_size!r:.100}, and {self.layout.world_size} in its "
+                    "layout"
+                )
+        self._holders: dict[str, list[tuple[int, int, int]]] = {}
+        # Version 0.1 of this package, which writes the same format, knew no experts.
+        expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
+        for holder in range(self.world_size):
+            for piece in self.layout.pieces(holder):
+                names = expert_names.get(piece.name, (piece.name,))
+                self._holders.setdefault(names[holder % len(names)], []).append(
+                    (holder, piece.param_start, piece.param_start + piece.numel)
+                )
+
+    def identity(self) -> list[str]:
+        """What is the same for all ranks that read the same save."""
+        return [f"files of {self.world_size} ranks", f"layout {self.ours['layout_digest']}"]
+
+    def path(self, rank: int) -> Path:
+        """The file that ``rank`` saved."""
+        return self._folder / f"{self._prefix}zero_pp_rank_{rank}{self._ending}"
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        """The ``optimizer_state_dict`` that ``rank`` saved, tensors mapped from its file."""
+        if rank not in self._dicts:
+            self._dicts[rank] = read(self.path(rank))
+            with naming(self.path(rank)):
+                self._check(rank)
+        return self._dicts[rank]
+
+    def _check(self, rank: int) -> None:
+        path, ours = self.path(rank), ours_of(self._dicts[rank], self.path(rank))
+        expected = {
+            "rank": rank,
+            **{key: self.ours[key] for key in ("world_size", "layout_digest", "step")},
+        }
+        for key, value in expected.items():
+            if ours[key] != value:
+                raise LayerWiseError(
+                    f"{path} says {key} {ours[key]}, expected {value}; the files are not of one "
+                    "save"
+                )
+
+    def holders(self, name: str) -> list[tuple[int, int, int]]:
+        """``(rank, first element, one past the last)`` of every piece of ``name``, by the
+        layout.
+        """
+        return self._holders.get(name, [])
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """See :meth:`.record.Saved.pieces`."""
+        found = [
+            self.piece(rank, name)
+            for rank, first, last in self.holders(name)
+            if first < stop and start < last
+        ]
+        return sorted(found, key=lambda piece: piece.param_start)
+
+    def piece(self, rank: int, name: str) -> PieceRecord:
+        """What the file of ``rank`` holds of ``name``.
+
+        Raises:
+            LayerWiseError: nothing, or another part of it than the layout says.
+        """
+        state_dict = self.state_dict(rank)
+        with naming(self.path(rank)):
+            return self._piece(rank, state_dict, name)
+
+    def _piece(self, rank: int, state_dict: Mapping[str, Any], name: str) -> PieceRecord:
+        index = self._index(name)
+        fragment = state_dict[PARAM_SLICE_MAPPINGS][index].get(name)
+        holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
+        param_start = state_dict[KEY]["param_starts"].get(name)
+        if fragment is None or holds != (param_start, param_start + fragment.numel):
+            raise LayerWiseError(
+                f"{self.path(rank)} does not hold the part of {name} that its layout says; the "
+                "files are not of one save"
+            )
+        states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+        extra = state_dict[KEY]["extra_states"].get(name, {})
+        names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
+        state = {
+            "": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
+            **{key: states[carried] for key, carried in names.items()},
+        }
+        for key, value in {**state, **extra}.items():
+            if (
+                not isinstance(value, Tensor)
+                or key not in extra
+                and key != "step"
+                and value.shape != (fragment.numel,)
+            ):
+                raise ValueError(
+                    f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
+                    f"and {fragment.numel} elements by its own list"
+                )
+        return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
+
+    def _index(self, name: str) -> int:
+        if not hasattr(self, "_indices"):
+            self._indices = {name: index for index, name in enumerate(self.header.shapes)}
+        return self._indices[name]
+
+
+def mp_size(folder: Path) -> int:
+    """How many parts the model in ``folder`` is cut into; 1 also where that is not known, or put
+    together.
+    """
+    if (folder / "zero").is_dir():
+        return 1
+    return (
+        len(
+            {
+                path.name.rpartition("mp_rank_")[2]
+                for path in folder.glob("*mp_rank_*_model_states.pt")
+            }
+        )
+        or 1
+    )
+
+
+def refuse_parts(folder: Path) -> None:
+    """Refuse a model that is cut: it is not in there along which axes.
+
+    Raises:
+        LayerWiseError: ``folder`` holds one.
+    """
+    if (pieces := mp_size(folder)) > 1:
+        raise LayerWiseError(
+            f"{folder} holds a model that is cut into {pieces} parts; put them together with "
+            "DeepSpeed's ds_to_universal.py, which knows how AutoTP cuts and reads "
+            "universal_checkpoint_info"
+        )
+
+
+def _prefix(folder: Path, ending: str) -> str:
+    """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
+    found = {
+        path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")
+    }
+    if len(found) != 1:
+        raise LayerWiseError(
+            f"{folder} has {'two kinds of' if found else 'no'} files named "
+            f"*zero_pp_rank_*{ending}, so no optimizer states to load; for the weights alone, "
+            "load_checkpoint(..., load_optimizer_states=False)"
+        )
+    return found.pop()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The ``optimizer_state_dict`` in ``path``.
+
+    Raises:
+        LayerWiseError: see :func:`load_safely`.
+    """
+    content = load_safely(path, with_objects=True)
+    if not isinstance(content, dict) or not isinstance(content.get(OPTIMIZER_STATE_DICT), dict):
+        raise LayerWiseError(
+            f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint"
+        )
+    found: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
+    return found
+
+
+def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
+    """Whether a run could go on from ``state_dict``, which was just read from ``path``.
+
+    Raises:
+        LayerWiseError: something in it is an object that only code could restore.
+    """
+    ours_of(state_dict, path)
+    with naming(path):
+        unreadable = list(header_of(state_dict).unreadable)
+    unreadable += [LOSS_SCALER] if isinstance(state_dict.get(LOSS_SCALER), Unreadable) else []
+    if unreadable:
+        raise LayerWiseError(
+            f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code "
+            "could restore; what was saved before is still there"
+        )
+
+
+def ours_of(
+    state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint"
+) -> dict[str, Any]:
+    """What this package wrote beside DeepSpeed's own keys.
+
+    Raises:
+        LayerWiseError: nothing, or in another format.
+    """
+    ours: dict[str, Any] | None = state_dict.get(KEY)
+    if ours is None:
+        raise LayerWiseError(
+            f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
+            "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+            "FOLDER --output_folder NEW` and load NEW; stock Muon's it does not convert: load the "
+            "weights alone with load_checkpoint(..., load_optimizer_states=False)"
+        )
+    if ours["format"] != FORMAT:
+        way_out = (
+            "upgrade ds_layerwise"
+            if ours["format"] > FORMAT
+            else "resume with the version that wrote it"
+        )
+        raise LayerWiseError(
+            f"{where} has format {ours['format']}, and this version of ds_layerwise reads "
+            f"{FORMAT}; {way_out}"
+        )
+    return ours

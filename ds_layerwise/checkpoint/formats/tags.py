@@ -1,0 +1,43 @@
+"""What a checkpoint may be called: a folder below the one that is saved to, and what a pointer to
+it can hold.
+"""
+
+from __future__ import annotations
+
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import leads_out
+from ds_layerwise.checkpoint.formats.universal import LATEST
+from ds_layerwise.errors import LayerWiseError
+
+#: What lies beside checkpoints.
+_TAKEN = ("latest", LATEST, "zero_to_fp32.py", "zero_to_torch.py")
+
+#: In bytes, what file systems take of one part of a path, less what is appended to it.
+_LONGEST = 255 - len("_universal") - len(atomic.INCOMPLETE) - 17
+
+
+def check_tag(tag: object) -> str:
+    """``tag`` as text.
+
+    Raises:
+        LayerWiseError: no checkpoint can be called so.
+    """
+    text = str(tag)
+    parts = text.split("/")
+    reason = ""
+    if not text or leads_out(text):
+        reason = "names no folder below save_dir"
+    elif not text.isprintable() or text != text.strip():
+        reason = "holds characters that the file latest cannot hold"
+    elif parts[0] in _TAKEN:
+        reason = f"is the name of a file beside the checkpoints ({', '.join(_TAKEN)})"
+    elif any(part.endswith((atomic.INCOMPLETE, atomic.REPLACED)) for part in parts):
+        reason = f"ends as what is not whole yet is called ({atomic.INCOMPLETE}, {atomic.REPLACED})"
+    elif (longest := max(len(part.encode()) for part in parts)) > _LONGEST:
+        reason = f"has a part of {longest} bytes, and {_LONGEST} are the most"
+    if reason:
+        raise LayerWiseError(
+            f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' "
+            "or 'run/step10'"
+        )
+    return text

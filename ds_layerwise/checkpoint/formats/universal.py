@@ -1,0 +1,331 @@
+"""DeepSpeed's universal format: a folder a parameter, a file a state, whole and independent of the
+world size.
+
+Note: what travels under another name
+    DeepSpeed's own optimizers read ``fp32``, ``exp_avg``, ``exp_avg_sq`` and ``step`` of every
+    parameter and fail on a group where one parameter has a state that another lacks. So a first
+    moment is ``exp_avg.pt`` here, too, a missing second one is zeros that take one element on disk,
+    and ``zero/optimizer_state.pt`` says under our key what each parameter's states really are. What
+    has no place among those four lies in a sub-folder, which DeepSpeed passes by.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    CAT_DIM,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM,
+    PARAM_GROUPS,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from torch import Tensor
+
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, leads_out
+from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
+from ds_layerwise.checkpoint.formats.regular import (
+    CONVERTED,
+    KEY,
+    describe,
+    header_of,
+    ours_of,
+    travels_as,
+)
+from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved, flat
+from ds_layerwise.errors import LayerWiseError
+
+#: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has
+#: no place for.
+LATEST, OWN_STATES = "latest_universal", "layerwise"
+
+_OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
+
+
+def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What DeepSpeed's converter asks of the model's file, where parameters of ``shapes`` are not
+    cut.
+    """
+    # What has no axis it would put together along one, unless every tensor-parallel rank has all of
+    # it.
+    whole = [f"{re.escape(name)}$" for name, shape in shapes.items() if not shape]
+    return {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        TP_REPLICATED_PARAMETER_PATTERNS: whole,
+    }
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether ``folder`` holds a universal checkpoint."""
+    return (folder / "zero").is_dir()
+
+
+class UniversalCheckpoint:
+    """A universal checkpoint, whoever wrote it; see :class:`.record.Saved`.
+
+    Raises:
+        LayerWiseError: the folder holds none, or a file is missing, unreadable or in a newer
+            format; names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._zero = folder / "zero"
+        state_path = self._zero / "optimizer_state.pt"
+        state_dict = load_safely(state_path, with_objects=True) if state_path.exists() else {}
+        if not isinstance(state_dict, dict):
+            raise LayerWiseError(
+                f"{state_path} holds no dict; it is no optimizer state of DeepSpeed"
+            )
+        folders = sorted(path.parent for path in self._zero.rglob("fp32.pt"))
+        if not folders:
+            raise LayerWiseError(
+                f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint"
+            )
+        self._folders = {path.relative_to(self._zero).as_posix(): path for path in folders}
+        shapes = {
+            name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()
+        }
+        if KEY in state_dict:
+            with naming(state_path):
+                listed, parts = (
+                    ours_of(state_dict, state_path).get(key) for key in ("listed", "num_parts")
+                )
+                ours = header_of(state_dict)
+            if listed and not (folder / FILE_NAME).exists():
+                raise LayerWiseError(
+                    f"{folder / FILE_NAME} is missing: the save was never finished, or files were "
+                    "lost since; load another checkpoint"
+                )
+            if missing := ours.shapes.keys() - shapes.keys():
+                raise LayerWiseError(
+                    f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not "
+                    "whole"
+                )
+            # Of a model that was cut, the converter puts parts together, and keeps what one rank
+            # said of its own.
+            known = shapes if parts not in (None, 1) else {**shapes, **ours.shapes}
+            self.header = replace(ours, shapes=known)
+        else:
+            step = self._foreign_step(state_dict)
+            rules = {
+                name: self._foreign_rule(path, has_step=step is not None)
+                for name, path in self._folders.items()
+            }
+            self.header = Header(
+                step=step or 0,
+                shapes=shapes,
+                param_groups=None,
+                dtypes=None,
+                rules={name: rule for name, rule in rules.items() if rule is not None},
+            )
+
+    def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
+        """The number of updates, which the converter writes for each parameter, or for ZeRO-3
+        leaves in the dict.
+        """
+        for path in self._folders.values():
+            if (path / "step.pt").exists():
+                return int(load_safely(path / "step.pt"))
+        states = state_dict.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
+        steps = [int(state["step"]) for state in states.values() if "step" in state]
+        return max(steps, default=None)
+
+    @staticmethod
+    def _foreign_rule(path: Path, *, has_step: bool) -> RuleRecord | None:
+        keys = {file.stem for file in path.glob("*.pt")} - {"fp32", "step"}
+        if keys == {"exp_avg", "exp_avg_sq"} and has_step:
+            return ADAM
+        return RuleRecord("an unknown optimizer", tuple(sorted(keys)), None) if keys else None
+
+    @staticmethod
+    def _read(path: Path) -> Tensor:
+        # Not kept: the system limits how many files a process may have mapped.
+        content = load_safely(path)
+        value = content.get(PARAM) if isinstance(content, dict) else content
+        if not isinstance(value, (Tensor, int, float)):
+            raise LayerWiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
+        return torch.as_tensor(
+            value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu"
+        )
+
+    def value(self, name: str, key: str) -> Tensor:
+        """The state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape that it
+        was saved in.
+
+        Raises:
+            LayerWiseError: the file is missing or damaged.
+        """
+        folder = self._folders[name]
+        if key == "fp32":
+            return self._read(folder / "fp32.pt")
+        if (folder / OWN_STATES / f"{key}.pt").exists():
+            return self._read(folder / OWN_STATES / f"{key}.pt")
+        carried = travels_as(self.header.rules[name].state_keys).get(key, key)
+        if carried == "step" and not (folder / "step.pt").exists():
+            return _step(self.header.step)
+        path = folder / f"{carried}.pt"
+        if not path.exists():
+            raise LayerWiseError(
+                f"{path} is missing; if DeepSpeed's converter wrote this folder, it left out what "
+                "it does not know: convert with `ds-layerwise to-universal`, which leaves out "
+                "nothing"
+            )
+        return self._read(path)
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """See :meth:`.record.Saved.pieces`: one piece, the whole parameter."""
+        master = self.value(name, "fp32").reshape(-1)
+        rule = self.header.rules.get(name)
+        state = {}
+        for key in rule.state_keys if rule else ():
+            state[key] = flat(self.value(name, key), self.header.shapes[name])
+        return [PieceRecord(name, 0, master, state)]
+
+
+def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[str]:
+    """Write ``names`` of ``saved`` into the universal checkpoint ``folder``; returns the files,
+    within ``folder``.
+
+    Memory: one state of one parameter, where it lies in more than one piece; else none.
+    """
+    written = []
+    for name in names:
+        shape, rule = saved.header.shapes[name], saved.header.rules[name]
+        numel = torch.Size(shape).numel()
+        pieces = saved.pieces(name, 0, numel)
+        _check_paths(name, rule.state_keys)
+        home = folder / "zero" / name
+        home.mkdir(parents=True, exist_ok=True)
+        in_place = travels_as(
+            key for key in rule.state_keys if key == "step" or pieces[0].is_elementwise(key)
+        )
+
+        def write(file: str, content: Any) -> None:
+            torch.save(content, home / file)
+            written.append((home / file).relative_to(folder).as_posix())
+
+        write("fp32.pt", _param(name, [p.master for p in pieces], shape))
+        for key in rule.state_keys:
+            values = [p.state[key] for p in pieces]
+            if key == "step":
+                write("step.pt", values[0].clone())
+            elif key in in_place:
+                write(f"{in_place[key]}.pt", _param(name, values, shape))
+            else:
+                (home / OWN_STATES).mkdir(exist_ok=True)
+                whole = (
+                    _param(name, values, shape)
+                    if pieces[0].is_elementwise(key)
+                    else {PARAM: values[0].clone()}
+                )
+                write(f"{OWN_STATES}/{key}.pt", whole)
+        for key in set(CONVERTED) - set(in_place.values()):
+            zeros = {
+                PARAM: torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel).view(shape),
+                CAT_DIM: 0,
+            }
+            write(f"{key}.pt", _step(saved.header.step) if key == "step" else zeros)
+    return written
+
+
+def _step(number: int) -> Tensor:
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
+
+
+def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
+    """Refuse what would be written outside of its folder: names are folders here, and states files.
+
+    Raises:
+        LayerWiseError: ``name``, or one of ``keys``, leads elsewhere.
+    """
+    if leads_out(name):
+        raise LayerWiseError(
+            f"{name!r} leads out of the folder zero, in which a parameter's name is a folder; "
+            "rename it in the model"
+        )
+    for key in keys:
+        if leads_out(key) or "/" in key:
+            raise LayerWiseError(
+                f"the state {key!r} of {name} is no file name; rename it in the optimizer"
+            )
+
+
+def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
+    whole = values[0] if len(values) == 1 else torch.cat(list(values))
+    if whole.numel() != torch.Size(shape).numel():
+        raise LayerWiseError(
+            f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} "
+            f"elements of {name}; a file is missing or belongs to another save"
+        )
+    return {PARAM: whole.view(tuple(shape)), CAT_DIM: 0}
+
+
+def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write what belongs to no parameter, from the ``optimizer_state_dict`` of any rank; returns
+    the files, within ``folder``."""
+    (folder / "zero").mkdir(parents=True, exist_ok=True)
+    common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
+    common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
+    ours = state_dict[KEY]
+    # What a file of version 0.1 may hold of objects is not written again.
+    common[LOSS_SCALER] = header_of(state_dict).loss_scaler
+    common[KEY] = {
+        **ours,
+        **describe(header_of(state_dict)),
+        "extra_states": {},
+        "param_starts": {},
+        "accumulated": None,
+        "listed": True,
+    }
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
+    return ["zero/optimizer_state.pt"]
+
+
+def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write what is not trained; returns the files, within ``folder``.
+
+    Args:
+        model_file: DeepSpeed's file with the module, the scheduler and the client's state; linked,
+            or copied.
+        others: frozen parameters and buffers, by name in the module's ``state_dict``.
+    """
+    written = [model_file.name]
+    try:
+        os.link(model_file, folder / model_file.name)
+    except OSError:
+        shutil.copy2(model_file, folder / model_file.name)
+    for name, value in others.items():
+        _check_paths(name)
+        (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
+        # float32 has every number of the shorter floating-point types, and not all of int64 or
+        # float64.
+        exact = value.float() if value.is_floating_point() and value.element_size() < 4 else value
+        torch.save({PARAM: exact.detach().clone()}, folder / "zero" / name / "fp32.pt")
+        written.append(f"zero/{name}/fp32.pt")
+    return written
+
+
+def shares(saved: Saved, count: int) -> list[list[str]]:
+    """The parameters of ``saved`` in ``count`` parts of about equal size, each in the order of the
+    files.
+    """
+    sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
+    total, seen = sum(sizes.values()), 0
+    parts: list[list[str]] = [[] for _ in range(count)]
+    for name, size in sizes.items():
+        parts[min(seen * count // total, count - 1)].append(name)
+        seen += size
+    return parts

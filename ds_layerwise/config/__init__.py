@@ -1,0 +1,1 @@
+"""The JSON config of a run, read once into frozen values."""

@@ -1,0 +1,482 @@
+"""What the rest of a DeepSpeed config, outside our two sections, may say with this backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ds_layerwise.config.config_file import at
+from ds_layerwise.config.sections import belongs_in, only_known
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.base.fields import NonNegative, Positive, check, nearest, plain
+
+#: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and
+#: the way out.
+_MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "zero_optimization.stage": (
+        (1, 2),
+        "this backend takes the place of ZeRO stages 1 and 2; set it to one of them",
+    ),
+    "zero_optimization.offload_optimizer.device": (
+        ("none", "cpu"),
+        "nothing goes to NVMe; set it to 'cpu'",
+    ),
+    "zero_optimization.offload_param.device": (
+        ("none",),
+        "parameters stay on the device; remove it",
+    ),
+    "zero_optimization.cpu_offload_param": ((False,), "parameters stay on the device; remove it"),
+    "zero_optimization.legacy_stage1": (
+        (False,),
+        "DeepSpeed has no such stage any more; remove it",
+    ),
+    "zero_optimization.zenflow": ((None,), "remove it"),
+    **{
+        f"zero_optimization.{key}": ((neutral,), "it belongs to ZeRO stage 3; remove it")
+        for key, neutral in {
+            "offload_optimizer.super_offload": False,
+            "pipeline_loading_checkpoint": False,
+            "zero_hpz_partition_size": 1,
+            "zero_quantized_weights": False,
+            "zero_quantized_nontrainable_weights": False,
+            "zeropp_loco_param": None,
+            "zero_quantized_gradients": False,
+            "mics_shard_size": -1,
+            "mics_hierarchical_params_gather": False,
+        }.items()
+    },
+    "sparse_gradients": ((False,), "sparse gradients cannot be cut into shards; remove it"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
+    **{
+        f"{section}.bf16_{what}": ((False,), "masters and states are float32; remove it")
+        for section in ("bf16", "bfloat16")
+        for what in ("master_weights_and_grads", "optimizer_states")
+    },
+    "amp.enabled": ((False,), "use the bf16 or fp16 section instead"),
+    "compile.deepcompile": (
+        (False,),
+        "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it",
+    ),
+    "hybrid_engine.enabled": ((False,), "remove it"),
+    "eigenvalue.enabled": (
+        (False,),
+        "it differentiates gradients that do not stay on the parameters; remove it",
+    ),
+    "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),
+    "use_data_before_expert_parallelism": (
+        (False,),
+        "experts are dealt out rank after rank; remove it",
+    ),
+}
+
+#: What Hugging Face fills in, and DeepSpeed reads as it stands, or takes for false.
+_NEVER_AUTO = (
+    "bf16.enabled",
+    "bfloat16.enabled",
+    "fp16.enabled",
+    "gradient_clipping",
+    "managed_gradient_accumulation",
+    "data_types.grad_accum_dtype",
+    "data_types.param_dtype",
+    "data_types.buffer_dtype",
+)
+
+
+_ANY = object()
+
+#: Keys that are accepted and change nothing, because they only say how, how fast or in what order
+#: stock DeepSpeed does its work, and the one value with which they say nothing: what happens here
+#: anyway, or DeepSpeed's default.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    **{
+        f"zero_optimization.{key}": True
+        for key in (
+            "contiguous_gradients",
+            "reduce_scatter",
+            "use_multi_rank_bucket_allreduce",
+            "allgather_partitions",
+            "memory_efficient_linear",
+            "override_module_apply",
+        )
+    },
+    **{
+        f"zero_optimization.{key}": False
+        for key in (
+            "round_robin_gradients",
+            "parameter_alignment",
+            "elastic_checkpoint",
+            "cpu_offload_use_pin_memory",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+            "save_muon_momentum_buffer_in_memory",
+            "stage3_gather_fp16_weights_on_model_save",
+            "offload_optimizer.pipeline_read",
+            "offload_optimizer.pipeline_write",
+            "offload_optimizer.fast_init",
+        )
+    },
+    **{
+        f"zero_optimization.{prefix}{key}": False
+        for prefix in ("", "stage3_")
+        for key in (
+            "gather_16bit_weights_on_model_save",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+    **{
+        f"zero_optimization.{key}": _ANY
+        for key in (
+            "allgather_bucket_size",
+            "sub_group_size",
+            "leaf_module.classes",
+            "leaf_module.names",
+            "leaf_module.name_suffixes",
+            "offload_optimizer.nvme_path",
+            "offload_optimizer.buffer_count",
+            "offload_optimizer.cpuadam_cores_perc",
+            "offload_param.nvme_path",
+            "offload_param.buffer_count",
+            "offload_param.buffer_size",
+            "offload_param.max_in_cpu",
+            "offload_param.pin_memory",
+        )
+    },
+    **{
+        f"zero_optimization.{prefix}{key}": _ANY
+        for prefix in ("", "stage3_")
+        for key in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "module_granularity_threshold",
+        )
+    },
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1,
+    "bf16.immediate_grad_update": False,
+    "bfloat16.immediate_grad_update": False,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+    "disable_allgather": False,
+}
+
+
+def with_plain_numbers(section: Any) -> Any:
+    """``section`` with Python's own numbers for numpy's and for tensors without axes; itself where
+    there are none.
+
+    DeepSpeed writes its config as JSON at start, which knows no others.
+    """
+    if isinstance(section, Mapping):
+        changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
+        return (
+            changed if any(changed[key] is not value for key, value in section.items()) else section
+        )
+    if isinstance(section, (list, tuple)):
+        changed = [with_plain_numbers(value) for value in section]
+        return (
+            changed
+            if any(new is not old for new, old in zip(changed, section, strict=True))
+            else section
+        )
+    return plain(
+        section.tolist()
+        if getattr(section, "shape", ()) != () and hasattr(section, "tolist")
+        else section
+    )
+
+
+def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of ``ds_config`` that ask for something, are accepted, and change nothing with this
+    backend.
+    """
+    return tuple(
+        path.removeprefix("zero_optimization.")
+        for path, neutral in _WITHOUT_EFFECT.items()
+        if at(ds_config, path) not in (None, "auto", {}, neutral)
+    )
+
+
+#: Sections and keys of a config that ranks must agree on: by what they differ in here, they would
+#: train differently.
+_SAME_ON_ALL_RANKS = (
+    "optimizer",
+    "layerwise",
+    "zero_optimization",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "torch_autocast",
+    "data_types",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "gradient_clipping",
+    "gradient_allreduce_op",
+    "managed_gradient_accumulation",
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "scheduler",
+    "checkpoint",
+)
+
+
+def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
+    """One line for each key that ranks must agree on, nested ones with dots, in the order of their
+    names.
+
+    ``layerwise.links`` is none of them: a file of the same links may lie elsewhere on each node.
+    """
+    lines: list[str] = []
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value):
+                add(f"{path}.{key}", value[key])
+        elif path != "layerwise.links":
+            lines.append(f"{path} = {value!r}")
+
+    for key in _SAME_ON_ALL_RANKS:
+        if key in ds_config:
+            add(key, ds_config[key])
+    return lines
+
+
+#: What a config may have at the top level, and in ``checkpoint``, which nobody else checks. Of
+#: other names those alone are refused that are one of these but for a slip.
+_KNOWN = {
+    "": """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning
+    data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
+    disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+    gradient_predivide_factor hybrid_engine layerwise log_level
+    managed_gradient_accumulation memory_breakdown optimizer pipeline prescale_gradients
+    progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type
+    sequence_parallel_size sparse_attention sparse_gradients steps_per_print tensor_parallel
+    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization
+""".split(),
+    "checkpoint": "load_universal parallel_write tag_validation use_node_local_storage "
+    "writer".split(),
+}
+
+
+def _is_slip(one: str, other: str) -> bool:
+    """Whether ``one`` is ``other`` with a letter too many, too few, changed, or swapped with the
+    next.
+    """
+    alike = len(commonprefix([one, other]))
+    rest, its = one[alike:], other[alike:]
+    return its in (rest, rest[1:]) or its[1:] in (rest, rest[1:]) or its == rest[1::-1] + rest[2:]
+
+
+def _flat(name: object) -> str:
+    return str(name).lower().translate({ord(c): None for c in "_- ."})
+
+
+def type_meant(optimizer_type: object) -> str | None:
+    """The name of this backend that somebody most likely meant with an ``optimizer.type`` that is
+    none.
+    """
+    spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
+    close = nearest(_flat(optimizer_type), spelled, cutoff=0.8)
+    return spelled[close] if close else None
+
+
+def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
+    """Refuse a misspelt ``layerwise`` section, and keys of our sections where nobody would read
+    them.
+
+    Raises:
+        ConfigError: says where it belongs.
+    """
+    for section in ("", "zero_optimization", "bf16", "fp16", "checkpoint"):
+        keys = (ds_config.get(section) or {}) if section else ds_config
+        for key in keys if isinstance(keys, Mapping) else ():
+            path = f"{section}.{key}" if section else str(key)
+            if path == "layerwise":
+                continue
+            if nearest(_flat(key), ["layerwise"], cutoff=0.8):
+                raise ConfigError(
+                    f"{path} is no section of the config; did you mean 'layerwise' at the top "
+                    "level?"
+                )
+            if home := belongs_in(str(key)):
+                raise ConfigError(f"{path} is not read; did you mean {home}?")
+            known = _KNOWN.get(section, [])
+            for meant in known if key not in known else ():
+                if _is_slip(_flat(key), _flat(meant)):
+                    raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
+    """Check everything outside our two sections that this backend could not honour.
+
+    Raises:
+        ConfigError: names the key, its value, what it may say and the way out.
+    """
+    refuse_misplaced(ds_config)
+    for path, (allowed, way_out) in _MUST_BE.items():
+        value = at(ds_config, path)
+        if value is not None and value not in allowed:
+            raise ConfigError(
+                f"{path} must be {' or '.join(map(repr, allowed))} with this optimizer, got "
+                f"{value!r}: {way_out}"
+            )
+    for path in _NEVER_AUTO:
+        if at(ds_config, path) == "auto":
+            raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
+    check(NonNegative, "gradient_clipping", ds_config.get("gradient_clipping", 1.0))
+    check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
+    zero = ds_config.get("zero_optimization") or {}
+    if not isinstance(zero, Mapping) or "stage" not in zero:
+        raise ConfigError(
+            "zero_optimization.stage must be 1 or 2 with this optimizer, but is not set"
+        )
+    only_known(
+        "data_types",
+        ds_config.get("data_types") or {},
+        ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    )
+    asked = at(ds_config, "data_types.grad_accum_dtype")
+    if zero["stage"] == 2 and asked not in (None, "fp32", "float32", "float"):
+        raise ConfigError(
+            f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {asked!r}: owners "
+            "add up averaged gradients in float32; remove it"
+        )
+    if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
+        raise ConfigError(
+            "zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; "
+            "set gradient_clipping to 0"
+        )
+    is_managed = ds_config.get("managed_gradient_accumulation") is not False
+    if zero["stage"] == 1 and zero.get("overlap_comm") is True and not is_managed:
+        raise ConfigError(
+            "zero_optimization.overlap_comm is true, which at stage 1 sends gradients in the last "
+            "backward pass of a step, and managed_gradient_accumulation is false, so that nobody "
+            "knows which that is; set overlap_comm to false, or stage to 2"
+        )
+    if at(ds_config, "layerwise.max_waiting_buckets") is not None and not (
+        zero["stage"] == 2 and zero.get("overlap_comm") is True
+    ):
+        raise ConfigError(
+            "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 with "
+            "overlap_comm; remove it, or set zero_optimization.stage to 2 and overlap_comm to true"
+        )
+    for key in ("grad_norm_skip_threshold", "norm_groups"):
+        if zero.get("compute_grad_norm") is False and at(ds_config, f"layerwise.{key}"):
+            raise ConfigError(
+                f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the "
+                "norm; remove one of the two"
+            )
+    if at(ds_config, "checkpoint.use_node_local_storage") and at(
+        ds_config, "layerwise.save_universal"
+    ):
+        raise ConfigError(
+            "layerwise.save_universal is true, which needs a disk that all ranks share, but "
+            "checkpoint.use_node_local_storage is true; remove one of the two"
+        )
+
+
+_AUTOCAST_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "half")
+_AUTOCAST_KEYS = ("enabled", "dtype", "lower_precision_safe_modules")
+
+
+def check_autocast(ds_config: Mapping[str, Any]) -> None:
+    """Check the ``torch_autocast`` section, and what the rest of a DeepSpeed config may not say
+    beside it.
+
+    Raises:
+        ConfigError: names the key, its value and the way out.
+    """
+    section = ds_config.get("torch_autocast") or {}
+    only_known("torch_autocast", section, _AUTOCAST_KEYS)
+    enabled = section.get("enabled", False)
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"torch_autocast.enabled must be true or false, got {enabled!r}")
+    if not enabled:
+        return
+    if section.get("dtype") not in _AUTOCAST_DTYPES:
+        raise ConfigError(
+            f"torch_autocast.dtype must be 'bfloat16' or 'float16', got {section.get('dtype')!r}"
+        )
+    modules = section.get("lower_precision_safe_modules")
+    if modules is not None and (isinstance(modules, str) or not isinstance(modules, Sequence)):
+        raise ConfigError(
+            "torch_autocast.lower_precision_safe_modules must be a list of names of classes, such "
+            f"as 'torch.nn.Linear', got {modules!r}"
+        )
+    for other in ("bf16", "bfloat16", "fp16"):
+        if at(ds_config, f"{other}.enabled"):
+            raise ConfigError(
+                f"torch_autocast.enabled and {other}.enabled are both true: the one keeps weights "
+                "in float32, the other does not; remove one of the two"
+            )
+    if ds_config.get("communication_data_type") is not None:
+        raise ConfigError(
+            f"communication_data_type is {ds_config['communication_data_type']!r}, but "
+            "torch_autocast decides for each parameter what its gradient travels in; remove one "
+            "of the two"
+        )
+
+
+#: The sections that DeepSpeed checks, by what it calls them in its errors; "" for those that stand
+#: side by side.
+_SECTION_OF = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "DeepSpeedMonitorConfig": "",
+    "HybridEngineConfig": "hybrid_engine",
+    "TPTrainingConfig": "tensor_parallel",
+    "CompileConfig": "compile",
+    "CommsLoggerConfig": "comms_logger",
+}
+
+
+def retell(error: Exception) -> None:
+    """Raise in the words of this package what DeepSpeed finds wrong with a config; do nothing for
+    any other error.
+
+    Raises:
+        ConfigError: names the first key of a section and its value; all of DeepSpeed's words are
+            its cause.
+    """
+    if isinstance(error, AssertionError):
+        raise ConfigError(str(error)) from error
+    if not isinstance(error, ValidationError):
+        return
+    first, section = error.errors()[0], _SECTION_OF.get(error.title, error.title)
+    key = ".".join(str(part) for part in ((section,) if section else ()) + first["loc"])
+    if first["type"] != "extra_forbidden":
+        raise ConfigError(
+            f"{key} is {first['input']!r}, which DeepSpeed refuses: {first['msg']}"
+        ) from error
+    close = nearest(first["loc"][-1], _fields(error.title, first["loc"][:-1]))
+    raise ConfigError(
+        f"{key} is not a key that DeepSpeed knows; "
+        f"{f'did you mean {close!r}?' if close else 'correct its name, or remove it'}"
+    ) from error
+
+
+def _fields(model: str, path: Sequence[int | str]) -> list[str]:
+    """The keys of what lies at ``path`` in a section that DeepSpeed checks, by the name of its
+    class.
+    """
+    kinds: list[Any] = [BaseModel]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = [kind for kind in kinds if kind.__name__ == model]
+    for part in path:
+        inner = [kind.model_fields[part].annotation for kind in found if part in kind.model_fields]
+        found = [each for kind in inner for each in (kind, *get_args(kind)) if each in kinds]
+    return [key for kind in found for key in kind.model_fields]

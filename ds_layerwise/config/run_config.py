@@ -1,0 +1,173 @@
+"""The one reading of a DeepSpeed config: parsed once, refused in one place, for training and for
+plans alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_layerwise.config.config_file import at, config_of
+from ds_layerwise.config.ds_config import (
+    check_autocast,
+    refuse_unsupported,
+    with_plain_numbers,
+    without_effect,
+)
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ours
+from ds_layerwise.errors import ConfigError
+
+#: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
+DEFAULT_BUCKET_NUMEL = 500_000_000
+
+#: Of keys that count here, what DeepSpeed takes where "auto" is left.
+_LEFT_TO_DEEPSPEED = {
+    "zero_optimization.reduce_bucket_size": DEFAULT_BUCKET_NUMEL,
+    "zero_optimization.overlap_comm": False,
+    "zero_optimization.compute_grad_norm": True,
+    "zero_optimization.cpu_offload": False,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+}
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_ACCUMULATION_DTYPES = {
+    **{
+        spelling: name
+        for short, name in _DTYPES.items()
+        for spelling in (short, name, f"torch.{name}")
+    },
+    "half": "float16",
+    "float": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What a DeepSpeed config says to this backend: the one reading of it, for training and for
+    plans.
+    """
+
+    optimizer: OptimizerConfig
+    layerwise: LayerWiseConfig
+    stage: int
+    bucket_numel: int
+    param_dtype: str
+    """The dtype of the model, as a Layout names it; float32 where the engine casts nothing, and the
+    model is that.
+    """
+    accumulation_dtype: str | None
+    wire_dtype: str | None
+    host_ratio: float
+    autocast: bool
+    """Whether ``torch_autocast`` decides what gradients travel in."""
+    without_effect: tuple[str, ...]
+    """Keys that are accepted, but change nothing."""
+
+    @classmethod
+    def from_ds_config(cls, config: object, *, client: bool = False) -> RunConfig:
+        """Parse a whole DeepSpeed config, and refuse what this backend could not honour.
+
+        Args:
+            client: whether the script gives the optimizer, and the config names none.
+
+        Raises:
+            ConfigError: names the key, its value, what it may say and the way out.
+        """
+        given: Mapping[str, Any] = config_of(with_plain_numbers(config))
+        section = given.get("optimizer") or {}
+        if not client and not is_ours(section.get("type")):
+            raise ConfigError(
+                "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got "
+                f"{section.get('type')!r}{'' if section else ': there is no optimizer section'}"
+            )
+        optimizer = OptimizerConfig() if client else OptimizerConfig.from_section(section)
+        layerwise = LayerWiseConfig.from_section(given.get("layerwise", {}))
+        refuse_unsupported(given)
+        check_autocast(given)
+        zero = given["zero_optimization"]
+        return cls(
+            optimizer=optimizer,
+            layerwise=layerwise,
+            stage=zero["stage"],
+            bucket_numel=_bucket_numel(zero.get("reduce_bucket_size", "auto")),
+            param_dtype=_param_dtype(given),
+            accumulation_dtype=_dtype("data_types.grad_accum_dtype", given, _ACCUMULATION_DTYPES),
+            wire_dtype=_dtype("communication_data_type", given, _DTYPES),
+            host_ratio=_host_ratio(zero),
+            autocast=bool(at(given, "torch_autocast.enabled")),
+            without_effect=without_effect(given),
+        )
+
+    def stored_as(self, dtype: str) -> str:
+        """What gradients of parameters of ``dtype`` are accumulated in."""
+        return "float32" if self.stage == 2 else self.accumulation_dtype or dtype
+
+    def sent_as(self, dtype: str) -> str:
+        """What gradients of parameters of ``dtype`` travel in."""
+        return self.wire_dtype or (dtype if self.stage == 2 else self.stored_as(dtype))
+
+
+def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By path, the default that DeepSpeed takes for each "auto" in ``given`` that counts here."""
+    return {path: value for path, value in _LEFT_TO_DEEPSPEED.items() if at(given, path) == "auto"}
+
+
+def _bucket_numel(value: object) -> int:
+    if value == "auto":
+        return DEFAULT_BUCKET_NUMEL
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 1 <= value < math.inf
+        or value % 1
+    ):
+        raise ConfigError(
+            "zero_optimization.reduce_bucket_size must be a whole number of at least 1, got "
+            f"{value!r}"
+        )
+    return int(value)
+
+
+def _host_ratio(zero: Mapping[str, Any]) -> float:
+    offload = zero.get("offload_optimizer") or {}
+    if zero.get("cpu_offload") is True:
+        return 1.0
+    given = offload.get("ratio", "auto")
+    # As DeepSpeed reads it.
+    ratio = 1.0 if given == "auto" else checked_ratio(given)
+    return ratio if offload.get("device") == "cpu" else 0.0
+
+
+def checked_ratio(ratio: object) -> float:
+    """``zero_optimization.offload_optimizer.ratio`` as a number.
+
+    Raises:
+        ConfigError: it is none from 0 to 1.
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}"
+        )
+    return float(ratio)
+
+
+def _param_dtype(given: Mapping[str, Any]) -> str:
+    halves = [
+        name
+        for section, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
+        if at(given, f"{section}.enabled")
+    ]
+    if len(set(halves)) > 1:
+        raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
+    return halves[0] if halves else "float32"
+
+
+def _dtype(key: str, given: Mapping[str, Any], known: Mapping[str, str]) -> str | None:
+    if (value := at(given, key)) is None:
+        return None
+    name = known.get(value.lower() if isinstance(value, str) else "")
+    if name is None:
+        raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {value!r}")
+    return name

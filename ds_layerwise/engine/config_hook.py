@@ -1,0 +1,107 @@
+"""The hook into DeepSpeed's reading of a config: what it stumbles over there is told in the words
+of this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime import config as ds_config_module
+
+from ds_layerwise.config.config_file import config_of
+from ds_layerwise.config.ds_config import refuse_misplaced, retell, with_plain_numbers
+from ds_layerwise.config.run_config import RunConfig, checked_ratio
+from ds_layerwise.config.sections import is_for_us, is_ours
+from ds_layerwise.engine import final_error
+from ds_layerwise.errors import ConfigError
+
+
+def has_client(config: Mapping[str, Any]) -> bool:
+    """Say whether ``config``, which is for this backend, leaves the optimizer to the script."""
+    return config.get("optimizer") is None
+
+
+def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
+    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at
+    stage 3 alone.
+
+    Raises:
+        ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
+    """
+    if not is_for_us(given):
+        return original(given)
+    refuse_misplaced(given)
+    zero = given.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if not isinstance(offload, dict):
+        return original(given)
+    ratio = offload.get("ratio", "auto")
+    if ratio == "auto":
+        return original(given)
+    checked = checked_ratio(ratio)
+    rest = {
+        **given["zero_optimization"],
+        "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"},
+    }
+    config = original({**given, "zero_optimization": rest})
+    config.offload_optimizer.ratio = checked
+    return config
+
+
+def _initialize_params(
+    original: Callable[[Any], Any], _: ds_config_module.DeepSpeedConfig, given: Any
+) -> Any:
+    """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it,
+    too.
+    """
+    # torch has put a hook of its own around what was there, when the ranks found each other.
+    final_error.begin()
+    optimizer = given.get("optimizer")
+    if not is_for_us(given) and not (isinstance(optimizer, str) and is_ours(optimizer)):
+        if any(
+            isinstance(each, Mapping) and is_ours(str(each.get("type"))) for each in given.values()
+        ):
+            refuse_misplaced(given)
+        return original(given)
+    # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
+    config_of(with_plain_numbers(given))
+    try:
+        return original(given)
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        try:
+            RunConfig.from_ds_config(given, client=has_client(given))
+        except ConfigError as ours:
+            raise ours from error
+        retell(error)
+        raise
+
+
+def _configure_train_batch_size(
+    original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig
+) -> Any:
+    if is_for_us(config._param_dict):
+        config._param_dict = with_plain_numbers(config._param_dict)
+        for key in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        ):
+            if config._param_dict.get(key) == "auto":
+                raise ConfigError(
+                    f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
+                    "Accelerate do; give it a whole number, or remove it"
+                )
+    try:
+        return original()
+    except AssertionError as error:
+        if is_for_us(config._param_dict):
+            retell(error)
+        raise
+
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "get_zero_config": _get_zero_config,
+    "_initialize_params": _initialize_params,
+    "_configure_train_batch_size": _configure_train_batch_size,
+}

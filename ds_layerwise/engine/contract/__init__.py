@@ -1,0 +1,1 @@
+"""Names of DeepSpeed that are wrapped, extended or imported."""

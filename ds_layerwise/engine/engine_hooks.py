@@ -1,0 +1,473 @@
+"""The hook: how DeepSpeed's engine comes to build this backend.
+
+Note: what is wrapped, and why there
+    ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is
+    the first thing that an engine does with its config, so a mistake is found before memory is
+    spent; :mod:`.config_hook` is before. ``_broadcast_model`` is the first collective on the model:
+    ranks whose models differ must find out before it. ``_configure_basic_optimizer`` builds the
+    optimizer that the config names; ``_do_optimizer_sanity_check`` would pick another wrapper class
+    for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper.
+    ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what
+    ``offload_optimizer`` left on the device. The other modules of this folder have more. Every wrap
+    asks first whether it is for us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime import config as ds_config_module
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.utils import logger
+from deepspeed.utils.timer import NoopTimer
+
+from ds_layerwise.checkpoint.formats.universal import told_the_converter
+from ds_layerwise.config.ds_config import retell, type_meant, what_ranks_share
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.sections import is_for_us
+from ds_layerwise.engine import (
+    config_hook,
+    inference_only,
+    python_overrides,
+    schedules,
+    shared_storage,
+)
+from ds_layerwise.engine.contract import patches
+from ds_layerwise.engine.loading import loading
+from ds_layerwise.engine.saving import exit_saves, saving
+from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.foreign.client_groups import (
+    ClientOptimizer,
+    given_by,
+    must_be_optimizer,
+    pointing_to_ours,
+)
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.rule_registry import check_recipes
+from ds_layerwise.output import announce
+from ds_layerwise.parallel import pipeline, sequence
+from ds_layerwise.parallel.tensor import check_mpu, tensor_group
+from ds_layerwise.plan.forecast.param_list import as_text
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.zero import param_map
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
+from ds_layerwise.zero.setup import autocast, param_owner
+from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.step.unused_calls import warn_once
+
+
+def _uses_us(engine: DeepSpeedEngine) -> bool:
+    # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
+    return is_for_us(engine._config._param_dict)
+
+
+def _run(engine: DeepSpeedEngine) -> RunConfig:
+    """What the engine's config says to this backend; read once."""
+    config = engine._config
+    if not hasattr(config, "_layerwise_run"):
+        found = RunConfig.from_ds_config(
+            config._param_dict, client=config_hook.has_client(config._param_dict)
+        )
+        layerwise = found.layerwise.model_copy(
+            update={"overrides": (*found.layerwise.overrides, *python_overrides.now())}
+        )
+        config._layerwise_run = replace(found, layerwise=layerwise)
+    run: RunConfig = config._layerwise_run
+    return run
+
+
+def _configure_with_arguments(
+    original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any
+) -> Any:
+    """Choose the device where DeepSpeed will, but before anything can use the one that all
+    processes start with.
+    """
+    result = original(args, mpu)
+    device_rank = getattr(args, "device_rank", engine.local_rank)
+    if _uses_us(engine) and device_rank >= 0:
+        get_accelerator().set_device(device_rank)
+    return result
+
+
+def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    given = engine._config._param_dict
+    if not _uses_us(engine):
+        unknown = (
+            engine.client_optimizer is None
+            and engine._config.optimizer_name not in (None, *ds_config_module.DEEPSPEED_OPTIMIZERS)
+            and not hasattr(torch.optim, engine._config.optimizer_name)
+        )
+        if unknown and (meant := type_meant(engine._config.optimizer_name)):
+            raise ConfigError(
+                f"optimizer.type {engine._config.optimizer_name!r} is not known; did you mean "
+                f"{meant!r}?"
+            )
+        if "layerwise" in given:
+            raise ConfigError(
+                "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
+                f"{engine._config.optimizer_name!r}; change it, or remove the section"
+            )
+        return original()
+    if engine.mpu is None and engine.mesh_device is not None:
+        engine.mpu = sequence.MeshGroups(engine.mesh_device)
+    with _alike():
+        _check_config(engine, given)
+    if dist.is_initialized():
+        described = what_ranks_share(given)
+        described.append(
+            f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}"
+        )
+        described += [
+            f"{override.label(i)} = {override.changes()}"
+            for i, override in enumerate(_run(engine).layerwise.overrides)
+            if override.key is not None
+        ]
+        comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
+    try:
+        return original()
+    except AssertionError as error:
+        retell(error)
+        raise
+
+
+def _alike() -> AbstractContextManager[None]:
+    """What one rank refuses, all refuse; DeepSpeed can be told to work without a process group."""
+    return comm.Alike(None) if dist.is_initialized() else nullcontext()
+
+
+def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
+    """Refuse what one rank can see to be wrong with its config.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    run = _run(engine)
+    _refuse_what_is_not_read(engine._config, given)
+    if config_hook.has_client(given):
+        if engine.client_optimizer is None:
+            raise ConfigError(
+                "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
+                "optimizer given to initialize(), and there is none of these; name one, or remove "
+                "the section"
+            )
+        if not callable(engine.client_optimizer):
+            must_be_optimizer(engine.client_optimizer)
+        _refuse_what_clients_lack(run)
+    else:
+        check_recipes(run.optimizer.recipes)
+    if not config_hook.has_client(given) and engine.client_optimizer is not None:
+        raise ConfigError(
+            "the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
+            f"{given['optimizer']['type']!r} in the config; remove one"
+        )
+    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(
+        engine.mpu
+    ):
+        check_mpu(engine.mpu, autotp_size=engine.autotp_size())
+    elif engine.mpu is not None and engine.autotp_size() > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
+            "sequence parallelism, which this optimizer does not support; remove one of the two"
+        )
+
+
+def _refuse_what_clients_lack(run: RunConfig) -> None:
+    default = type(run.layerwise)()
+    for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "mup"):
+        if getattr(run.layerwise, key) != getattr(default, key):
+            raise ConfigError(
+                f"layerwise.{key} is set, and the groups of the optimizer that was given to "
+                "initialize() say what it would; remove it, and make a group of those parameters"
+            )
+
+
+#: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by
+#: default.
+_NOT_IN_EVERY_RELEASE = {
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "data_types.param_dtype": None,
+    "data_types.buffer_dtype": None,
+    "data_types.keep_in_fp32_modules": "auto",
+}
+
+
+def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
+    for path, default in _NOT_IN_EVERY_RELEASE.items():
+        *sections, key = path.split(".")
+        section = given.get(sections[0]) or {} if sections else given
+        if section.get(key, default) != default and not hasattr(config, key):
+            raise ConfigError(
+                f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
+                "remove it, or install a newer DeepSpeed"
+            )
+
+
+def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    if _uses_us(engine):
+        with _alike():
+            _check_model(engine)
+            sequence.check(engine)
+            if pipeline.is_pipeline(engine.module):
+                pipeline.check(engine, engine.module, _run(engine).layerwise)
+        if dist.is_initialized():
+            described = [
+                f"{name} {tuple(param.shape)} "
+                f"{param.dtype}{'' if param.requires_grad else ' (frozen)'}"
+                f"{' (trained by another engine before)' * param_owner.is_trained(param)}"
+                for name, param in engine.module.named_parameters()
+            ]
+            what = (
+                "the model, of which parts have to be of equal size,"
+                if engine.mp_world_size > 1
+                else "the model"
+            )
+            staged = pipeline.is_pipeline(engine.module)
+            with comm.Alike(None):
+                comm.check_alike(
+                    "the model" if staged else what,
+                    comm.digest_of(described),
+                    described,
+                    group=engine.seq_data_parallel_group if staged else None,
+                )
+        with viewable_as_bytes(engine.module.parameters()):
+            return original()
+    return original()
+
+
+def _check_model(engine: DeepSpeedEngine) -> None:
+    """Refuse what one rank can see to be wrong with the model.
+
+    Raises:
+        ConfigError: it has experts, and is cut over ranks otherwise, too, or its checkpoints are on
+            several disks.
+    """
+    model = engine.module
+    is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    if has_experts and engine.use_node_local_storage():
+        raise ConfigError(
+            "checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank "
+            "reads what those of other nodes have saved of them; remove it"
+        )
+    if has_experts and (is_cut or engine.sequence_parallel_size > 1):
+        raise ConfigError(
+            "deepspeed.moe layers together with model or sequence parallelism are not supported by "
+            "this optimizer: it knows no order of experts for that"
+        )
+
+
+def _configure_basic_optimizer(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any
+) -> Any:
+    if not _uses_us(engine):
+        return original(model_parameters)
+    with _alike():
+        section = (
+            None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
+        )
+        return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
+
+
+def _configure_optimizer(
+    original: Callable[[Any, Any], Any],
+    engine: DeepSpeedEngine,
+    client_optimizer: Any,
+    model_parameters: Any,
+) -> Any:
+    if not _uses_us(engine) or client_optimizer is None:
+        return original(client_optimizer, model_parameters)
+    with _alike(), pointing_to_ours(client_optimizer):
+        ours = ClientOptimizer(
+            given_by(client_optimizer, model_parameters),
+            split=_run(engine).layerwise.client_optimizer.split,
+        )
+        check_recipes(ours.recipes_by_group)
+    result = original(ours, model_parameters)
+    # What is called with it next makes schedulers.
+    engine.basic_optimizer = ours.client
+    return result
+
+
+def _do_optimizer_sanity_check(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any
+) -> Any:
+    if isinstance(basic_optimizer, LayerWiseOptimizer):
+        return "zero_optimization"
+    # Ours would take the gradients before another optimizer sees them.
+    param_owner.retire_owners(
+        param for group in getattr(basic_optimizer, "param_groups", ()) for param in group["params"]
+    )
+    return original(basic_optimizer)
+
+
+def _configure_zero_optimizer(
+    original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any
+) -> Any:
+    if not isinstance(optimizer, LayerWiseOptimizer):
+        return original(optimizer)
+    optimizer.restore_groups()
+    settings, layerwise = _settings(engine), _run(engine).layerwise
+    if settings.tensor_group is not None and layerwise.save_universal:
+        raise ConfigError(
+            "layerwise.save_universal is true, and tensor parallelism has cut the model into "
+            f"{engine.mp_world_size} parts, which the universal format would have whole; remove it"
+        )
+    if (
+        layerwise.verify_first_step
+        and settings.model_group is not None
+        and comm.size_of(settings.model_group) > 1
+    ):
+        raise ConfigError(
+            "layerwise.verify_first_step is true, and tensor or pipeline parallelism has cut the "
+            "model: what is compared is an update of whole parameters, which no rank has; remove "
+            "it, or verify the same config with a model that is not cut"
+        )
+    built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
+    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the
+    # engine copies it into. Of a model that is cut it would say that nothing is.
+    if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
+        setattr(
+            engine.module,
+            UNIVERSAL_CHECKPOINT_INFO,
+            told_the_converter(built.checkpointing.planned.saved_shapes),
+        )
+    param_map.write(built)
+    patches.engines.add(engine)
+    exit_saves.end_at_exit(engine)
+    if pipeline.is_pipeline(engine.module):
+        if built.rank == 0:
+            announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")
+    elif dist.get_rank() == 0:
+        # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+        announce(built.describe())
+    if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
+        logger.debug("ds_layerwise: %s", as_text(built.listed()))
+    return built
+
+
+def _clip_grad_norm_(
+    original: Callable[..., Any], parameters: Any, *args: Any, **options: Any
+) -> Any:
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(param_owner.is_trained(param) and param.grad is None for param in given):
+        warn_once(
+            "clip_grad_norm_() of the script finds no gradients, and clips none: they stay in the "
+            "engine; set gradient_clipping in the config, and ask engine.get_global_grad_norm() "
+            "for the norm"
+        )
+    return original(given, *args, **options)
+
+
+def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    # Gradients do not stay on the parameters, where the original looks for them.
+    if isinstance(engine.optimizer, LayerWiseZeroOptimizer):
+        engine.optimizer.zero_grad()
+    return original()
+
+
+def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    return False if _uses_us(engine) else original()
+
+
+#: What an engine of this backend needs after it was made. Here and below by keys of
+#: :mod:`.engine.contract.contract`.
+FOR_LIFE: dict[str, Callable[..., Any]] = {
+    "zero_grad": _zero_grad,
+    "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
+    **saving.WRAPS,
+    **loading.WRAPS,
+}
+WRAPS: dict[str, Callable[..., Any]] = {
+    **config_hook.WRAPS,
+    "clip_grad_norm_": _clip_grad_norm_,
+    "_configure_with_arguments": _configure_with_arguments,
+    "_do_sanity_check": _do_sanity_check,
+    **shared_storage.WRAPS,
+    "_broadcast_model": _broadcast_model,
+    "_configure_optimizer": _configure_optimizer,
+    "_configure_basic_optimizer": _configure_basic_optimizer,
+    "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
+    "_configure_zero_optimizer": _configure_zero_optimizer,
+    **inference_only.WRAPS,
+    **schedules.WRAPS,
+    **FOR_LIFE,
+}
+
+
+def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
+    return (
+        engine.tensor_parallel_config().tensor_parallel.tp_group
+        if engine.autotp_size() > 1
+        else None
+    )
+
+
+def _settings(engine: DeepSpeedEngine) -> Settings:
+    config, run = engine._config, _run(engine)
+    model_dtype, _ = engine.get_data_types()
+    autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
+    compute_dtype = autocast_dtype or model_dtype
+    loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
+    # 0.18.9 has no such key and always computes the norm.
+    compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
+    # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to
+    # look at.
+    check_overflow = (
+        config.bfloat16_config.check_grad_overflow
+        if engine.bfloat16_enabled()
+        else compute_dtype == torch.float16 or compute_grad_norm
+    )
+    group, mpu = (
+        engine.seq_data_parallel_group,
+        None if sequence.is_ulysses(engine.mpu) else engine.mpu,
+    )
+    model_group = None if mpu is None else mpu.get_model_parallel_group()
+    expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
+    for made_by_deepspeed in (group, model_group, *expert_groups.values()):
+        comm.take_over_timeout(made_by_deepspeed)
+    offload = config.zero_config.offload_optimizer
+    return Settings(
+        stage=run.stage,
+        group=group,
+        expert_groups=expert_groups,
+        model_group=model_group,
+        mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
+        tensor_group=None
+        if pipeline.is_pipeline(engine.module)
+        else tensor_group(mpu, autotp_group=_autotp_group(engine)),
+        compute_dtype=compute_dtype,
+        accumulation_dtype=None
+        if run.accumulation_dtype is None
+        else DTYPES[run.accumulation_dtype],
+        # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
+        wire_dtype=config.communication_data_type,
+        autocast=autocast_dtype is not None,
+        divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
+        bucket_numel=run.bucket_numel,
+        overlap_comm=bool(engine.zero_overlap_comm()),
+        clip_grad=float(engine.gradient_clipping()),
+        may_be_unused=engine.zero_ignore_unused_parameters(),
+        check_overflow=check_overflow,
+        compute_grad_norm=compute_grad_norm,
+        dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
+        static_loss_scale=engine.loss_scale(),
+        loss_scale_args=loss_scale,
+        host_ratio=run.host_ratio,
+        pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
+        timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
+        without_effect=run.without_effect,
+    )

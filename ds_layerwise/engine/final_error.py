@@ -1,0 +1,157 @@
+"""The end of a run by an error of this package: one framed message of one rank, in place of a
+traceback of each.
+
+Note: who speaks
+    Most errors are raised on all ranks. Rank 0 tells its own and notes that in the store of the
+    process group. The others wait for the note before they exit, as a launcher ends every rank once
+    one has failed, and rank 0 waits until they have read it, as the store may end with it. A rank
+    that finds no note in time is alone with its error, and tells it itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import distributed
+
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.output import say
+from ds_layerwise.ranks.comm.comm import is_agreed
+
+#: For how many seconds ranks wait for each other.
+_PATIENCE = 10
+
+_TOLD, _HEARD = "ds_layerwise/told", "ds_layerwise/heard"
+
+_NOT_OF_THE_SCRIPT = (
+    "<",
+    str(Path(__file__).parents[1]) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+)
+_INSTALLED = {"site-packages", "dist-packages"}
+
+_Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+
+
+#: The kind of the error that has ended the script, if one has.
+_ended_by: list[type[BaseException]] = []
+
+
+def has_failed() -> bool:
+    """Say whether an error that nobody has caught has ended the script."""
+    # In a process of multiprocessing an error is on its way while that ends.
+    return bool(_ended_by) or sys.exc_info()[0] not in (None, SystemExit)
+
+
+def begin() -> None:
+    """Let an error of this package that nobody catches be told once; all others go to the hook that
+    is there.
+    """
+    if not _is_ours(sys.excepthook):
+        sys.excepthook = partial(_tell, sys.excepthook)
+
+
+def end() -> None:
+    """Put back the hook that was there."""
+    if _is_ours(sys.excepthook):
+        sys.excepthook = sys.excepthook.args[0]  # type: ignore[attr-defined]
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _tell
+
+
+def _tell(
+    earlier: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _ended_by.append(kind)
+    if sys.flags.dev_mode or not (isinstance(error, LayerWiseError) or is_agreed(error)):
+        earlier(kind, error, trace)
+        return
+    store: Any = (
+        distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
+    )
+    rank = int(os.environ.get("RANK", 0)) if store is None else distributed.get_rank()
+    if not isinstance(error, (LayerWiseError, OSError, ValueError)):
+        # Nobody expects it, so that what has led to it is needed; others name it.
+        earlier(kind, error, trace)
+    elif not (rank and _is_told(store)):
+        say(framed(error), sys.stderr)
+    if rank == 0 and store is not None:
+        _wait_for_others(store)
+    # Whoever else looks for errors is to know of it; Python's own, at the end of that chain, prints
+    # a traceback.
+    with redirect_stderr(StringIO()):
+        earlier(kind, error, trace)
+
+
+def _is_told(store: Any) -> bool:
+    """Whether rank 0 has told an error of its own within :data:`_PATIENCE`."""
+    if store is None:
+        # A launcher ends this rank meanwhile, if rank 0 has failed.
+        time.sleep(_PATIENCE)
+        return False
+    with suppress(RuntimeError):
+        if wait_for(store, [_TOLD], _PATIENCE):
+            store.set(f"{_HEARD}/{distributed.get_rank()}", "")
+            return True
+    return False
+
+
+def _wait_for_others(store: Any) -> None:
+    # A launcher may have ended who keeps the store.
+    with suppress(RuntimeError):
+        store.set(_TOLD, "")
+        wait_for(
+            store,
+            [f"{_HEARD}/{rank}" for rank in range(1, distributed.get_world_size())],
+            _PATIENCE,
+        )
+
+
+def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
+    """Wait until ``keys`` are in ``store``, for some ``seconds``; return whether they are.
+
+    The store's own ``wait`` logs lines of C++ where they are not.
+    """
+    until = time.monotonic() + seconds
+    while not (found := store.check(keys)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return bool(found)
+
+
+def framed(error: BaseException) -> str:
+    """``error`` in a few lines: what is wrong, by which line of the script, and where there is
+    more.
+    """
+    places = traceback.extract_tb(error.__traceback__)
+    lines = [f"ds_layerwise: {type(error).__name__}: {error}"]
+    of_script = [
+        place
+        for place in places
+        if not place.filename.startswith(_NOT_OF_THE_SCRIPT)
+        and not _INSTALLED.intersection(Path(place.filename).parts)
+    ]
+    if of_script:
+        place = of_script[-1]
+        lines.append(f"at {place.filename}:{place.lineno}, in {place.name}: {place.line}")
+    if any(place.name == RunConfig.from_ds_config.__name__ for place in places):
+        lines.append(
+            "to check a config without a run: ds-layerwise plan --config FILE --model MODEL "
+            "--ranks N"
+        )
+    lines.append("to see the whole traceback: PYTHONDEVMODE=1")
+    bar = "=" * 100
+    return "\n".join([bar, *lines, bar])

@@ -1,0 +1,82 @@
+"""An engine of a model that is only asked: what TRL makes of the trainer's config for its reference
+model.
+
+Note: what is wrapped, and why there
+    TRL copies the config of the run, sets ``zero_optimization.stage`` to 0, and gives the model and
+    nothing else. DeepSpeed then makes an optimizer that is never used. This backend trains at
+    stages 1 and 2, so that its engine at stage 0 is what DeepSpeed makes of a config without an
+    optimizer. Only ``__init__`` sees the config before all else, and whether parameters were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import deepspeed.comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_layerwise.config.sections import is_for_us
+from ds_layerwise.errors import StepError
+from ds_layerwise.output import announce
+from ds_layerwise.parallel import pipeline
+
+#: What speaks of training alone.
+_OF_TRAINING = ("optimizer", "layerwise")
+
+
+def _init(
+    original: Callable[..., None],
+    engine: DeepSpeedEngine,
+    args: Any,
+    model: Any,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
+    config = kwargs.get("config_class")
+    if (
+        config is None
+        or optimizer is not None
+        or model_parameters is not None
+        or pipeline.is_pipeline(model)
+        or not _is_for_asking(config._param_dict)
+    ):
+        return original(args, model, optimizer, model_parameters, *rest, **kwargs)
+    config._param_dict = {
+        key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING
+    }
+    config.optimizer_name = config.optimizer_params = None
+    original(
+        args, model, optimizer, model_parameters, *rest, **{**kwargs, "config": config._param_dict}
+    )
+    engine.backward, engine.step = _refuse("backward"), _refuse("step")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        announce(
+            "ds_layerwise: zero_optimization.stage is 0, and neither model_parameters nor an "
+            "optimizer was given: this engine, as of a reference model, has no optimizer; to "
+            "train, set stage to 1 or 2"
+        )
+    return None
+
+
+def _is_for_asking(given: dict[str, Any]) -> bool:
+    zero = given.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return (
+        is_for_us(given) and isinstance(stage, int) and not isinstance(stage, bool) and stage == 0
+    )
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refused(*_: object, **__: object) -> NoReturn:
+        raise StepError(
+            f"engine.{name}() of an engine without an optimizer: zero_optimization.stage is 0, at "
+            "which this backend does not train; set it to 1 or 2"
+        )
+
+    return refused
+
+
+WRAPS: dict[str, Callable[..., Any]] = {"__init__": _init}

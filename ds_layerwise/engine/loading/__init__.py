@@ -1,0 +1,1 @@
+"""Loads by the engine."""

@@ -1,0 +1,162 @@
+"""Checks of a model's file before the engine loads any of it: names, shapes, tied values, layers,
+scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
+from ds_layerwise.engine.loading.scheduler_state import check_scheduler as check_state
+from ds_layerwise.errors import LayerWiseError, few
+from ds_layerwise.output import announce
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.zero.checkpoint.load_request import Load
+
+
+def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+    """Find what loading the module would only find when half of it is done.
+
+    Raises:
+        LayerWiseError: names or shapes differ, or there are two values for one parameter.
+    """
+    held = engine.module.state_dict(keep_vars=True)
+    _check_names_and_shapes(
+        checkpoint["module"], held, strict=strict, way_out="rename it with layerwise.rename, or "
+    )
+    load: Load | None = engine.optimizer.checkpointing.load
+    if load is not None and load.found is not None:
+        _check_tied(checkpoint["module"], held)
+
+
+def _check_names_and_shapes(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    *,
+    strict: bool,
+    of: str = "",
+    way_out: str = "",
+) -> None:
+    for what, names in (
+        ("lacks", wanted.keys() - found.keys()),
+        ("has", found.keys() - wanted.keys()),
+    ):
+        if strict and names:
+            raise LayerWiseError(
+                f"the checkpoint {what} {few(sorted(names))}{of}, which the model "
+                f"{'has' if what == 'lacks' else 'lacks'}; {way_out}load what fits with "
+                "load_module_strict=False"
+            )
+    for name in wanted.keys() & found.keys():
+        if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
+            raise LayerWiseError(
+                f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "
+                f"{tuple(wanted[name].shape)} in the model"
+            )
+
+
+def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse two values for one parameter, of which the last would be the weights, and another's
+    master would train.
+    """
+    names: dict[int, str] = {}
+    for name, value in wanted.items():
+        if isinstance(value, Tensor) and name in found:
+            first = names.setdefault(id(value), name)
+            if first != name and not torch.equal(found[first], found[name]):
+                raise LayerWiseError(
+                    f"{first} and {name} are one parameter here, and differ in the checkpoint; "
+                    "load it into a model that does not tie them"
+                )
+
+
+def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:
+    """Find what loading the layers of this stage would only find when some of them are loaded.
+
+    Raises:
+        LayerWiseError: a layer has no file, or the checkpoint more layers than the model, or names
+            or shapes differ.
+    """
+    module = engine.module
+    for index, layer in enumerate(module.forward_funcs):
+        if not hasattr(layer, "load_state_dict"):
+            continue
+        number, paths = (
+            module._local_start + index,
+            module.ckpt_layer_path_list(escape(str(folder)), index),
+        )
+        if len(paths) != 1:
+            raise LayerWiseError(
+                f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved "
+                "by a model of other layers, or not by a pipeline"
+            )
+        _check_names_and_shapes(
+            load_safely(Path(paths[0])), layer.state_dict(), strict=strict, of=f" of layer {number}"
+        )
+    saved = {
+        int(path.name.split("-")[0].removeprefix("layer_"))
+        for path in folder.glob("layer_*-model_states.pt")
+    }
+    if strict and max(saved, default=0) >= module._num_layers:
+        raise LayerWiseError(
+            f"{folder} has a layer {max(saved)}, and the model {module._num_layers} layers; load "
+            "what fits with load_module_strict=False"
+        )
+
+
+#: What the engine takes from the model's file when it has loaded the model.
+_COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
+
+
+def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse counts that are no numbers and, if a load wants one, a state that the engine's
+    scheduler cannot take.
+
+    Raises:
+        ValueError: a count is no number.
+        LayerWiseError: as :func:`.scheduler_state.check_scheduler`.
+    """
+    # Who calls load_module_state_dict loads no scheduler.
+    load: Load | None = engine.optimizer.checkpointing.load
+    wants = load is not None and load.wants_scheduler
+    for key in _COUNTS if load is not None else ():
+        if not isinstance(checkpoint.get(key), int):
+            raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, and no number")
+    if engine.lr_scheduler is not None and wants:
+        more = check_state(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
+        if more and comm.rank_of(None) == 0:
+            announce(
+                f"ds_layerwise: the checkpoint's learning rate scheduler has {', '.join(more)}, "
+                f"which this run's {type(engine.lr_scheduler).__name__} has not so far, and takes "
+                "over"
+            )
+
+
+def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
+    """Find what is wrong with the model's file of a universal checkpoint, of which the engine loads
+    no weights.
+
+    Raises:
+        LayerWiseError: there is none, or it has no state that the scheduler could go on from.
+    """
+    names = engine._get_all_ckpt_names(load_dir, tag)
+    if not names:
+        raise LayerWiseError(
+            f"{Path(load_dir, tag)} holds no mp_rank_00_model_states.pt, which says how many steps "
+            "were taken; copy it there from the checkpoint that was converted"
+        )
+    try:
+        checkpoint = load_safely(Path(names[0]), with_objects=True)
+    except LayerWiseError:
+        # A client may have put anything into it; the engine loads it next, and that is the user's
+        # decision.
+        return
+    with naming(Path(names[0])):
+        check_scheduler(engine, checkpoint)

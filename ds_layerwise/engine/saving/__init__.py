@@ -1,0 +1,1 @@
+"""Saves by the engine."""

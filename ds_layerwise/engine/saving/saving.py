@@ -1,0 +1,427 @@
+"""The hook into the engine's saving.
+
+Note: what is wrapped, and why there
+    ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end;
+    here it writes aside and the folder is moved into place once every rank has written its part,
+    and the rank that moves it sees all of them; the paths are those that the engine gave its
+    checkpoint engine. ``_save_checkpoint``, ``_save_moe_checkpoint`` and ``_save_zero_checkpoint``
+    write the files of one rank: an error in there is raised on all ranks, which would wait for that
+    one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs beside the
+    training, which has a copy of all that it writes, and ``destroy`` or the end of the script ends
+    the last one. ``_take_model_step`` is when nothing may be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from pickle import PicklingError
+from shutil import disk_usage
+from typing import Any
+
+import deepspeed.comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from ds_layerwise.checkpoint.files import atomic
+from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
+from ds_layerwise.checkpoint.formats import regular, universal
+from ds_layerwise.checkpoint.formats.tags import check_tag
+from ds_layerwise.engine.saving.save_snapshot import snapshot
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.process_exit import Attempt
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.zero.checkpoint import disks
+from ds_layerwise.zero.checkpoint.save_request import Save
+from ds_layerwise.zero.optimizer import uses_us
+
+#: Engines with a save that goes on beside the training, in the order of their saves. They are not
+#: let go before.
+unfinished: list[DeepSpeedEngine] = []
+
+
+def _save_whole(
+    original: Callable[..., Any],
+    engine: DeepSpeedEngine,
+    save_dir: str,
+    tag: object = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    **options: Any,
+) -> Any:
+    client_state = {} if client_state is None else client_state
+    if not uses_us(engine):
+        return original(save_dir, tag, client_state, save_latest, **options)
+    with comm.Alike(None):
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        engine.optimizer.interrupted.check()
+        # What goes on beside the training must not depend on where the process is by then.
+        place, tag = (
+            Path(save_dir).absolute(),
+            check_tag(f"global_step{engine.global_steps}" if tag is None else tag),
+        )
+        _check_kind(place / tag, is_universal=False)
+        if engine.optimizer.config.save_universal:
+            _check_kind(place / f"{tag}_universal", is_universal=True)
+    comm.check_alike("the checkpoint's tag", tag, [tag], group=None)
+    commit_decoupled(engine)
+    with engine.optimizer.checkpointing.saving(), ExitStack() as undo:
+        save = Save(
+            place,
+            tag,
+            save_latest,
+            disks.begin(place / tag, own_disks=engine.use_node_local_storage()),
+        )
+        writer = engine.checkpoint_engine
+        if not writer.is_decoupled():
+            # What a process may still write to goes with the next save, which waits for it.
+            undo.callback(_abandon, save)
+        undo.callback(_release, writer)
+        with _recorded(writer) as written:
+            _choose_writer(engine, save)
+            done = original(str(place), tag + atomic.INCOMPLETE, client_state, False, **options)
+        save = replace(save, written=tuple(written))
+        if writer.is_decoupled():
+            # It goes on beside the training, and is committed before the next step, or at the end
+            # of the script.
+            engine.optimizer.checkpointing.save = save
+            unfinished.append(engine)
+        else:
+            _commit(engine, save)
+        undo.pop_all()
+    return done
+
+
+def _take_model_step(
+    original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any
+) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    # The engine of a pipeline has not done so.
+    commit_decoupled(engine)
+    optimizer, done = engine.optimizer, False
+    updates = optimizer.step_count
+    optimizer.progress.updating = True
+    try:
+        result = original(*args, **options)
+        done = True
+        optimizer.reports.write(engine)
+        return result
+    finally:
+        # What raised before the update has changed nothing that a checkpoint holds.
+        optimizer.progress.updating = not done and optimizer.step_count != updates
+
+
+def _check_kind(folder: Path, *, is_universal: bool) -> None:
+    """Refuse to replace a checkpoint by one of the other kind, whose tag happens to be the same.
+
+    Raises:
+        LayerWiseError: ``folder`` holds one.
+    """
+    if not folder.is_dir() or universal.is_universal(folder) is is_universal:
+        return
+    if any(folder.glob("zero/*")) or any(folder.glob("*_states.pt")):
+        held, new = ("no", "one") if is_universal else ("a", "a regular one")
+        raise LayerWiseError(
+            f"{folder} holds {held} universal checkpoint, and this save would put {new} there; "
+            "choose another tag, or remove it"
+        )
+
+
+@contextmanager
+def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
+    """Collect the paths of what the engine writes, into folders that are there; what is written
+    later is copied.
+    """
+    original, is_decoupled, members = (
+        checkpoint_engine.save,
+        checkpoint_engine.is_decoupled(),
+        vars(checkpoint_engine),
+    )
+    paths: list[Path] = []
+
+    def save(state_dict: Any, path: str) -> Any:
+        done = original(snapshot(state_dict) if is_decoupled else state_dict, path)
+        if Path(path) not in paths:
+            paths.append(Path(path))
+        return done
+
+    replaced: dict[str, Any] = {"save": save, "makedirs": lambda path, exist_ok=False: None}
+    if is_decoupled:
+        # It would have the engine copy what is copied here.
+        replaced["preserves_storage_sharing"] = lambda: False
+        if (size := getattr(checkpoint_engine, "checkpoint_size", None)) is not None:
+            # Looking for it takes collectives, which a rank that cannot write does not come to.
+            size.set_pre_size(0)
+            size.set_post_size(0)
+    before = {name: members[name] for name in replaced.keys() & members.keys()}
+    members.update(replaced)
+    try:
+        yield paths
+    finally:
+        for name in replaced:
+            del members[name]
+        members.update(before)
+
+
+def _model_file(engine: DeepSpeedEngine) -> str:
+    return Path(engine._get_ckpt_name("", "")).name
+
+
+def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
+    """Let one rank on each disk write each part of the model.
+
+    The engine goes by local ranks on disks of nodes, so that of a model that is cut only a part is
+    written, and with a ``checkpoint.writer`` lets all ranks write one file at a time.
+    """
+    if engine.has_moe_layers:
+        # Then it goes by ranks within groups of experts.
+        return
+    names = comm.gather_objects(_model_file(engine), group=None)
+    engine.save_non_zero_checkpoint = (
+        min(rank for rank in save.disks.here if names[rank] == names[save.disks.rank])
+        == save.disks.rank
+    )
+
+
+def _abandon(save: Save) -> None:
+    """Clear away what a failed save has written, which may be what fills the disk."""
+    if save.disks.is_owner:
+        if not (save.disks.are_many and atomic.save_ids(save.folder)[1] == save.disks.save_id):
+            # Else it is whole here, and may be in place elsewhere.
+            atomic.abandon(save.folder)
+        atomic.abandon(save.save_dir / save.universal_tag)
+
+
+def _release(writer: Any) -> None:
+    """Take the file from one of DeepSpeed's fast writers that has failed, and would refuse every
+    other one.
+    """
+    factory: Any = getattr(writer, "_writer", None)
+    if getattr(factory, "_writer", None) is not None:
+        # It may fail once more, as on a full disk.
+        with Attempt():
+            factory._writer.close()
+        factory._writer = None
+
+
+def _commit(engine: DeepSpeedEngine, save: Save) -> None:
+    """List what was written, move it into place and point to it. All ranks have written their
+    part.
+    """
+    staged, owns = atomic.staged(save.folder), save.disks.is_owner
+    with comm.Alike(None):
+        written = _listed(
+            engine, staged, [path.relative_to(staged).as_posix() for path in save.written]
+        )
+        own = [Path(engine._get_zero_ckpt_name("", "")).name] if engine.save_zero_checkpoint else []
+        needed = [*own, _model_file(engine)]
+    everyone = comm.gather_objects((written, needed), group=None)
+    parts = {rank: everyone[rank][0] for rank in save.disks.here}
+    with comm.Alike(None):
+        if owns:
+            disks.check_arrived(
+                save.folder,
+                save.disks.save_id,
+                parts,
+                {rank: everyone[rank][1] for rank in save.disks.here},
+            )
+    twin = save.save_dir / save.universal_tag if engine.optimizer.config.save_universal else None
+    if twin is not None:
+        _write_universal(engine, save, twin)
+    with comm.Alike(None):
+        if owns:
+            listed = {SIGNATURE, *(name for part in parts.values() for name in part.files)}
+            rest = [
+                path.name for path in staged.iterdir() if path.is_file() and path.name not in listed
+            ]
+            files = Manifest.merged([*parts.values(), _listed(engine, staged, rest)]).files
+            atomic.seal(save.folder, Manifest(files, save.disks.save_id))
+    # It is whole on every disk. Where this ends before it is in place on all, loading brings it
+    # there.
+    is_first = engine.global_rank == 0
+    with comm.Alike(None):
+        if twin is not None and is_first:
+            atomic.publish(twin)
+        if owns:
+            atomic.publish(save.folder)
+    with comm.Alike(None):
+        if save.latest and twin is not None and is_first:
+            atomic.point(save.save_dir / universal.LATEST, twin.name)
+        if save.latest and owns:
+            atomic.point(save.save_dir / "latest", save.tag)
+
+
+def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest:
+    """The list of files that this rank has written.
+
+    Raises:
+        LayerWiseError: one of them is not there, or cannot be read back.
+    """
+    if gone := [name for name in names if not (folder / name).is_file()]:
+        raise LayerWiseError(
+            f"{folder / gone[0]} is gone, or was never written, though this save is not over yet; "
+            "what was saved before is still there"
+        )
+    for name in names:
+        if fnmatch(name, "*zero_pp_rank_*_optim_states.pt"):
+            regular.check_readable(regular.read(folder / name), folder / name)
+    if engine.optimizer.config.fsync:
+        for name in names:
+            atomic.flush(folder / name)
+        for path in {(folder / name).parent for name in names}:
+            atomic.flush(path)
+    return Manifest.of(folder, names)
+
+
+def _write_universal(engine: DeepSpeedEngine, save: Save, folder: Path) -> None:
+    """Save in the universal format, too, whole but not in ``folder`` yet: each rank a part of the
+    parameters, out of the files just written."""
+    regular = atomic.staged(save.folder)
+    with comm.Alike(None):
+        if engine.global_rank == 0:
+            atomic.begin(folder)
+    staged, rank = atomic.staged(folder), engine.global_rank
+    with comm.Alike(None), _saying_where(save.save_dir):
+        saved = engine.optimizer.checkpointing.open_regular(regular)
+        names = universal.write_parameters(
+            saved, staged, universal.shares(saved, dist.get_world_size())[rank]
+        )
+        if rank == 0:
+            names += universal.write_common(saved.state_dict(0), staged)
+        if engine.optimizer.rank == 0:
+            # Every stage of a pipeline has its own.
+            model_file = Path(engine._get_ckpt_name(str(regular.parent), regular.name))
+            names += universal.write_model(model_file, _not_trained(engine), staged)
+        written = _listed(engine, staged, names)
+    parts = comm.gather_objects(written, group=None)
+    with comm.Alike(None):
+        if rank == 0:
+            disks.check_seen(staged, dict(enumerate(parts)))
+            atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
+
+
+def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    """Frozen parameters and buffers, by the names that the module's ``state_dict`` has for them."""
+    seen = {id(param) for param in engine.optimizer._params.values()}
+    found: dict[str, Tensor] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            found[name] = value
+        # The other names of a tied parameter stand for it.
+        seen |= {id(value)} if isinstance(value, nn.Parameter) else set()
+    return found
+
+
+@contextmanager
+def _saying_where(save_dir: str | Path) -> Iterator[None]:
+    """Raise as our own what torch's writer raises on a full disk, which says neither where nor
+    why.
+    """
+    try:
+        yield
+    except LayerWiseError:
+        raise
+    except (AttributeError, TypeError, PicklingError) as e:
+        if "pickle" not in str(e):
+            raise
+        raise LayerWiseError(
+            "the checkpoint cannot be written, as client_state, or what the module's state_dict "
+            f"has, holds what no file can: {e}; leave it out"
+        ) from e
+    except RuntimeError as e:
+        raise LayerWiseError(
+            f"the checkpoint cannot be written to {save_dir}, which has "
+            f"{disk_usage(save_dir).free} bytes left: {str(e).partition(chr(10))[0]}; what was "
+            "saved before is still there"
+        ) from e
+
+
+def _raised_alike(
+    original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any
+) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    with comm.Alike(None), _saying_where(args[0]):
+        return original(*args, **options)
+
+
+def _save_model_file(
+    original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any
+) -> Any:
+    if not uses_us(engine):
+        return original(*args, **options)
+    # The engine saves what zero_to_fp32.py needs of frozen parameters only where gradients are
+    # partitioned.
+    engine.zero_optimization_partition_gradients = lambda: True
+    try:
+        return _raised_alike(original, engine, *args, **options)
+    finally:
+        del engine.zero_optimization_partition_gradients
+
+
+def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    if not uses_us(engine):
+        return original()
+    writer, checkpointing = engine.checkpoint_engine, engine.optimizer.checkpointing
+    save, checkpointing.save = checkpointing.save, None
+    if engine in unfinished:
+        unfinished.remove(engine)
+    if save is None and writer.get_commit_info() is None:
+        return None
+    with ExitStack() as undo:
+        if save is not None:
+            undo.callback(_abandon, save)
+        with comm.Alike(None):
+            _wait_for(writer)
+        if save is not None:
+            _commit(engine, save)
+        undo.pop_all()
+    return None
+
+
+def _wait_for(writer: Any) -> None:
+    """Wait until everything that ``writer`` was handed is written.
+
+    Raises:
+        LayerWiseError: it could not be.
+    """
+    try:
+        writer.commit(writer.get_commit_info())
+    except (AssertionError, EOFError, OSError, RuntimeError, ValueError) as e:
+        raise LayerWiseError(
+            f"the process that writes checkpoints beside the training has failed ({e}), for which "
+            "it gives the reason above; what was saved before is still there; start the run again "
+            "to save, or train without checkpoint.writer.decoupled"
+        ) from e
+    finally:
+        writer.commit_info = None
+
+
+def commit_decoupled(engine: DeepSpeedEngine) -> None:
+    """End a save that still goes on beside the training, or one that failed while it was handed
+    over.
+    """
+    # One whose construction has failed has no optimizer yet, and is destroyed all the same.
+    if hasattr(engine, "optimizer") and uses_us(engine) and engine.checkpoint_engine.is_decoupled():
+        engine._commit_decoupled_checkpoint()
+
+
+def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+    commit_decoupled(engine)
+    return original()
+
+
+WRAPS: dict[str, Callable[..., Any]] = {
+    "_take_model_step": _take_model_step,
+    "save_checkpoint": _save_whole,
+    "_save_checkpoint": _save_model_file,
+    "_save_moe_checkpoint": _save_model_file,
+    "_save_zero_checkpoint": _raised_alike,
+    "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
+    "destroy": _destroy,
+}

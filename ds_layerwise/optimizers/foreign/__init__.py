@@ -1,0 +1,1 @@
+"""Optimizers of other libraries, by class or as objects of a script."""

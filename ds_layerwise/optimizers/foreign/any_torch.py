@@ -1,0 +1,149 @@
+"""Optimizers that nobody here wrote, as rules: one of their class steps for every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers.foreign import probe, probe_checks
+from ds_layerwise.optimizers.foreign.client_object import set_rate
+from ds_layerwise.optimizers.foreign.probe import COUNT, Kept, Leaf
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
+from ds_layerwise.recipes.rules import any_torch_recipe as recipes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyTorch(UpdateRule):
+    """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on
+    1-D pieces.
+
+    State: what the class keeps, found by :mod:`.optimizers.foreign.probe`, and ``step``. Every
+    parameter has an optimizer of its own, for as long as its state lives, and that works in the
+    memory of the state, as far as the class writes in place; what it makes anew is copied there.
+
+    ``lr`` and, where the class has one, ``weight_decay`` are those of the group. Where it has none,
+    weight decay is decoupled: ``W -= lr * weight_decay * W`` before the step.
+    """
+
+    recipe: recipes.AnyTorch
+    _optimizers: WeakTensorKeyDictionary = field(
+        default_factory=WeakTensorKeyDictionary, init=False, repr=False
+    )
+
+    @classmethod
+    def of(cls, recipe: recipes.AnyTorch) -> AnyTorch:
+        """The rule that runs ``recipe``.
+
+        Raises:
+            ConfigError: as :func:`.optimizers.foreign.probe_checks.check`.
+        """
+        probe_checks.check(recipe, lambda: cls(recipe))
+        return cls(recipe)
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        """One step of each parameter.
+
+        Raises:
+            UpdateError: the class keeps something else than its probe did.
+        """
+        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            try:
+                self._update(param, grad, state, hyper)
+            except StepError as error:
+                raise UpdateError(index, str(error)) from error
+
+    def _update(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        step, kept = int(state[COUNT]), probe.kept_of(self.recipe, tuple(param.shape))
+        optimizer: Optimizer | None = self._optimizers.get(  # type: ignore[no-untyped-call]
+            state[COUNT]
+        )
+        if optimizer is None or not step:
+            optimizer = self._optimizers[state[COUNT]] = probe.make(self.recipe, param)
+        (group,) = optimizer.param_groups
+        group.update(hyper.of_client)
+        group["params"] = [param]
+        set_rate(group, hyper.lr)
+        if "weight_decay" in group:
+            group["weight_decay"] = hyper.weight_decay
+        elif hyper.weight_decay:
+            param.mul_(1 - hyper.lr * hyper.weight_decay)
+        if step:
+            group.update({key: _value(leaf, state, step) for key, leaf in kept.groups.items()})
+            optimizer.state[param] = probe.rebuilt(
+                kept.after(step),
+                lambda _, leaf: _value(leaf, state, step) if isinstance(leaf, Leaf) else leaf,
+            )
+        # A class may write to the gradient, which somebody may look at after the step.
+        param.grad = grad.clone()
+        try:
+            optimizer.step()
+            state[COUNT] += 1
+            self._keep(optimizer, param, kept, state, step + 1)
+        finally:
+            # It outlives the step, and what it steps on may be memory that others have next.
+            param.grad = None
+            group["params"] = []
+            optimizer.state.clear()
+
+    def _keep(
+        self, optimizer: Optimizer, param: Tensor, kept: Kept, state: State, step: int
+    ) -> None:
+        found, expected = (
+            dict(probe.walk(dict(optimizer.state.get(param, {})))),
+            dict(probe.walk(kept.after(step))),
+        )
+        for path, value in found.items():
+            if isinstance(value, Tensor) and not isinstance(expected.get(path), Leaf):
+                raise StepError(
+                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of "
+                    f"a parameter of {tuple(param.shape)} after {step} steps, which it did not in "
+                    "its probe; nothing has a place for it: this class cannot be used here"
+                )
+        for path, leaf in expected.items():
+            if isinstance(leaf, Leaf) and leaf.ahead is None:
+                self._keep_one(leaf, found.get(path), param, state, step)
+
+    def _keep_one(self, leaf: Leaf, value: Any, param: Tensor, state: State, step: int) -> None:
+        if leaf.kind is not Tensor:
+            state[leaf.key].fill_(value)
+            return
+        place = state[leaf.key]
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != place.shape
+            or value.dtype != place.dtype
+        ):
+            told = (
+                f"{tuple(value.shape)} in {value.dtype}"
+                if isinstance(value, Tensor)
+                else repr(value)
+            )
+            raise StepError(
+                f"{self.recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} as "
+                f"{told} after {step} steps, and its probe said {tuple(place.shape)} in "
+                f"{place.dtype}: this class cannot be used here"
+            )
+        if value.data_ptr() != place.data_ptr():
+            place.copy_(value)
+
+
+def _value(leaf: Leaf, state: State, step: int) -> Any:
+    """What a class finds in the place of ``leaf`` after ``step`` steps."""
+    if leaf.kind is not Tensor:
+        return leaf.kind(state[leaf.key].item() if leaf.ahead is None else step + leaf.ahead)
+    if leaf.ahead is None:
+        return state[leaf.key]
+    return torch.tensor(step + leaf.ahead, dtype=getattr(torch, leaf.spec.dtype), device="cpu")

@@ -1,0 +1,220 @@
+"""The optimizer object of a script in place of this package's own: its groups are what users and
+schedulers hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ds_layerwise.checkpoint.plain_values import plain
+from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.optimizers.foreign.client_object import (
+    ABOUT_GROUPS,
+    check_object,
+    path_of,
+    recipes_of,
+)
+from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.schedule_rates import check_floors
+from ds_layerwise.recipes.base.fields import normalised
+from ds_layerwise.recipes.rules.client_recipe import ClientSplit, ClientTorch
+
+#: Notes on an object which engine has it.
+_HELD = "_layerwise_held"
+
+
+class ClientOptimizer(LayerWiseOptimizer):
+    """The groups of ``client``: the same list, and the same dicts, that it and its schedulers have.
+
+    From here on the object's own ``step`` only tells its schedulers, and its hooks, that the engine
+    has stepped; what would make it go its own way, ``step`` by somebody else, ``add_param_group``
+    and ``load_state_dict``, is an error, and so is ``state_dict``, which would have what one rank
+    owns.
+
+    Args:
+        split: for groups that do not say ``split`` themselves.
+
+    Raises:
+        ConfigError: no optimizers like ``client`` can be made, see
+            :func:`.client_object.check_object`, or another engine has it.
+    """
+
+    def __init__(self, client: Optimizer, *, split: ClientSplit) -> None:
+        if _HELD in vars(client):
+            raise ConfigError(
+                f"this {path_of(client)} has been given to another engine, which trains with its "
+                "groups; make a new one"
+            )
+        self.client = check_object(client)
+        self._by_group = recipes_of(self.client, split=split)
+        self.config = OptimizerConfig(decay_vectors=True)
+        self._stepping = False
+        Optimizer.__init__(self, self.client.param_groups, {})
+        self.param_groups, self.state = self.client.param_groups, self.client.state
+        self._built = tuple(self.param_groups)
+        self.built_with = tuple(self._values(group) for group in self.param_groups)
+        self.configured = [dict(group) for group in self.built_with]
+        self.own_decay, self.own_keys = frozenset(range(len(self._built))), []
+
+    @staticmethod
+    def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``group`` says, with the rate that it has before any schedule."""
+        values = {
+            key: value
+            for key, value in group.items()
+            if key not in ABOUT_GROUPS and key != "initial_lr"
+        }
+        return {**values, "lr": float(group.get("initial_lr", group["lr"]))}
+
+    @property
+    def recipes_by_group(self) -> tuple[ClientTorch, ...]:
+        """By group, the recipe of its parameters."""
+        return self._by_group
+
+    def groups_now(self) -> list[dict[str, Any]]:
+        """What the next step takes of the groups: all that they say, under ``of_client``, and,
+        under the names of this package's own, the rate, and the weight decay where the class has
+        one."""
+        return [
+            {
+                "configured_lr": known["lr"],
+                "lr": group["lr"],
+                "matrix_lr_ratio": 1.0,
+                "scalar_lr_ratio": 1.0,
+                "weight_decay": group.get("weight_decay", 0.0),
+                "momentum": 0.0,
+                "betas": (0.0, 0.0),
+                "eps": 0.0,
+                "of_client": {
+                    key: value for key, value in group.items() if key not in ABOUT_GROUPS
+                },
+            }
+            for group, known in zip(self.param_groups, self.configured, strict=True)
+        ]
+
+    def check_groups(self) -> None:
+        """What groups may say is the class's own."""
+
+    def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
+        """Refuse a bound that is above its rate. The object's rates were all chosen.
+
+        Raises:
+            ConfigError: names the parameter; also one with a rate of its own in a group whose rate
+                is 0.
+        """
+        groups = self.groups_now()
+        for route in routes.values():
+            if route.lr is not None and not groups[route.group]["configured_lr"]:
+                raise ConfigError(
+                    f"layerwise.overrides sets lr for {route.name}, which follows the schedule of "
+                    f"param_groups[{route.group}], and lr of that is 0; let it start at its highest"
+                )
+        check_floors(routes, groups)
+
+    def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
+        """Nothing is refused: no rate of the object follows another."""
+
+    def named(self, given: Mapping[str, Any]) -> dict[str, object]:
+        """What of ``given`` a load compares: all of it, by the names of the class, as a checkpoint
+        says it.
+        """
+        return {key: normalised(plain(value, key)) for key, value in given.items()}
+
+    def hold(self, held: Iterable[Held]) -> None:
+        """Let the object show the states of what this rank owns."""
+        self.client.state.clear()
+        super().hold(held)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Let the object do nothing by itself from here on."""
+        client, has_scheduler = self.client, hasattr(self.client.step, "_wrapped_by_lr_sched")
+
+        def step(client: Optimizer, closure: Any = None) -> None:
+            if not self._stepping:
+                raise StepError(f"an engine trains with this {path_of(client)}; call engine.step()")
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise StepError(
+                f"an engine trains with this {path_of(client)}, and nothing can be added or loaded "
+                "behind its back; do so before initialize(), or load with engine.load_checkpoint()"
+            )
+
+        def refuse_state_dict(*_: Any, **__: Any) -> None:
+            raise StepError(
+                f"an engine trains with this {path_of(client)}, and each rank has the states of "
+                "some of its parameters; save with engine.save_checkpoint(), or whole states in "
+                "one file with engine.optimizer.save_state_dict_to_file()"
+            )
+
+        hooked: Any = Optimizer.profile_hook_step(step)
+        if has_scheduler:
+            # Its scheduler has looked at this already, and warns if it is gone.
+            hooked._wrapped_by_lr_sched = True
+        vars(client).update(
+            {
+                "step": MethodType(hooked, client),
+                "add_param_group": refuse,
+                "load_state_dict": refuse,
+                "state_dict": refuse_state_dict,
+                _HELD: True,
+            }
+        )
+
+    def mark_step(self) -> None:
+        """Tell the object's schedulers and hooks that an update took place."""
+        self._stepping = True
+        try:
+            self.client.step()
+            vars(self.client)["_opt_called"] = True
+        finally:
+            self._stepping = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Part of the construction: the object has put defaults in already."""
+        self.param_groups.append(param_group)
+
+
+def given_by(optimizer: object, params: Any) -> Optimizer:
+    """What ``initialize(optimizer=...)`` means: an object, or what a callable makes for ``params``.
+
+    Raises:
+        ConfigError: the callable makes none.
+    """
+    return must_be_optimizer(optimizer(params) if callable(optimizer) else optimizer)
+
+
+def must_be_optimizer(found: object) -> Optimizer:
+    """``found``, if it is an optimizer.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(found, Optimizer):
+        raise ConfigError(
+            "the optimizer given to initialize() must be a torch.optim.Optimizer, or make one of "
+            f"parameters, got {type(found).__module__}.{type(found).__qualname__}"
+        )
+    return found
+
+
+@contextmanager
+def pointing_to_ours(client: object) -> Iterator[None]:
+    """Tell who gives a Muon that cannot be taken where there is one."""
+    try:
+        yield
+    except ConfigError as error:
+        name = type(client).__qualname__
+        if "muon" not in name.lower():
+            raise
+        raise ConfigError(
+            f"{error}. To train with Muon, give initialize() no optimizer: remove the {name}, and "
+            "set optimizer.type 'LayerWiseMuon' in the config"
+        ) from error

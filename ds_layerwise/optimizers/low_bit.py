@@ -1,0 +1,151 @@
+"""What float32 states are kept in between two updates: bfloat16, also rounded by chance, and codes
+of 8 bits.
+
+Chance is a hash of what is rounded where and when, so that it is the same for any number of ranks
+and after a resume, and takes nothing from torch's generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.base.dtypes import SCALED
+
+#: Elements that are worked on at a time: the memory that it takes is some 60 bytes for each.
+_AT_A_TIME = 1 << 20
+
+
+def chance_of(*what: object) -> int:
+    """A number of 64 bits that says which chance ``what`` meets; the same in every process."""
+    return int.from_bytes(
+        hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True
+    )
+
+
+def round_by_chance_(into: Tensor, values: Tensor, chance: int, first: int) -> None:
+    """Round each value to one of the two bfloat16 about it, so that the mean over all chances is
+    the value.
+
+    What is not finite is rounded as always.
+
+    Args:
+        into: 1-D bfloat16, written.
+        values: as many float32.
+        chance: see :func:`chance_of`.
+        first: the number of the first element in its parameter: each has a chance of its own.
+    """
+    for start in range(0, values.numel(), _AT_A_TIME):
+        some = values[start : start + _AT_A_TIME]
+        drawn = torch.arange(first + start, first + start + some.numel(), device=some.device)
+        # The finaliser of splitmix64, whose shifts keep the sign here.
+        drawn.mul_(-7046029254386353131).add_(chance)
+        drawn.bitwise_xor_(drawn >> 30).mul_(-4658895280553007687)
+        drawn.bitwise_xor_(drawn >> 27).mul_(-7723592293110705685)
+        drawn = drawn >> 48 & 0xFFFF
+        bits = (some.view(torch.int32) + drawn.to(torch.int32)) >> 16
+        plain = some.to(torch.bfloat16).view(torch.int16)
+        place = into[start : start + _AT_A_TIME].view(torch.int16)
+        place.copy_(torch.where(some.isfinite(), bits.to(torch.int16), plain))
+
+
+def scales_of(numel: int, device: torch.device) -> Tensor:
+    """The scales of so many codes, for a state of zeros."""
+    return torch.zeros(-(-numel // SCALED), dtype=torch.float32, device=device)
+
+
+def to_codes_(codes: Tensor, scales: Tensor, values: Tensor, *, signed: bool) -> None:
+    """Write ``values`` as codes of a dynamic map of 8 bits, by torchao, each block of 256 over its
+    largest value.
+
+    What :func:`of_codes` makes of them has the same codes again. Where nothing is negative, what is
+    greater than 0 stays so: a second moment of 0 beside a first one that is none would divide by
+    eps.
+
+    Args:
+        codes: 1-D uint8, written.
+        scales: float32, one for 256 of them, written.
+        values: as many float32 as there are codes; not finite values make a block of NaN.
+    """
+    maps = _torchao()
+    levels = _levels(signed, values.device)
+    for start in range(0, values.numel(), _AT_A_TIME):
+        some, of = (
+            values[start : start + _AT_A_TIME],
+            slice(start // SCALED, (start + _AT_A_TIME) // SCALED),
+        )
+        blocks = torch.nn.functional.pad(some, (0, -some.numel() % SCALED)).view(-1, SCALED)
+        largest = torch.linalg.vector_norm(blocks, float("inf"), dim=-1)
+        scales[of].copy_(torch.where(largest.isfinite(), largest, torch.nan))
+        of_one = (blocks / torch.where(largest > 0, largest, 1).unsqueeze(-1)).view(-1)[
+            : some.numel()
+        ]
+        found = maps.quantize_8bit_with_qmap(of_one, levels)
+        if not signed:
+            found = torch.where((some > 0) & (found == 0), 1, found)
+        codes[start : start + _AT_A_TIME].copy_(found)
+
+
+def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """What :func:`to_codes_` has kept, 1-D float32, new memory."""
+    maps, found = _torchao(), torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+    levels = _levels(signed, codes.device)
+    for start in range(0, codes.numel(), _AT_A_TIME):
+        some, of = (
+            codes[start : start + _AT_A_TIME],
+            slice(start // SCALED, (start + _AT_A_TIME) // SCALED),
+        )
+        blocks = torch.nn.functional.pad(some, (0, -some.numel() % SCALED))
+        found[start : start + _AT_A_TIME].copy_(
+            maps.dequant_with_qmap(blocks, levels, scales[of]).view(-1)[: some.numel()]
+        )
+    return found
+
+
+@lru_cache(maxsize=None)
+def _levels(signed: bool, device: torch.device) -> Tensor:
+    """What the codes stand for over the scale of their block, ascending.
+
+    torchao's, but for the least one of the signed map, -0.993 there: with -1 the largest value of a
+    block is exact whatever its sign, and codes of what they stand for are the same codes.
+    """
+    levels = torch.tensor(
+        _torchao().create_dynamic_map(signed=signed), dtype=torch.float32, device="cpu"
+    )
+    if signed:
+        levels[0] = -1.0
+    return levels.to(device)
+
+
+@lru_cache(maxsize=None)
+def _torchao() -> Any:
+    """torchao's functions for maps of 8 bits.
+
+    Raises:
+        ConfigError: it is not installed, or has them not.
+    """
+    try:
+        from torchao.optim import quant_utils
+
+        for name in ("create_dynamic_map", "quantize_8bit_with_qmap", "dequant_with_qmap"):
+            getattr(quant_utils, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"a state is to be kept in '8bit', which takes torchao ({error}): pip install "
+            "'torchao>=0.18', or keep it in 'bfloat16'"
+        ) from error
+    return quant_utils
+
+
+def check_codes() -> None:
+    """Refuse states of 8 bits where there is nothing that makes them.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    _torchao()

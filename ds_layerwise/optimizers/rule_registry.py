@@ -1,0 +1,70 @@
+"""The rules that run recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib import import_module
+
+import torch
+
+from ds_layerwise.optimizers.low_bit import check_codes
+from ds_layerwise.optimizers.rule import UpdateRule
+from ds_layerwise.orthogonalize.tensor_shards import Peers
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.recipe_registry import entry_of
+
+#: Of a matrix, or of a stack of elements: what is kept in how many bits does not depend on it.
+_ANY_SHAPE = (2, 2)
+
+
+@lru_cache(maxsize=None)
+def rule_of(recipe: Recipe) -> UpdateRule:
+    """The rule that runs ``recipe``; the same one for equal recipes.
+
+    Raises:
+        ConfigError: a setting can only be judged with torch at hand, and cannot be.
+    """
+    module, _, name = entry_of(recipe.rule, whole=recipe.whole).rule.partition(":")
+    rule: UpdateRule = getattr(import_module(module), name).of(recipe)
+    return rule
+
+
+def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None) -> None:
+    """Refuse settings that no rule can run, or that ``device`` cannot.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for recipe in recipes:
+        rule = rule_of(recipe)
+        if any(spec.kept_as == "8bit" for spec in recipe.states(_ANY_SHAPE).values()):
+            check_codes()
+        if device is not None:
+            rule.check(device)
+
+
+def rules_of(
+    routes: Mapping[str, Route],
+    peers: Peers | None,
+    *,
+    fast_dtypes: frozenset[torch.dtype] = frozenset(),
+) -> dict[str, UpdateRule]:
+    """By parameter, the rule that updates it; of parts of matrices, with the ``peers`` that have
+    the others.
+
+    Args:
+        fast_dtypes: see :func:`.devices.fast_dtypes`.
+    """
+    rules = {}
+    on_device = {
+        recipe: rule_of(recipe).on_device(fast_dtypes)
+        for recipe in {r.recipe for r in routes.values()}
+    }
+    for name, route in routes.items():
+        rule = on_device[route.recipe]
+        rules[name] = (
+            rule if peers is None or route.tp_axis is None else rule.of_shards(route.tp_axis, peers)
+        )
+    return rules

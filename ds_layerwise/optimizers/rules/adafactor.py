@@ -1,0 +1,97 @@
+"""Adafactor: second moments of whole matrices, as a column times a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.recipes.rules import adafactor_recipe as recipes
+
+#: The least bound: the root of less than a float32 can be divided by is no number.
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Adafactor(UpdateRule):
+    """Adafactor, for whole matrices.
+
+    With t steps, b = t^``beta2_decay`` and W the matrix before the step, its means over rows and
+    columns of g^2 follow as R <- R + b (mean_cols(g^2) - R) and C <- C + b (mean_rows(g^2) - C),
+    and
+
+        V = R C / max(mean(R), eps1), U = g / max(sqrt(V), eps1), U <- U / max(1, rms(U) /
+        clip_threshold) W <- W - min(lr, 1 / sqrt(t)) max(eps2, rms(W)) U
+
+    so the learning rate is the largest step over the size of the matrix, and weight decay takes lr
+    itself. A stack ``(batch, rows, cols)`` is updated as its matrices one by one would be; torch
+    takes the mean squares of W and U over a whole stack, and of a convolution factors the last two
+    axes.
+
+    State: ``row_var`` (R), ``(..., rows, 1)``, ``col_var`` (C), ``(..., 1, cols)``, and ``step``
+    (t), 0-d float32 on the CPU. Reference: :class:`torch.optim.Adafactor`, which says how it
+    differs from arXiv 1804.04235. Where ``eps1``^2 is no float32, as of 1e-30, torch makes NaN of a
+    row without gradients; here it stays where it is.
+    """
+
+    recipe: recipes.Adafactor = recipes.Adafactor()
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        """One step of each parameter, one after another; a long stack a few matrices at a time."""
+        for param, grad, state in zip(params, grads, states, strict=True):
+            state["step"] += 1
+            parts = (
+                torch.split(
+                    each.view(-1, *each.shape[-2:]), self.recipe.together(tuple(param.shape))
+                )
+                for each in (param, grad, state["row_var"], state["col_var"])
+            )
+            for matrices, gradients, rows, columns in zip(*parts, strict=True):
+                self._update_(matrices, gradients, rows, columns, float(state["step"]), hyper)
+
+    def _update_(
+        self, param: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, step: float, hyper: Hyper
+    ) -> None:
+        """One step of matrices that go together, whose mean squares are ``rows`` and
+        ``columns``.
+        """
+        decay = WeightDecay.of(self.recipe)
+        (given,) = decay.gradients([param], [grad], hyper)
+        update = self._normalised(given, rows, columns, step)
+        size = _rms(param).clamp_(min=self.recipe.eps2).mul_(min(hyper.lr, 1 / math.sqrt(step)))
+        size.div_(_rms(update).div_(self.recipe.clip_threshold).clamp_(min=1))
+        decay.shrink_([param], [update], hyper)
+        param.sub_(update.mul_(size))
+
+    def _normalised(self, grad: Tensor, rows: Tensor, columns: Tensor, step: float) -> Tensor:
+        """``grad`` over the root of its second moment, which is updated first."""
+        weight = step**self.recipe.beta2_decay
+        for means, axis in ((rows, -1), (columns, -2)):
+            means.lerp_(
+                torch.linalg.vector_norm(grad, dim=axis, keepdim=True)
+                .square_()
+                .div_(grad.shape[axis]),
+                weight,
+            )
+        moments = rows @ columns
+        moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=max(self.recipe.eps1, TINY)))
+        # 1e-30, which other packages have for eps1, squared is no float32; a row without a gradient
+        # would become NaN.
+        return moments.clamp_(min=max(self.recipe.eps1**2, TINY)).rsqrt_().mul_(grad)
+
+
+def _rms(matrices: Tensor) -> Tensor:
+    """The root mean square of each matrix, ``(..., 1, 1)``."""
+    return norms_of(matrices).div_(math.sqrt(matrices.shape[-2] * matrices.shape[-1]))

@@ -1,0 +1,186 @@
+"""What Shampoo and SOAP compute alike: factors, their eigenvectors, and updates that are not too
+large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
+from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.recipes.rules import kronecker_recipe as recipes
+
+#: What torch raises where an iteration does not converge.
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
+#: What is added to a root mean square before something is divided by it.
+_RMS_EPS = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Kronecker(UpdateRule):
+    """A rule that preconditions each matrix of (rows, cols) from factors ``L`` (rows, rows) and
+    ``R`` (cols, cols).
+
+    All of it is computed in the dtype of the master, float32. Of a stack, every matrix has factors
+    of its own; a few small ones go through the linear algebra together, see
+    :meth:`.recipes.rules.kronecker_recipe.Kronecker.together`.
+    """
+
+    recipe: recipes.Kronecker
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a device on which torch cannot factorise.
+
+        Raises:
+            ConfigError: names the optimizer.
+        """
+        try:
+            torch.linalg.qr(torch.linalg.eigh(torch.eye(2, device=device, dtype=torch.float32))[1])
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{self.recipe.rule} needs torch.linalg.eigh and qr, and {device} has them not "
+                f"({str(error).partition(chr(10))[0]}); use 'muon', which multiplies alone"
+            ) from error
+
+    @property
+    def products_in(self) -> torch.dtype:
+        """The dtype of masters; factors in half precision would have other eigenvectors."""
+        return torch.float32
+
+    def of_shards(self, axis: Any, peers: Any) -> Any:
+        """Nothing: see :meth:`.recipes.rules.kronecker_recipe.Kronecker.refusal`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"{self.recipe.rule} needs whole matrices, and these are cut by tensor parallelism; "
+            "send them to 'muon' or 'adamw' with layerwise.overrides"
+        )
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        """Update states, then the parameters, each matrix by itself.
+
+        Raises:
+            UpdateError: the eigenvectors of a factor cannot be found.
+        """
+        decay = WeightDecay.of(self.recipe)
+        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            state["step"] += 1
+            step = int(state["step"])
+            try:
+                (given,) = decay.gradients([param], [grad], hyper)
+                for matrices, gradients, some in self._in_batches(param, given, state):
+                    update = self._update(gradients, some, step, hyper)
+                    if update is None:
+                        continue
+                    self._limit(update)
+                    decay.shrink_([matrices], [update], hyper)
+                    matrices.add_(update, alpha=-hyper.lr)
+                    del update
+            except LinAlgError as error:
+                raise UpdateError(
+                    index,
+                    f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its step "
+                    f"{step} ({str(error).partition(chr(10))[0]}); {self._hint(hyper)}gradients "
+                    "beyond 1e18 have no finite squares: clip them (gradient_clipping), or send "
+                    "the parameter to 'adamw' with layerwise.overrides",
+                ) from error
+
+    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
+        """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of
+        its own; None if they stay as they are."""
+        raise NotImplementedError
+
+    def _hint(self, hyper: Hyper) -> str:
+        """What else than gradients may have made a factor that has no eigenvectors, and the way out
+        of it.
+        """
+        return ""
+
+    def _in_batches(
+        self, param: Tensor, grad: Tensor, state: State
+    ) -> Iterator[tuple[Tensor, Tensor, State]]:
+        """Views of as many matrices as go together, (batch, rows, cols), with those of their
+        gradients and states.
+        """
+        if param.dim() == 2:
+            yield (
+                param[None],
+                grad[None],
+                {key: value[None] for key, value in state.items() if key != "step"},
+            )
+            return
+        for start in range(0, len(param), self.recipe.together(tuple(param.shape))):
+            some = slice(start, start + self.recipe.together(tuple(param.shape)))
+            yield (
+                param[some],
+                grad[some],
+                {key: value[some] for key, value in state.items() if key != "step"},
+            )
+
+    def _kept(self, step: int) -> float:
+        """What factors keep at a step: ``shampoo_beta``, or less while they would still be too
+        small.
+        """
+        beta = self.recipe.shampoo_beta
+        return 1 - (1 - beta) / (1 - beta**step) if self.recipe.correct_bias else beta
+
+    def _corrections(self, step: int, hyper: Hyper) -> tuple[float, float]:
+        """What first and second moments are divided by."""
+        if not self.recipe.correct_bias:
+            return 1.0, 1.0
+        return 1 - hyper.betas[0] ** step, 1 - hyper.betas[1] ** step
+
+    def _is_due(self, step: int) -> bool:
+        """Whether bases or roots are computed anew."""
+        return (step - 1) % self.recipe.precondition_frequency == 0
+
+    def _limit(self, update: Tensor) -> None:
+        """Scale each matrix down to ``max_update_rms``, in place."""
+        if self.recipe.max_update_rms:
+            rms = norms_of(update) / math.sqrt(update.shape[-2] * update.shape[-1])
+            update.mul_((self.recipe.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
+
+
+def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (batch, n), largest first, and eigenvectors (batch, n, n) of symmetric matrices.
+
+    What does not converge is tried once more in the widest dtype, whose result is rounded.
+
+    Raises:
+        LinAlgError: it does not converge there, either, or on a device that does not say so has
+            made NaN of it.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except LinAlgError:
+        values, vectors = torch.linalg.eigh(factor.to(widest_float()))
+    check_finite(values, "an eigenvalue")
+    return values.flip(-1).to(factor.dtype), vectors.flip(-1).to(factor.dtype)
+
+
+def check_finite(values: Tensor, what: str) -> None:
+    """Refuse ``values`` that are not all finite, as far as they have memory.
+
+    Raises:
+        LinAlgError: names ``what``.
+    """
+    if not values.is_meta and not torch.isfinite(values).all():
+        raise LinAlgError(f"{what} is not finite")

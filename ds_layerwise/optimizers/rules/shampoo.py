@@ -1,0 +1,84 @@
+"""Shampoo: the momentum between inverse roots of its factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.optimizers.rules.kronecker import Kronecker, eigh
+from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.recipes.rules import shampoo_recipe as recipes
+
+
+@dataclass(frozen=True, slots=True)
+class Shampoo(Kronecker):
+    """Shampoo, for whole matrices G of (rows, cols).
+
+    The rule is Distributed Shampoo's (arXiv 2309.06497, facebookresearch/optimizers), whole
+    matrices in place of blocks, from the first step on::
+
+        L <- b L + (1 - b) G Gᵀ,  R <- b R + (1 - b) Gᵀ G,
+            b = 1 - (1 - shampoo_beta) / (1 - shampoo_beta^t)
+        exp_avg <- betas[0] exp_avg + (1 - betas[0]) G
+        U = L^(-1/4) exp_avg R^(-1/4)
+        W <- W - lr ‖A‖ / ‖U‖ U,
+            A = exp_avg / (sqrt(exp_avg_sq) + eps), Adam's update, with its corrections
+
+    A root is that of the eigenvalues, negative ones taken for 0, plus ``matrix_eps`` times the
+    largest; so it does not depend on the size of gradients (Distributed Shampoo adds its epsilon as
+    it is). A factor of zeros has the identity for a root. Where one side alone has a factor, its
+    root is the square one, -1/2.
+
+    With ``grafting`` "none", ``statistics`` "sum" and betas[0] of 0 it is the first Shampoo (arXiv
+    1802.09568, algorithm 1), but for the size of ``matrix_eps``.
+
+    State: ``exp_avg``, and ``exp_avg_sq`` with grafting, like the parameter; ``L``, ``R``,
+    ``root_L``, ``root_R`` square, without those of a side beyond ``max_side``; ``step``, 0-d
+    float32 on the CPU.
+    """
+
+    recipe: recipes.Shampoo
+
+    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor:
+        sides = self.recipe.sides(tuple(grad.shape))
+        kept, new = (
+            (1.0, 1.0)
+            if self.recipe.statistics == "sum"
+            else (self._kept(step), 1 - self._kept(step))
+        )
+        for key in sides:
+            matrix = grad if key == "L" else grad.mT
+            state[key].baddbmm_(matrix, matrix.mT, beta=kept, alpha=new)
+            if self._is_due(step):
+                state[f"root_{key}"].copy_(self._root(state[key], -0.5 / len(sides)))
+        (beta1, beta2), (correction1, correction2) = hyper.betas, self._corrections(step, hyper)
+        momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
+        update = state["root_L"] @ momentum if "L" in sides else momentum
+        update = update @ state["root_R"] if "R" in sides else update
+        if self.recipe.grafting == "none":
+            return update.div_(correction1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        of_adam = (
+            (second / correction2)
+            .sqrt_()
+            .add_(hyper.eps)
+            .reciprocal_()
+            .mul_(momentum)
+            .div_(correction1)
+        )
+        return update.mul_(
+            norms_of(of_adam) / norms_of(update).clamp_min(torch.finfo(update.dtype).tiny)
+        )
+
+    def _root(self, factor: Tensor, exponent: float) -> Tensor:
+        values, vectors = eigh(factor)
+        largest = values[..., :1]
+        powers: Tensor = torch.where(
+            largest > 0,
+            values.clamp_min(0).add_(largest, alpha=self.recipe.matrix_eps).pow_(exponent),
+            1.0,
+        )
+        return (vectors * powers.unsqueeze(-2)) @ vectors.mT

@@ -1,0 +1,179 @@
+"""SOAP: Adam in the eigenbases of Shampoo's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.optimizers.rules.kronecker import Kronecker, check_finite, eigh
+from ds_layerwise.recipes.rules import soap_recipe as recipes
+
+
+@dataclass(frozen=True, slots=True)
+class Soap(Kronecker):
+    """SOAP and KL-SOAP, for whole matrices G of (rows, cols).
+
+    Adam with both averages corrected, of the gradient as the bases see it (arXiv 2409.11321,
+    algorithm 3)::
+
+        exp_avg <- betas[0] exp_avg + (1 - betas[0]) G
+        exp_avg_sq <- betas[1] exp_avg_sq + (1 - betas[1]) (Q_Lᵀ G Q_R)²
+        W <- W - lr Q_L (Q_Lᵀ exp_avg Q_R / (sqrt(exp_avg_sq) + eps)) Q_Rᵀ
+
+    and then, or before that where ``lagged_basis`` is false::
+
+        L <- b L + (1 - b) G Gᵀ,  R <- b R + (1 - b) Gᵀ G,
+            b = 1 - (1 - shampoo_beta) / (1 - shampoo_beta^t)
+        Q_L <- the eigenvectors of L at t = 1, then the Q of L Q_L, whose columns are in the
+            order of diag(Q_Lᵀ L Q_L)
+
+    and so for Q_R; the columns of ``exp_avg_sq`` are sorted with those of a basis, and bases
+    computed anew at t = 1 and every ``precondition_frequency`` steps after it. Lagged, as the
+    paper's code has it, the first step makes factors and bases and nothing else, and Adam's count
+    starts at the second. Emerging-Optimizers (0.3.0, ``soap/soap.py``) has bases anew at each step
+    before they are used, and leaves no step out: there the first gradient is a diagonal matrix in
+    bases that are its own, so that of all other elements Adam divides rounding by rounding, and the
+    first update is mostly such noise.
+
+    ``exp_avg`` is the average of the gradient itself, from which other optimizers can go on; where
+    packages keep it in the bases, the two differ by rounding.
+
+    KL-SOAP (arXiv 2509.03378, as in Emerging-Optimizers) weighs each factor by the eigenvalues of
+    the other, which are computed with its basis, and are at least ``eps``::
+
+        L <- b L + (1 - b) / cols * G Q_R diag(1 / eigvals_R) Q_Rᵀ Gᵀ,
+        R <- b R + (1 - b) / rows * Gᵀ Q_L ... G
+
+    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, taken for ``eps``, with which a
+    first gradient much larger than ``eps`` outweighs hundreds of later ones.
+
+    State: ``exp_avg``, ``exp_avg_sq`` like the parameter; ``L``, ``R``, ``Q_L``, ``Q_R`` square,
+    without those of a side beyond ``max_side``, which has the identity for a basis; ``eigvals_L``,
+    ``eigvals_R`` for KL-SOAP; ``step``, 0-d float32 on the CPU.
+    """
+
+    recipe: recipes.Soap
+
+    def init_state(self, param: Tensor) -> State:
+        """Zeros, bases of the parameter's own axes, and eigenvalues of 1."""
+        state = Kronecker.init_state(self, param)
+        for key, value in state.items():
+            if key.startswith("Q_"):
+                value.diagonal(dim1=-2, dim2=-1).fill_(1)
+            elif key.startswith("eigvals_"):
+                value.fill_(1)
+        return state
+
+    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
+        if not self.recipe.lagged_basis:
+            self._learn(grad, state, step, hyper)
+            return self._adam(grad, state, step, hyper)
+        # What the bases are made of later does not move what is returned.
+        update = None if step == 1 else self._adam(grad, state, step - 1, hyper)
+        self._learn(grad, state, step, hyper)
+        return update
+
+    def _adam(self, grad: Tensor, state: State, count: int, hyper: Hyper) -> Tensor:
+        """Adam's update number ``count`` in the bases, turned back."""
+        (beta1, beta2), (correction1, correction2) = hyper.betas, self._corrections(count, hyper)
+        momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
+        if self.recipe.nesterov:
+            after = self._corrections(count + 1, hyper)[0]
+            momentum = (momentum * (beta1 / after)).add_(grad, alpha=(1 - beta1) / correction1)
+            correction1 = 1.0
+        turned = into(grad, state)
+        state["exp_avg_sq"].lerp_(turned.square_(), 1 - beta2)
+        del turned
+        update = into(momentum, state)
+        update.div_((state["exp_avg_sq"] / correction2).sqrt_().add_(hyper.eps).mul_(correction1))
+        return out_of(update, state)
+
+    def _learn(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
+        """Let factors, and bases if it is their time, know ``grad``.
+
+        Raises:
+            LinAlgError: a basis cannot be found.
+        """
+        self._add_to_factors(grad, state, step, hyper)
+        if self._is_due(step):
+            for key in self.recipe.sides(tuple(grad.shape)):
+                self._renew_basis(key, state, first=step == 1)
+
+    def _hint(self, hyper: Hyper) -> str:
+        """See :meth:`.kronecker.Kronecker._hint`."""
+        return (
+            f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; "
+            * (self.recipe.kl and hyper.eps < 1e-10)
+        )
+
+    def _add_to_factors(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
+        kept = self._kept(step)
+        for key, other, matrix in (("L", "R", grad), ("R", "L", grad.mT)):
+            if key not in state:
+                continue
+            if not self.recipe.kl:
+                state[key].baddbmm_(matrix, matrix.mT, beta=kept, alpha=1 - kept)
+                continue
+            # Rows of what is multiplied with its transpose, in the basis of the other factor.
+            seen = matrix @ state[f"Q_{other}"] if other in state else matrix
+            weighed = (
+                seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
+                if other in state
+                else seen
+            )
+            state[key].baddbmm_(weighed, seen.mT, beta=kept, alpha=(1 - kept) / matrix.shape[-1])
+
+    def _renew_basis(self, key: str, state: State, *, first: bool) -> None:
+        factor, basis = state[key], state[f"Q_{key}"]
+        values: Tensor | None = None
+        if first:
+            values, vectors = eigh(factor)
+        else:
+            image = factor @ basis
+            seen = (basis * image).sum(-2)
+            # QR would make NaN of it without a word, and the weights would follow.
+            check_finite(seen, key)
+            order = torch.argsort(seen, dim=-1, descending=True, stable=True)
+            del seen
+            _sort_(state["exp_avg_sq"], order, -2 if key == "L" else -1)
+            if self.recipe.basis == "eigh":
+                del image
+                values, vectors = eigh(factor)
+            else:
+                _sort_(image, order, -1)
+                vectors = torch.linalg.qr(image).Q
+                for _ in range(self.recipe.power_iter_steps - 1):
+                    torch.matmul(factor, vectors, out=image)
+                    del vectors
+                    vectors = torch.linalg.qr(image).Q
+                del image
+        basis.copy_(vectors)
+        del vectors
+        if self.recipe.kl:
+            state[f"eigvals_{key}"].copy_(
+                (basis * (factor @ basis)).sum(-2) if values is None else values
+            )
+
+
+def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    """``Q_Lᵀ X Q_R`` of matrices X, in memory of its own; one of the bases may be missing, the
+    identity.
+    """
+    turned = bases["Q_L"].mT @ matrices if "Q_L" in bases else matrices
+    return turned @ bases["Q_R"] if "Q_R" in bases else turned
+
+
+def out_of(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    """``Q_L X Q_Rᵀ``, see :func:`into`."""
+    turned = bases["Q_L"] @ matrices if "Q_L" in bases else matrices
+    return turned @ bases["Q_R"].mT if "Q_R" in bases else turned
+
+
+def _sort_(values: Tensor, order: Tensor, axis: int) -> None:
+    """Put ``values`` (batch, rows, cols) in ``order`` (batch, n) along ``axis``, in place."""
+    index = order.unsqueeze(-3 - axis).expand_as(values)
+    values.copy_(values.gather(axis, index))

@@ -1,0 +1,112 @@
+"""Parts of a fused matrix as tensors: views where strides make a matrix of a part, else copies that
+go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.recipes.targets.fused_parts import Place
+
+
+def view_of(value: Tensor, place: Place) -> Tensor:
+    """The elements at ``place`` of ``value``, a contiguous tensor of the parameter's elements; of
+    shape ``sizes``.
+    """
+    return value.as_strided(place.sizes, place.strides, value.storage_offset() + place.start)
+
+
+class Seen(NamedTuple):
+    """Master, gradient and states of one parameter, or of one part: what a rule updates.
+
+    Where ``shape`` is not None, all but the states that are not ``like`` the parameter are views of
+    as many runs as the part lies in, of which a rule gets copies of that shape.
+    """
+
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    shape: tuple[int, ...] | None = None
+    like: Set[str] = frozenset()
+
+    def copy(self) -> Seen:
+        """What a rule works on: copies in memory of their own, or this itself where it needs
+        none.
+        """
+        if self.shape is None:
+            return self
+        state = {
+            key: value.reshape(self.shape) if key in self.like else value
+            for key, value in self.state.items()
+        }
+        return Seen(self.param.reshape(self.shape), self.grad.reshape(self.shape), state)
+
+    def take_back(self, copy: Seen) -> None:
+        """Write what a rule has made of :meth:`copy` where it lies."""
+        if self.shape is None:
+            return
+        self.param.copy_(copy.param.view_as(self.param))
+        for key in self.like & self.state.keys():
+            self.state[key].copy_(copy.state[key].view_as(self.state[key]))
+
+
+def first_state(
+    whole: Tensor,
+    places: Mapping[str, Place],
+    like: Set[str],
+    init: Callable[[Tensor], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """What ``init`` makes of each part of ``whole``, by the names of
+    :meth:`.recipes.targets.fused_parts.Parts.states`.
+    """
+    found: dict[str, Tensor] = {}
+    for name, place in places.items():
+        for key, value in init(view_of(whole, place).reshape(place.shape)).items():
+            if key not in like:
+                found[f"{key}.{name}"] = value
+                continue
+            if key not in found:
+                found[key] = torch.empty_like(whole, dtype=value.dtype, device=value.device)
+            into = view_of(found[key], place)
+            into.copy_(value.reshape(into.shape))
+    return found
+
+
+def seen_parts(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    places: Mapping[str, Place],
+    like: Set[str],
+) -> list[Seen]:
+    """Each part of a parameter, in their order.
+
+    Args:
+        param, grad, state: of the whole parameter, contiguous; of states that are not ``like`` it,
+            those of each part, see :meth:`.recipes.targets.fused_parts.Parts.states`.
+        places: by part, where it lies.
+    """
+    found = []
+    for name, place in places.items():
+        own = {key: view_of(state[key], place) for key in state if key in like}
+        own.update(
+            {
+                key.removesuffix(f".{name}"): value
+                for key, value in state.items()
+                if key.endswith(f".{name}")
+            }
+        )
+        found.append(
+            Seen(
+                view_of(param, place),
+                view_of(grad, place),
+                own,
+                None if place.is_view else place.shape,
+                like,
+            )
+        )
+    return found

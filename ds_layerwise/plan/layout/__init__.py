@@ -1,0 +1,1 @@
+"""The layout: buckets, shards and owners."""

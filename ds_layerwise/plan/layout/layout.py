@@ -1,0 +1,479 @@
+"""Where parameters live: the result of a plan, checked once, then only read.
+
+Per dtype there is one flat buffer. Buckets tile it; inside a bucket lie the shards of rank 0, 1,
+...; every parameter has one contiguous home, its slot. Offsets and sizes are in elements, never
+bytes, and offsets count from the start of the buffer of the bucket's dtype. No value here can be
+built wrong: what holds one need not check it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.layout.shards import Numels, Shards
+
+#: How a bucket gets to its owners and back; see :class:`Bucket`.
+Way = Literal["even", "ragged", "cuts"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What a planner knows of one parameter.
+
+    ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is
+    the FLOPs of one update, 0 for what is cut; ``state_bytes`` those of all its states together.
+    ``ep_size`` is how many different parameters go by this name, on as many consecutive ranks,
+    again and again: more than 1 for experts, of which each rank has its own. ``wire`` is the dtype
+    that the gradient travels in; a bucket has one.
+
+    Raises:
+        LayoutError: no name, no elements, ep_size below 1, or work that nobody would do.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    whole: bool
+    work: int = 0
+    ep_size: int = 1
+    wire: str = "float32"
+    state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.dtype:
+            raise LayoutError(
+                f"a parameter needs a name and a dtype, got name {self.name!r}, dtype "
+                f"{self.dtype!r}"
+            )
+        if any(size < 1 for size in self.shape):
+            raise LayoutError(
+                f"{self.name}: every axis needs at least 1 element, got shape {self.shape}"
+            )
+        if self.ep_size < 1:
+            raise LayoutError(f"{self.name}: ep_size must be at least 1, got {self.ep_size}")
+        if self.work < 0 or (self.work and not self.whole):
+            raise LayoutError(
+                f"{self.name}: work must be at least 0, and 0 where whole is false, got "
+                f"{self.work} with whole {self.whole}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """The number of elements; 1 for a 0-d parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The home of one whole parameter: ``[start, stop)`` of its buffer."""
+
+    name: str
+    start: int
+    numel: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.numel < 1:
+            raise LayoutError(
+                f"{self.name}: a slot needs start >= 0 and numel >= 1, got start {self.start}, "
+                f"numel {self.numel}"
+            )
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a slot that lies in one rank's shard.
+
+    ``start`` is an offset in the buffer, ``param_start`` the offset of the same element in the
+    flattened parameter.
+    """
+
+    name: str
+    start: int
+    numel: int
+    param_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0,
+    of rank 1, ...
+
+    Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole``
+    bucket no slot crosses a border between shards. Where parameters are experts, every ``ep_size``
+    consecutive ranks of the layout have the same shard, each of its own experts, and a collective
+    takes the ranks that have the same ones.
+
+    ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``,
+    straight to them with shards of any length; ``cuts``, whatever its shards, in as many equal cuts
+    as there are shards, cut r to holder r, from where one exchange a step moves what belongs to
+    others. By default ``even`` where all shards are equal, else ``ragged``.
+
+    Raises:
+        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it
+            must not cross; or the bucket cannot go that way.
+    """
+
+    index: int
+    dtype: str
+    whole: bool
+    start: int
+    shard_numels: Sequence[int]
+    """How many elements each shard has; kept as :class:`.plan.layout.shards.Numels`."""
+    slots: tuple[Slot, ...]
+    ep_size: int = 1
+    way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
+    shards: Shards = field(init=False, repr=False, compare=False)
+    """What follows from ``shard_numels``; where they start is an offset in the buffer."""
+    holders: int = field(init=False, repr=False, compare=False)
+    """How many shards there are: the size of a group of ranks that hold the bucket together."""
+    cut_numel: int = field(init=False, repr=False, compare=False)
+    """The length of each of as many equal cuts as there are shards; of use where the way is
+    ``cuts``.
+    """
+
+    def __post_init__(self) -> None:
+        if (
+            self.index < 0
+            or self.start < 0
+            or not self.shard_numels
+            or not self.slots
+            or self.ep_size < 1
+        ):
+            raise LayoutError(
+                f"bucket {self.index}: index and start must be at least 0, shards, slots and "
+                f"ep_size at least 1, got start {self.start}, {len(self.shard_numels)} shards, "
+                f"{len(self.slots)} slots, ep_size {self.ep_size}"
+            )
+        numels = Numels.of(self.shard_numels)
+        object.__setattr__(self, "shard_numels", numels)
+        shards = Shards.of(numels, self.start)
+        if shards.shortest < 0:
+            raise LayoutError(
+                f"bucket {self.index}: shards must have at least 0 elements, that of rank "
+                f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}"
+            )
+        object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "holders", numels.size)
+        object.__setattr__(self, "cut_numel", shards.numel // numels.size)
+        if cast("Way | None", self.way) is None:
+            object.__setattr__(self, "way", self._default_way)
+        self._check_slots()
+        self._check_way()
+
+    @property
+    def _default_way(self) -> Way:
+        return "even" if self.is_even else "ragged"
+
+    @property
+    def _lengths(self) -> str:
+        return f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
+
+    def _check_way(self) -> None:
+        if self.way not in get_args(Way):
+            raise LayoutError(
+                f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got "
+                f"{self.way!r}"
+            )
+        if not self.whole and self.way != "even":
+            raise LayoutError(
+                f"bucket {self.index}: slots that are cut over the ranks take equal shards and the "
+                f"way 'even', got way {self.way!r} and shards of {self._lengths}"
+            )
+        if self.way == "even" and not self.is_even:
+            raise LayoutError(
+                f"bucket {self.index}: the way 'even' takes equal shards, got {self._lengths}"
+            )
+        if self.way == "cuts" and self.shards.numel % self.holders:
+            raise LayoutError(
+                f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, "
+                f"one cut a shard, got {self.shards.numel}"
+            )
+
+    def _check_slots(self) -> None:
+        end_of_previous = self.start
+        for slot in self.slots:
+            if not (self.start <= slot.start and slot.stop <= self.stop):
+                raise LayoutError(
+                    f"{slot.name}: [{slot.start}, {slot.stop}) leaves bucket {self.index}, "
+                    f"[{self.start}, {self.stop})"
+                )
+            if slot.start < end_of_previous:
+                raise LayoutError(
+                    f"{slot.name}: [{slot.start}, {slot.stop}) starts before the end "
+                    f"{end_of_previous} of the slot before it in bucket {self.index}"
+                )
+            end_of_previous = slot.stop
+        if self.whole:
+            self._check_owners()
+
+    def _check_owners(self) -> None:
+        filled, starts, lengths = self.shards[:3]
+        i = 0
+        for slot in self.slots:
+            i = bisect_right(starts, slot.start, i) - 1
+            if slot.stop > starts[i] + lengths[i]:
+                raise LayoutError(
+                    f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{starts[i]}, "
+                    f"{starts[i] + lengths[i]}) of rank {filled[i] * self.ep_size} in bucket "
+                    f"{self.index}"
+                )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards have the same length."""
+        return self.shards.is_even
+
+    @property
+    def numel(self) -> int:
+        """All shards together, padding included."""
+        return self.shards.numel
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.shards.numel
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the layout."""
+        return self.holders * self.ep_size
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is
+        empty.
+
+        Raises:
+            LayoutError: the layout has no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
+        number = rank // self.ep_size
+        i = bisect_left(self.shards.filled, number)
+        start = self.shards.starts[i] if i < len(self.shards.starts) else self.stop
+        is_filled = i < len(self.shards.filled) and self.shards.filled[i] == number
+        return start, start + (self.shards.lengths[i] if is_filled else 0)
+
+    def non_empty_shards(self) -> Iterator[tuple[int, int]]:
+        """``(rank, numel)`` of every shard that has elements, in rank order."""
+        return (
+            (number * self.ep_size + ep_rank, numel)
+            for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True)
+            for ep_rank in range(self.ep_size)
+        )
+
+    def owners(self, slot: Slot) -> range:
+        """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its
+        name.
+        """
+        owner = self.owner(slot)
+        return range(owner, owner + self.ep_size)
+
+    def owner(self, slot: Slot) -> int:
+        """The rank that holds ``slot``, or the first expert of its name, as a whole.
+
+        Raises:
+            LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
+        """
+        if not self.whole or not self.start <= slot.start < self.stop:
+            raise LayoutError(
+                f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
+                f"[{self.start}, {self.stop}), whole {self.whole}"
+            )
+        return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What lies in the shard of ``rank``, in memory order, without padding."""
+        start, stop = self.shard(rank)
+        if start == stop:
+            return ()
+        first = bisect_right(self.slots, start, key=lambda slot: slot.stop)
+        last = bisect_left(self.slots, stop, key=lambda slot: slot.start)
+        return tuple(_cut(slot, start, stop) for slot in self.slots[first:last])
+
+
+def _cut(slot: Slot, start: int, stop: int) -> Piece:
+    begin = max(slot.start, start)
+    return Piece(slot.name, begin, min(slot.stop, stop) - begin, begin - slot.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A complete placement of parameters over ``world_size`` ranks.
+
+    ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order,
+    without gap or overlap. Slots and shards start at multiples of ``alignment``, and so do the cuts
+    of buckets that travel in cuts.
+
+    Raises:
+        LayoutError: any of this does not hold, or a parameter has two slots.
+    """
+
+    policy: str
+    world_size: int
+    alignment: int
+    buckets: tuple[Bucket, ...]
+    _buffers: dict[str, int] = field(init=False, repr=False, compare=False)
+    _homes: dict[str, tuple[Bucket, Slot]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.policy or self.world_size < 1 or self.alignment < 1:
+            raise LayoutError(
+                "a layout needs a policy, world_size >= 1 and alignment >= 1, got "
+                f"{self.policy!r}, {self.world_size}, {self.alignment}"
+            )
+        buffers: dict[str, int] = {}
+        homes: dict[str, tuple[Bucket, Slot]] = {}
+        for index, bucket in enumerate(self.buckets):
+            self._check_bucket(bucket, index, expected_start=buffers.get(bucket.dtype, 0))
+            buffers[bucket.dtype] = bucket.stop
+            for slot in bucket.slots:
+                if slot.name in homes:
+                    raise LayoutError(
+                        f"{slot.name} is in bucket {homes[slot.name][0].index} and in bucket "
+                        f"{index}"
+                    )
+                homes[slot.name] = bucket, slot
+        object.__setattr__(self, "_buffers", buffers)
+        object.__setattr__(self, "_homes", homes)
+
+    def _check_bucket(self, bucket: Bucket, index: int, expected_start: int) -> None:
+        if bucket.index != index:
+            raise LayoutError(f"bucket {bucket.index} is at place {index} of the launch order")
+        if bucket.world_size != self.world_size:
+            raise LayoutError(
+                f"bucket {index} has {len(bucket.shard_numels)} shards with ep_size "
+                f"{bucket.ep_size}, the layout {self.world_size} ranks"
+            )
+        if bucket.start != expected_start:
+            raise LayoutError(
+                f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one "
+                f"before it stops at {expected_start}"
+            )
+        for rank, numel in (
+            [(0, bucket.shard_numels[0])] if bucket.is_even else bucket.non_empty_shards()
+        ):
+            if numel % self.alignment:
+                raise LayoutError(
+                    f"bucket {index}: the shard of rank {rank} has {numel} elements, not a "
+                    f"multiple of {self.alignment}"
+                )
+        if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
+            raise LayoutError(
+                f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
+                f"{self.alignment}"
+            )
+        for slot in bucket.slots:
+            if slot.start % self.alignment:
+                raise LayoutError(
+                    f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}"
+                )
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Every dtype that has a buffer, in launch order of its first bucket."""
+        return tuple(self._buffers)
+
+    def buffer_numel(self, dtype: str) -> int:
+        """The length of the buffer of ``dtype``, padding included."""
+        if dtype not in self._buffers:
+            raise LayoutError(
+                f"no parameter of this layout is {dtype}; it has "
+                f"{', '.join(self._buffers) or 'none'}"
+            )
+        return self._buffers[dtype]
+
+    def bucket_of(self, name: str) -> Bucket:
+        """The bucket that holds the parameter ``name``."""
+        return self._home(name)[0]
+
+    def slot(self, name: str) -> Slot:
+        """The home of the parameter ``name``."""
+        return self._home(name)[1]
+
+    def _home(self, name: str) -> tuple[Bucket, Slot]:
+        if name not in self._homes:
+            raise LayoutError(f"{name} is not in this layout of {len(self._homes)} parameters")
+        return self._homes[name]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds, bucket by bucket, in memory order. Offsets are in the buffer of the
+        bucket's dtype.
+        """
+        return tuple(piece for bucket in self.buckets for piece in bucket.pieces(rank))
+
+    def to_json(self) -> str:
+        """The layout as one line. Shard lengths are run-length coded: ``[[how many ranks, numel],
+        ...]``.
+        """
+        return json.dumps(
+            {
+                "policy": self.policy,
+                "world_size": self.world_size,
+                "alignment": self.alignment,
+                "buckets": [
+                    {
+                        "dtype": b.dtype,
+                        "whole": b.whole,
+                        "start": b.start,
+                        "shards": Numels.of(b.shard_numels).runs(),
+                        "slots": [[s.name, s.start, s.numel] for s in b.slots],
+                        **({"variants": b.ep_size} if b.ep_size > 1 else {}),
+                        **({"way": b.way} if b.way != b._default_way else {}),
+                    }
+                    for b in self.buckets
+                ],
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The layout that :meth:`to_json` wrote.
+
+        Raises:
+            LayoutError: ``text`` is something else, or breaks an invariant.
+        """
+        try:
+            values = json.loads(text)
+            return cls(
+                values["policy"],
+                values["world_size"],
+                values["alignment"],
+                tuple(_bucket_from_json(index, b) for index, b in enumerate(values["buckets"])),
+            )
+        except LayoutError:
+            raise
+        except (ValueError, KeyError, TypeError) as e:
+            raise LayoutError(
+                f"not a layout: {type(e).__name__}: {e}; the text starts with {text[:60]!r}"
+            ) from e
+
+    def digest(self) -> str:
+        """A short hash: equal on two ranks if and only if their layouts are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+
+def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
+    way: Any = values.get("way")
+    return Bucket(
+        index,
+        values["dtype"],
+        values["whole"],
+        values["start"],
+        Numels.of_runs(values["shards"]),
+        tuple(Slot(*slot) for slot in values["slots"]),
+        values.get("variants", 1),
+        way,
+    )

@@ -1,0 +1,1 @@
+"""Links between ranks, and the time that collectives take on them."""

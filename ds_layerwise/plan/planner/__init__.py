@@ -1,0 +1,1 @@
+"""The planner, from shapes to a layout."""

@@ -1,0 +1,92 @@
+"""Rows: as many equal parameters as there are shards, one each, so that a bucket of them has equal
+shards.
+
+A row travels as fast as ZeRO-1's buckets do, and without padding. What it takes is that its
+parameters, which come from several layers, are all there. No rank owns other than without rows:
+only equal parameters change places.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_layerwise.plan.layout.draft_buckets import Draft, draft_owned
+from ds_layerwise.plan.layout.owners import Item
+
+#: A row holds at most this part of the model, unless it fits into a bucket anyway: a reduction
+#: cannot hide behind the backward pass before its row is complete.
+_PART_OF_MODEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What of a stream goes in rows, and what does not."""
+
+    buckets: Sequence[Sequence[Item]]
+    """Each of one row or several; parameter i of a row belongs to shard i."""
+    rest: Sequence[Item]
+    """In backward order."""
+    owners: Mapping[int, int]
+    """The owners of the parameters that are in no row, by position."""
+
+    def drafts(self, holders: int, wire: str) -> list[Draft]:
+        """The buckets, laid out in ``holders`` equal shards."""
+        return [
+            draft_owned(
+                bucket,
+                [number % holders for number in range(len(bucket))],
+                holders,
+                wire,
+                sum(item.span for item in bucket) // holders,
+            )
+            for bucket in self.buckets
+        ]
+
+
+def row_limit(bucket_numel: int, model_numel: int) -> int:
+    """The most elements that a row of such a model may have."""
+    return max(bucket_numel, model_numel // _PART_OF_MODEL)
+
+
+def take_rows(
+    items: Sequence[Item], owners: Mapping[int, int], holders: int, *, bucket_numel: int, limit: int
+) -> Rows:
+    """Take as many rows out of a stream as its owners allow.
+
+    Args:
+        items: in backward order, of one dtype.
+        owners: the shard of each, by position. A rank that owns fewer of a size than others limits
+            the rows of it.
+        bucket_numel: rows that are complete one after another share a bucket until it holds this
+            many elements.
+        limit: longer rows are not made.
+    """
+    by_size: dict[tuple[int, int], list[Item]] = defaultdict(list)
+    for item in items:
+        by_size[item.numel, item.work].append(item)
+    rows: list[list[Item]] = []
+    new_owners: dict[int, int] = {}
+    for (numel, _), equal in by_size.items():
+        counts = np.bincount([owners[item.position] for item in equal], minlength=holders)
+        num_rows = int(counts.min()) if numel * holders <= limit else 0
+        rows += [equal[i * holders : (i + 1) * holders] for i in range(num_rows)]
+        # The first ones in backward order: what is left over makes the last reductions, which
+        # nothing hides, short.
+        left = np.repeat(np.arange(holders), counts - num_rows).tolist()
+        new_owners.update(
+            zip((item.position for item in equal[num_rows * holders :]), left, strict=True)
+        )
+    rows.sort(key=lambda row: row[-1].position)
+    buckets: list[list[Item]] = []
+    held = bucket_numel
+    for row in rows:
+        if held >= bucket_numel:
+            buckets.append([])
+            held = 0
+        buckets[-1] += row
+        held += sum(item.numel for item in row)
+    return Rows(buckets, [item for item in items if item.position in new_owners], new_owners)

@@ -1,0 +1,427 @@
+"""Decide where parameters live: who owns which matrix, what shares a bucket, how long each shard
+is.
+
+Pure functions from shapes to a :class:`Layout`. This module never sees a tensor, a device or a
+process group, and decides by whole numbers only, so that every rank, the command line and the tests
+compute the same answer from the same arguments. Sizes are in elements.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, get_args
+
+from ds_layerwise.config.sections import LayoutPolicy
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.plan.layout.draft_buckets import Draft, cut_stream, draft_owned, draft_split
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
+from ds_layerwise.plan.network.links import NVLINK_IB, Links, group_of
+from ds_layerwise.plan.network.reduction import Reduction, check_reduction
+from ds_layerwise.plan.network.transport import (
+    Load,
+    WireTime,
+    choose_ways,
+    padded_for_cuts,
+    time_of_drafts,
+    wire_time,
+)
+from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
+
+
+def plan_layout(
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    *,
+    bucket_numel: int,
+    policy: str = "balanced",
+    alignment: int = 64,
+    links: Links | None = None,
+    reduction: Reduction = "ordered",
+    stage: int = 1,
+) -> Layout:
+    """Place parameters over ``world_size`` ranks.
+
+    Args:
+        specs: in model order; buckets walk them backwards, as gradients come.
+        bucket_numel: a bucket closes once it holds this many elements, so it may be one large
+            parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`; or sooner, where
+            few buckets would leave the sums inside nodes and those between them nothing to overlap
+            with.
+        policy: ``balanced`` balances the whole model, with shards of any length and no padding but
+            that of aligned starts; ``lpt`` and ``size_matching`` make the shards of each bucket
+            equal, as Megatron-LM's layer-wise optimizer did in #4771 and in #4509, and ``lpt``
+            makes buckets larger where they would be mostly padding. None matters to parameters that
+            are cut by element.
+        alignment: slots and shards start at multiples of this.
+        links: what ways are chosen for where the policy is ``balanced``;
+            :data:`.plan.network.links.NVLINK_IB` if None.
+        reduction: how sums are made; see :mod:`.plan.network.reduction`.
+        stage: of ZeRO. At stage 2 no bucket is a row of equal matrices, whose gradients wait for
+            each other: they would have memory of their own while they wait.
+
+    Raises:
+        LayoutError: an argument is out of range, or two parameters have the same name.
+    """
+    return Layout(
+        policy,
+        world_size,
+        alignment,
+        _assemble(
+            draft_layout(
+                specs,
+                world_size,
+                bucket_numel=bucket_numel,
+                policy=policy,
+                alignment=alignment,
+                links=links,
+                reduction=reduction,
+                stage=stage,
+            )
+        ),
+    )
+
+
+def draft_layout(
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    *,
+    bucket_numel: int,
+    policy: str = "balanced",
+    alignment: int = 64,
+    links: Links | None = None,
+    reduction: Reduction = "ordered",
+    stage: int = 1,
+) -> list[Draft]:
+    """The buckets of :func:`plan_layout`, which takes the same and raises the same, in launch
+    order.
+
+    They are all that a prediction of times asks for, without the memory, and take half the time.
+    """
+    _check(specs, world_size, bucket_numel, policy, alignment, reduction)
+    links = links or NVLINK_IB
+    made = partial(
+        _drafts,
+        specs,
+        world_size,
+        policy=policy,
+        alignment=alignment,
+        links=links,
+        reduction=reduction,
+        stage=stage,
+    )
+    drafts = made(bucket_numel)
+    if (
+        policy == "balanced"
+        and _overlaps_levels(world_size, links, reduction)
+        and len(drafts) <= _FEW_BUCKETS
+    ):
+        full = min(bucket_numel, sum(spec.numel for spec in specs))
+        drafts = _or_faster(
+            drafts,
+            [made(-(-full // parts)) for parts in _PARTS],
+            lambda drafts: time_of_drafts(drafts, links, reduction, stage),
+        )
+    # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for
+    # a later one.
+    return sorted(drafts, key=lambda draft: draft.position)
+
+
+def _drafts(
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    bucket_numel: int,
+    *,
+    policy: str,
+    alignment: int,
+    links: Links,
+    reduction: Reduction,
+    stage: int,
+) -> list[Draft]:
+    streams: dict[_Stream, list[Item]] = defaultdict(list)
+    for position, spec in enumerate(reversed(specs)):
+        span = spec.numel + -spec.numel % alignment
+        streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
+            Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.ep_size)
+        )
+    drafts: list[Draft] = []
+    owned: dict[_Stream, list[Item]] = {}
+    for stream, items in streams.items():
+        holders = world_size // stream.ep_size
+        if not stream.whole:
+            drafts += [
+                draft_split(bucket, holders, stream.wire, alignment)
+                for bucket in cut_stream(items, bucket_numel)
+            ]
+        elif policy == "size_matching":
+            drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
+        elif policy == "lpt":
+            drafts += [
+                _equal_shards(bucket, holders, stream.wire)
+                for bucket in cut_stream(items, bucket_numel, holders)
+            ]
+        else:
+            owned[stream] = items
+    limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if stage == 1 else 0
+    drafts += _balance(
+        owned,
+        world_size,
+        bucket_numel,
+        limit,
+        partial(_send, links=links, reduction=reduction, stage=stage, alignment=alignment),
+    )
+    return drafts
+
+
+#: What other buckets must gain, in percent of what the collectives take, to be worth it: rows make
+#: gradients wait, and more buckets are more to launch.
+_MUST_GAIN = 2
+
+#: Of so few buckets, sums inside nodes and those of another bucket between them have little time
+#: beside each other.
+_FEW_BUCKETS = 8
+#: Into how many parts a bucket may be cut then.
+_PARTS = (2, 4, 8)
+
+
+def _overlaps_levels(holders: int, links: Links, reduction: Reduction) -> bool:
+    """Whether sums of one bucket inside nodes and those of another between them are made at a
+    time.
+    """
+    return reduction == "ordered" and not links.on_host and group_of(holders, links, 1).has_levels
+
+
+def _or_faster(
+    drafts: list[Draft], others: Sequence[list[Draft]], took: Callable[[list[Draft]], WireTime]
+) -> list[Draft]:
+    """``drafts``, or the fastest of ``others`` that leave no more to do after the last gradient, if
+    that gains.
+
+    Nobody knows here how long a backward pass is: half of what it may hide counts.
+    """
+
+    def felt(drafts: list[Draft]) -> int:
+        wire = took(drafts)
+        return wire.total - (wire.reduce - wire.last) // 2
+
+    limit = took(drafts).tail
+    found = min((each for each in others if took(each).tail <= limit), key=felt, default=drafts)
+    return found if 100 * felt(found) <= (100 - _MUST_GAIN) * felt(drafts) else drafts
+
+
+class _Stream(NamedTuple):
+    """What parameters have in common that may share a bucket."""
+
+    dtype: str
+    whole: bool
+    ep_size: int
+    wire: str
+
+
+def _check(
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    bucket_numel: int,
+    policy: str,
+    alignment: int,
+    reduction: str,
+) -> None:
+    for name, value in (
+        ("world_size", world_size),
+        ("bucket_numel", bucket_numel),
+        ("alignment", alignment),
+    ):
+        if value < 1:
+            raise LayoutError(f"{name} must be at least 1, got {value}")
+    if policy not in get_args(LayoutPolicy):
+        raise LayoutError(
+            f"policy must be one of {', '.join(get_args(LayoutPolicy))}, got {policy!r}"
+        )
+    check_reduction(reduction)
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise LayoutError(
+                f"{spec.name} is there twice among {len(specs)} parameters; names must differ"
+            )
+        if world_size % spec.ep_size:
+            raise LayoutError(
+                f"{spec.name} has ep_size {spec.ep_size}, which {world_size} ranks cannot share "
+                "evenly"
+            )
+        seen.add(spec.name)
+
+
+def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
+    ends: dict[str, int] = defaultdict(int)
+    buckets: list[Bucket] = []
+    for index, draft in enumerate(drafts):
+        dtype, ep_size = draft.items[0].dtype, draft.items[0].ep_size
+        start = ends[dtype]
+        slots = tuple(
+            Slot(item.name, start + offset, item.numel)
+            for item, offset in zip(draft.items, draft.offsets, strict=True)
+        )
+        buckets.append(
+            Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, ep_size, draft.way)
+        )
+        ends[dtype] = buckets[-1].stop
+    return tuple(buckets)
+
+
+# --- lpt and size_matching: equal shards in each bucket
+
+
+def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
+    """Largest parameter first, to the emptiest shard; all shards as long as the fullest."""
+    heap = [(0, rank) for rank in range(min(world_size, len(items)))]  # sorted, so a heap
+    owner_of: dict[int, int] = {}
+    for item in sorted(items, key=lambda item: (-item.numel, item.position)):
+        held, rank = heap[0]
+        heapq.heapreplace(heap, (held + item.span, rank))
+        owner_of[item.position] = rank
+    return draft_owned(
+        items, [owner_of[item.position] for item in items], world_size, wire, max(heap)[0]
+    )
+
+
+class _Shelves:
+    """Parameters that have no place yet, by size; within one size in backward order."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._shelves: dict[int, deque[Item]] = defaultdict(deque)
+        for item in items:
+            self._shelves[item.numel].append(item)
+        self._sizes = sorted(self._shelves)
+
+    def fill(self, room: int, numel: int) -> list[Item]:
+        """Take what goes into ``room``: one of ``numel`` elements first if there is any, then the
+        largest that fit.
+        """
+        taken: list[Item] = []
+        while fits := bisect_right(self._sizes, room):
+            size = numel if not taken and numel in self._shelves else self._sizes[fits - 1]
+            taken.append(self._shelves[size].popleft())
+            room -= taken[-1].span
+            if not self._shelves[size]:
+                del self._shelves[size]
+                self._sizes.remove(size)
+        return taken
+
+
+def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: str) -> list[Draft]:
+    """Buckets of rows: in a row every shard holds parameters of one size, or smaller ones that fit
+    in its place.
+
+    The seed of a row is the next parameter of the backward pass; those that share its row come from
+    anywhere in the model, so buckets are complete later than with the other policies.
+    """
+    shelves = _Shelves(items)
+    placed: set[int] = set()
+    drafts: list[Draft] = []
+    bucket: list[Item] = []
+    owners: list[int] = []
+    shard = 0
+    for seed in items:
+        if seed.position in placed:
+            continue
+        for rank in range(world_size):
+            taken = shelves.fill(seed.span, seed.numel)
+            if not taken:
+                break
+            bucket += taken
+            owners += [rank] * len(taken)
+            placed.update(item.position for item in taken)
+        shard += seed.span
+        if sum(item.numel for item in bucket) >= bucket_numel:
+            drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
+            bucket, owners, shard = [], [], 0
+    if bucket:
+        drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
+    return drafts
+
+
+# --- balanced: owners over the whole model, and for each bucket the way that suits its shards
+
+
+def _balance(
+    streams: Mapping[_Stream, list[Item]],
+    world_size: int,
+    bucket_numel: int,
+    limit: int,
+    send: Callable[[list[Draft]], tuple[list[Draft], int]],
+) -> list[Draft]:
+    """Buckets of whole parameters, with or without rows, whichever ``send`` makes faster; ``limit``
+    0 for none.
+    """
+    cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
+    owners = choose_owners([bucket for buckets in cut.values() for bucket in buckets], world_size)
+
+    def drafts(cut: Mapping[_Stream, list[list[Item]]], owners: Mapping[int, int]) -> list[Draft]:
+        return [
+            draft_owned(
+                bucket,
+                [owners[item.position] for item in bucket],
+                world_size // stream.ep_size,
+                stream.wire,
+            )
+            for stream, buckets in cut.items()
+            for bucket in buckets
+        ]
+
+    plain, plain_ns = send(drafts(cut, owners))
+    if not limit:
+        return plain
+    rows = {
+        stream: take_rows(
+            items, owners, world_size // stream.ep_size, bucket_numel=bucket_numel, limit=limit
+        )
+        for stream, items in streams.items()
+        if world_size > stream.ep_size
+    }
+    if not any(taken.buckets for taken in rows.values()):
+        return plain
+    rest: dict[_Stream, list[list[Item]]] = {}
+    by_holders: dict[int, list[list[Item]]] = defaultdict(list)
+    for stream in streams:
+        rest[stream] = (
+            cut_stream(rows[stream].rest, bucket_numel) if stream in rows else cut[stream]
+        )
+        by_holders[world_size // stream.ep_size] += rest[stream] if stream in rows else []
+    left = {position: owner for taken in rows.values() for position, owner in taken.owners.items()}
+    for holders, buckets in by_holders.items():
+        left.update(spread(buckets, left, holders))
+    in_rows, in_rows_ns = send(
+        [
+            draft
+            for stream, taken in rows.items()
+            for draft in taken.drafts(world_size // stream.ep_size, stream.wire)
+        ]
+        + drafts(rest, {**owners, **left})
+    )
+    return in_rows if 100 * in_rows_ns <= (100 - _MUST_GAIN) * plain_ns else plain
+
+
+def _send(
+    drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int, alignment: int
+) -> tuple[list[Draft], int]:
+    """``drafts`` with their ways, padded where they travel in cuts, and what their collectives
+    take, nanoseconds.
+    """
+    loads = [Load.of_draft(draft, reduction, stage) for draft in drafts]
+    ways = choose_ways(loads, links, reduction, alignment)
+    for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
+        numel = (
+            padded_for_cuts(load.numel, load.holders, alignment) if way == "cuts" else load.numel
+        )
+        if numel > load.numel:
+            drafts[index] = drafts[index].with_longer_last(numel - load.numel)
+            loads[index] = Load.of_draft(drafts[index], reduction, stage)
+        if way != drafts[index].way:
+            drafts[index] = replace(drafts[index], way=way)
+    return drafts, wire_time(loads, ways, links, reduction).total

@@ -1,0 +1,1 @@
+"""Routes of parameters: recipes, overrides and tensor parallelism."""

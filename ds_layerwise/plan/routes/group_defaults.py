@@ -1,0 +1,184 @@
+"""What a config says of kinds of parameters: of vectors, of what element-wise recipes train, of
+embeddings and heads, of what grows with the width of a model.
+
+Weight decay of a parameter, first that is there: what an override sets; what its parameter group
+says for itself; none for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for
+element-wise recipes; the run's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.plan.routes.override_matching import Changes
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.rules.client_recipe import ClientTorch
+from ds_layerwise.recipes.targets.mup import Mup, is_hidden
+
+#: What model families call a norm over queries or keys, with what is in it.
+QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
+
+#: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and
+#: Mamba's decays.
+_VECTOR = re.compile(
+    r"(\w+_)?bias(es)?(_(?!proj)\w+)?|(\w+_)?table|A_(log|real|imag)s?|log_A_real|Ds?|"
+    r"time_faaaa|r_k|"
+    r"(\w+_)?(scale|gain|alpha|beta|gamma)s?(_?\d+)?"
+)
+
+
+def own_name(name: str) -> str:
+    """The last part of ``name``; of a parameter in a list that of the list."""
+    *path, last = name.split(".")
+    return path[-1] if path and last.isdecimal() else last
+
+
+def is_vector(name: str) -> bool:
+    """Whether the parameter ``name`` is a vector by its own name, whatever its shape."""
+    # Relative positions may be the weight of a layer that is called a bias.
+    return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByKind:
+    """The keys of a config that are for kinds of parameters, as it has them."""
+
+    decay_vectors: bool = False
+    scalar_weight_decay: float | None = None
+    apply_wd_to_qk_layernorm: bool = False
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    mup: Mup | None = None
+
+    @classmethod
+    def of(cls, optimizer: OptimizerConfig, layerwise: LayerWiseConfig) -> ByKind:
+        """What the two sections say."""
+        return cls(
+            decay_vectors=optimizer.decay_vectors,
+            scalar_weight_decay=optimizer.scalar_weight_decay,
+            apply_wd_to_qk_layernorm=layerwise.apply_wd_to_qk_layernorm,
+            decoupled_lr=layerwise.decoupled_lr,
+            decoupled_min_lr=layerwise.decoupled_min_lr,
+            mup=layerwise.mup,
+        )
+
+    def asks_for_tables(self) -> str | None:
+        """The first key that is for embeddings and output heads, if one is given."""
+        return next((key for key in (*_OF_TABLES, "mup") if getattr(self, key) is not None), None)
+
+    def change_table(self, changes: Changes) -> None:
+        """Add to ``changes`` of an embedding or output head what is said of those.
+
+        Raises:
+            RoutingError: an override says something else.
+        """
+        for key, sets in _OF_TABLES.items():
+            if (value := getattr(self, key)) is not None:
+                changes.add(f"layerwise.{key}", {sets: value})
+
+    def by_width(self, route: Route, shape: Callable[[], tuple[int, ...]], *, table: bool) -> Route:
+        """``route``, on which overrides have had their say, with its rates by width.
+
+        A rate, or an eps, that an override gives is what it is.
+
+        Args:
+            shape: gives that of the whole parameter; only called if it matters.
+            table: whether it is an embedding, an output head or a vector.
+
+        Raises:
+            RoutingError: its rate does not carry over from another width, or it is not known how.
+        """
+        if self.mup is None:
+            return route
+        try:
+            lr, eps = self.mup.multipliers(route.recipe, hidden=not table and is_hidden(shape()))
+        except ValueError as error:
+            raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
+        found = replace(
+            route,
+            lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
+            eps_scale=eps if route.eps is None else 1.0,
+        )
+        why = f"rate x {lr:g} by width" if route.lr is None else "eps by width"
+        return found if found == route else found.because(why)
+
+    def decayed(
+        self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
+    ) -> Route:
+        """``route`` of a parameter of ``shape``, on which overrides have had their say, with its
+        weight decay.
+
+        Args:
+            vector: whether it is one although it has two axes or more, unless it is orthogonalised
+                all the same.
+            own_decay: whether its parameter group says for itself what its weight decay is.
+        """
+        if route.weight_decay is not None or own_decay:
+            return route
+        exempt = (len(shape) < 2 or vector and not route.whole) and not self.decay_vectors
+        if exempt and not (self.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)):
+            return replace(route, weight_decay=0.0)
+        return route if route.whole else replace(route, weight_decay=self.scalar_weight_decay)
+
+
+def idle_keys(
+    optimizer: OptimizerConfig,
+    layerwise: LayerWiseConfig,
+    routes: Collection[Route],
+    groups: Sequence[Collection[str]] = (),
+) -> list[str]:
+    """The keys of the two sections, and of parameter groups, that are given and change nothing.
+
+    Args:
+        routes: those of the whole model.
+        groups: what the script has given each parameter group.
+    """
+    used = {route.recipe for route in routes}
+    scalar = [route for route in routes if not route.whole]
+    acting = {
+        "lr",
+        "weight_decay",
+        "decay_vectors",
+        "preset",
+        "matrix_optimizer",
+        *("muon_lr" if recipe.whole else "adam_lr" for recipe in used),
+        *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper)),
+    }
+    if optimizer.matrix.whole:
+        acting |= {"scalar_optimizer", "per_head_muon"}
+    if optimizer.scalar_weight_decay in [route.weight_decay for route in scalar]:
+        acting.add("scalar_weight_decay")
+    idle = {
+        "monitor.every": layerwise.monitor.every > 1 and not layerwise.monitor.asks,
+        "client_optimizer": layerwise.client_optimizer.split != "whole"
+        and not any(isinstance(recipe, ClientTorch) for recipe in used),
+        "apply_wd_to_qk_layernorm": layerwise.apply_wd_to_qk_layernorm
+        and (optimizer.decay_vectors or not any(QK_NORM.fullmatch(route.name) for route in scalar)),
+        **{
+            key: getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes))
+            for key, sets in _OF_TABLES.items()
+        },
+    }
+    return [
+        *(f"optimizer.params.{key}" for key in optimizer.given if key not in acting),
+        *(f"layerwise.{key}" for key in idle if idle[key]),
+        *(
+            f"param_groups[{i}].{key}"
+            for i, keys in enumerate(groups)
+            for key in OF_OTHER_SCHEDULES
+            if key in keys and "max_lr" not in keys
+        ),
+    ]
+
+
+#: What a script's own schedule, or torch's beside "max_lr", may read in a group; here only
+#: overrides have it.
+OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
+
+
+#: What is for embeddings and output heads, and what of them it sets.
+_OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}

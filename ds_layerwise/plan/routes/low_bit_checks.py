@@ -1,0 +1,136 @@
+"""Fewer bits that would cost what nobody asked for: accuracy in silence, or a result that depends
+on the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ds_layerwise.config.sections import LayerWiseConfig
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED
+from ds_layerwise.recipes.base.low_bit_settings import MOST_KEPT
+
+
+def check_kept(
+    routes: Mapping[str, Route],
+    specs: Sequence[ParamSpec],
+    groups: Sequence[Mapping[str, Any]],
+    config: LayerWiseConfig,
+    *,
+    host_ratio: float,
+) -> None:
+    """Refuse masters and states in fewer bits where that cannot be honoured, or averages would
+    stand still.
+
+    Args:
+        groups: the parameter groups, as they are at the start.
+        host_ratio: how much of masters and states lives in host memory.
+
+    Raises:
+        ConfigError: names the key, its value and the way out.
+    """
+    _check_masters(specs, config, host_ratio)
+    kept = {
+        name: {key: spec.kept_as for key, spec in routes[name].states(1).items() if spec.kept_as}
+        for name in (spec.name for spec in specs)
+    }
+    by_chance = [name for name in kept if routes[name].recipe.rounds_by_chance]
+    if by_chance and not any("bfloat16" in kept[name].values() for name in by_chance):
+        raise ConfigError(
+            f"stochastic_rounding is true for {by_chance[0]}, and no state is kept in 'bfloat16'; "
+            "set momentum_dtype, exp_avg_dtype or exp_avg_sq_dtype to it, or remove "
+            "stochastic_rounding"
+        )
+    if config.rounding_seed and not by_chance:
+        raise ConfigError(
+            f"layerwise.rounding_seed is {config.rounding_seed}, and nothing is rounded by chance; "
+            "set stochastic_rounding of optimizer.params to true, or remove it"
+        )
+    for name, states in kept.items():
+        _check_codes(name, routes[name], states.values(), config, host_ratio)
+    check_accuracy(routes, specs, groups)
+
+
+def check_accuracy(
+    routes: Mapping[str, Route],
+    specs: Sequence[ParamSpec],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    told: str = "",
+) -> None:
+    """Refuse averages that would stand still in the bits that they are kept in.
+
+    Args:
+        told: what the error says of where ``groups`` come from.
+
+    Raises:
+        ConfigError: names the parameter, its state, and the way out.
+    """
+    for route in (routes[spec.name] for spec in specs):
+        recipe = route.recipe
+        for key, spec in route.states(1).items():
+            dtype = spec.kept_as
+            share = recipe.share_kept(key, route.hyper(groups[route.group])) if dtype else 0.0
+            if share <= MOST_KEPT or (dtype == "bfloat16" and recipe.rounds_by_chance):
+                continue
+            way_out = (
+                "set stochastic_rounding to true, with which small changes add up"
+                if dtype == "bfloat16"
+                else "keep it in 'bfloat16' with stochastic_rounding"
+            )
+            raise ConfigError(
+                f"{told}{route.name}: {key} of {recipe.rule} keeps {share:g} of itself in a step "
+                f"and would be kept in {dtype!r}, whose steps are so coarse that above "
+                f"{MOST_KEPT:g} most of what it should take up is rounded away; {way_out}, or in "
+                "'float32'"
+            )
+
+
+def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_ratio: float) -> None:
+    if config.master_dtype == "float32":
+        return
+    where = f"layerwise.master_dtype is {config.master_dtype!r}"
+    dtypes = {spec.dtype for spec in specs}
+    if "bfloat16" not in dtypes or "float16" in dtypes:
+        found = "float16" if "float16" in dtypes else "float32"
+        why = {
+            "float16": "a float16 weight is no part of its float32 master, it has fewer bits of "
+            "exponent",
+            "float32": "a float32 weight is its own master, so that there is nothing to save",
+        }[found]
+        raise ConfigError(
+            f"{where}, and parameters are {found}: {why}; train in bf16 (bf16.enabled), or remove "
+            "it"
+        )
+    if config.alignment % BLOCK:
+        raise ConfigError(
+            f"{where}, and layerwise.alignment is {config.alignment}: {BLOCK} masters in a row go "
+            f"together; set it to a multiple of {BLOCK}"
+        )
+    if host_ratio:
+        raise ConfigError(
+            f"{where}, and zero_optimization.offload_optimizer keeps masters on the host, where "
+            "they take no memory of the device; remove one of the two"
+        )
+
+
+def _check_codes(
+    name: str, route: Route, kept: Iterable[str | None], config: LayerWiseConfig, host_ratio: float
+) -> None:
+    if "8bit" not in kept:
+        return
+    if host_ratio:
+        raise ConfigError(
+            f"{name} has states in '8bit', and zero_optimization.offload_optimizer keeps states on "
+            "the host, which knows no codes with scales; keep them in 'bfloat16', or remove it"
+        )
+    if not route.whole and config.alignment % SCALED:
+        raise ConfigError(
+            f"{name} has states in '8bit', and layerwise.alignment is {config.alignment}: {SCALED} "
+            "elements in a row have one scale, which would be others for another number of ranks; "
+            f"set it to a multiple of {SCALED}"
+        )

@@ -1,0 +1,198 @@
+"""What overrides set for each parameter, and by which of them; and in which norm group it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.recipes.targets.conditions import Facts
+from ds_layerwise.recipes.targets.norm_groups import NormGroup
+from ds_layerwise.recipes.targets.overrides import Override
+
+#: Keys that set the same thing in two ways.
+_EXCLUSIVE = ("lr", "lr_scale")
+
+
+@dataclass(slots=True)
+class Changes:
+    """What is set for one parameter, by key. In which order it is set makes no difference."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    by: dict[str, str] = field(default_factory=dict)
+    """Who has set each key, as errors call it."""
+
+    def add(self, label: str, values: Mapping[str, Any]) -> None:
+        """Set ``values`` as well, in the name of ``label``.
+
+        Raises:
+            RoutingError: somebody has set one of them to something else, or both of two that
+                exclude each other.
+        """
+        for key, value in values.items():
+            if self.values.get(key, value) != value:
+                raise RoutingError(
+                    f"{self.name}: {self.by[key]} sets {key} to {self.values[key]!r} and {label} "
+                    f"to {value!r}; narrow one of the two"
+                )
+            self.values[key] = value
+            self.by.setdefault(key, label)
+        if all(key in self.values for key in _EXCLUSIVE):
+            one, other = (
+                f"{self.by[key]} sets {key} to {self.values[key]:g}" for key in _EXCLUSIVE
+            )
+            raise RoutingError(
+                f"{self.name}: {one} and {other}: the first is the learning rate itself, the "
+                "second multiplies another; narrow one of the two"
+            )
+
+
+def matched(params: Iterable[Facts], overrides: Sequence[Override]) -> frozenset[int]:
+    """The overrides, by index, that are for some of ``params``.
+
+    Raises:
+        RoutingError: a condition cannot be answered.
+    """
+    params = list(params)
+    return frozenset(
+        i for i, override in enumerate(overrides) if any(override.matches(each) for each in params)
+    )
+
+
+def overrides_by_name(
+    params: Mapping[str, Sequence[Facts]],
+    overrides: Sequence[Override],
+    *,
+    elsewhere: Collection[int] = (),
+) -> dict[str, Changes]:
+    """For each of ``params``, what overrides set for it.
+
+    Args:
+        params: by name, what conditions ask. Experts that go by one name on one rank or another are
+            several, counted over all ranks; overrides are for those, so that they mean the same
+            experts however many ranks share them.
+        elsewhere: the overrides, by index, that are for a parameter which is not here.
+
+    Raises:
+        RoutingError: an override that is not optional matches nothing, one contradicts another, a
+            condition cannot be answered, or they are for some of the experts that go by one name.
+    """
+    meant = {
+        name: [
+            (each, [i for i, override in enumerate(overrides) if override.matches(each)])
+            for each in called
+        ]
+        for name, called in params.items()
+    }
+    used = {i for called in meant.values() for _, found in called for i in found}.union(elsewhere)
+    for index, override in enumerate(overrides):
+        if not override.optional and index not in used:
+            told = f" ({override.conditions_told()})" if override.given() else ""
+            raise RoutingError(
+                f"{override.label(index)}{told} matches no trainable parameter; is "
+                'the pattern misspelled? With "optional": true it may match none'
+            )
+    return {
+        name: _alike(
+            name, [_merged(each, [(i, overrides[i]) for i in found]) for each, found in called]
+        )
+        for name, called in meant.items()
+    }
+
+
+def _merged(facts: Facts, overrides: Iterable[tuple[int, Override]]) -> Changes:
+    merged = Changes(facts.name)
+    for index, override in overrides:
+        merged.add(override.label(index), override.changes())
+    return merged
+
+
+def _alike(name: str, merged: Sequence[Changes]) -> Changes:
+    """What is set for all of ``merged``, experts that go by the name ``name``."""
+    first, *others = merged
+    for other in others:
+        for key in first.values.keys() | other.values.keys():
+            if first.values.get(key) != other.values.get(key):
+                one, two = (first, other) if key in first.values else (other, first)
+                raise RoutingError(
+                    f"{one.name}: layerwise.overrides sets {key} to {one.values[key]!r}, and for "
+                    f"{two.name} to {two.values.get(key, 'nothing')!r}; the two are experts that "
+                    "go by one name, on different ranks, and are trained alike: give both the same"
+                )
+    return Changes(name, first.values, first.by)
+
+
+def grouped(
+    params: Mapping[str, Sequence[Facts]], groups: Mapping[str, NormGroup]
+) -> dict[str, str]:
+    """By those of ``params`` that are in a norm group, which one that is.
+
+    Args:
+        params: as :func:`overrides_by_name` has them.
+
+    Raises:
+        RoutingError: one is in two groups, a condition cannot be answered, or some of the experts
+            that go by one name are in a group and others not.
+    """
+    found: dict[str, str] = {}
+    for name, called in params.items():
+        first, *others = [
+            (each.name, [key for key, group in groups.items() if group.hold(each)])
+            for each in called
+        ]
+        for known_as, keys in (first, *others):
+            if len(keys) > 1:
+                raise RoutingError(
+                    f"{known_as} is in layerwise.norm_groups.{keys[0]} and in "
+                    f"layerwise.norm_groups.{keys[1]}, and counts in the norm of one; narrow one "
+                    "of the two"
+                )
+            if keys != first[1]:
+                raise RoutingError(
+                    f"{first[0]} is in layerwise.norm_groups.{(first[1] + keys)[0]}, or "
+                    f"{known_as}, and not both; the two are experts that go by one name, on "
+                    "different ranks, and are clipped alike: put both into one group"
+                )
+        if first[1]:
+            found[name] = first[1][0]
+    return found
+
+
+def require_members(groups: Mapping[str, NormGroup], found: Collection[str]) -> None:
+    """Refuse a norm group without a parameter, unless it is optional.
+
+    Args:
+        found: the groups that have one, anywhere.
+
+    Raises:
+        RoutingError: one has none.
+    """
+    for key, group in groups.items():
+        if key not in found and not group.optional:
+            raise RoutingError(
+                f"layerwise.norm_groups.{key} ({group.conditions_told()}) matches no trainable "
+                'parameter; is the pattern misspelled? With "optional": true it may match none'
+            )
+
+
+def check_norm_groups(
+    params: Iterable[tuple[str, tuple[int, ...]]], groups: Mapping[str, NormGroup]
+) -> None:
+    """Refuse norm groups that names and shapes show to be wrong; those that ask for more are left
+    out.
+
+    Args:
+        params: of all trained parameters, name and shape.
+
+    Raises:
+        RoutingError: as :func:`grouped` and :func:`require_members` do.
+    """
+    known = {
+        key: group
+        for key, group in groups.items()
+        if not group.given().keys() & set(NormGroup.OF_THE_MODEL)
+    }
+    found = grouped({name: [Facts(name=name, shape=shape)] for name, shape in params}, known)
+    require_members(known, set(found.values()))

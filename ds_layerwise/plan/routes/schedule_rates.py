@@ -1,0 +1,252 @@
+"""Learning rates that nobody chose: what a scheduler of the config would make of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.base.fields import NonNegative, check
+from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
+
+#: The key with the rate that a scheduler leads up to, or starts from, instead of the groups'
+#: ``lr``; what it is where the config does not say, None for the groups' own. Schedulers that are
+#: not listed multiply ``lr``.
+PEAKS: dict[str, tuple[str, float | None]] = {
+    "WarmupLR": ("warmup_max_lr", None),
+    "WarmupDecayLR": ("warmup_max_lr", 0.001),
+    "OneCycle": ("cycle_max_lr", None),
+    "LRRangeTest": ("lr_range_test_min_lr", 0.001),
+    "OneCycleLR": ("max_lr", None),
+    "CyclicLR": ("max_lr", None),
+}
+
+
+def check_taken(
+    config: OptimizerConfig, routes: Mapping[str, Route], groups: Sequence[Collection[str]] = ()
+) -> None:
+    """Refuse hyper-parameters that no optimizer of the run takes, or that a class would take as
+    arguments.
+
+    One for everything may leave some: it stands in for another.
+
+    Args:
+        groups: what each parameter group says for itself.
+
+    Raises:
+        ConfigError: names the key, the optimizers, and the way out.
+    """
+    recipes = {*config.recipes, *(route.recipe for route in routes.values())}
+    given = {
+        "optimizer.params": config.given,
+        **{f"param_groups[{i}]": keys for i, keys in enumerate(groups)},
+    }
+    for where, key in product(given, ("momentum", "betas", "eps")):
+        if key not in given[where]:
+            continue
+        for recipe in config.recipes:
+            # What the matrix optimizer takes may be meant for it alone.
+            is_matrixs = not recipe.whole and key in config.matrix.hyper
+            if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
+                raise ConfigError(
+                    f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an "
+                    "argument; give it in "
+                    f"optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and here "
+                    "only if another optimizer of the run takes it"
+                )
+        if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):
+            raise ConfigError(
+                f"{where}.{key} is taken by no optimizer of this run, which has "
+                f"{', '.join(sorted({recipe.rule for recipe in recipes}))}; remove it"
+            )
+
+
+def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a ``min_lr`` above the rate that it is for: no schedule would ever move that.
+
+    Args:
+        groups: the parameter groups, each with ``configured_lr`` and the two ratios.
+
+    Raises:
+        ConfigError: names the parameter and both rates.
+    """
+    for name, route in routes.items():
+        lr = route.configured_lr(groups[route.group])
+        if route.min_lr is not None and route.min_lr > lr:
+            raise ConfigError(
+                f"{name}: min_lr is {route.min_lr:g}, above its learning rate, which is {lr:g}; "
+                "lower min_lr, or give lr beside it"
+            )
+
+
+def check_peaks(
+    scheduler: object,
+    groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    *,
+    used: Mapping[int, Collection[str]],
+) -> None:
+    """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the
+    quotient.
+
+    Where a group has one rate, because nothing in it goes to the other optimizer, or because
+    ``scale_mode`` is "match_rms_adamw", the peak is simply that rate.
+
+    Args:
+        groups: the parameter groups, each with ``lr`` and the two ratios.
+        used: by index of a group, which of the two ratios its parameters have.
+
+    Raises:
+        ConfigError: names the key, what both rates would become, and the way out.
+    """
+    if not isinstance(scheduler, Mapping) or scheduler.get("type") not in PEAKS:
+        return
+    kind, params = str(scheduler["type"]), scheduler.get("params") or {}
+    key, omitted = PEAKS[kind]
+    given, where = params.get(key, omitted), f"scheduler.params.{key}"
+    if given is None:
+        return
+    if given == "auto":
+        raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
+    peaks = list(given) if isinstance(given, (list, tuple)) else [given] * len(groups)
+    omission = "" if key in params else f" (what {kind} takes where it is left out)"
+    _refuse_others(
+        peaks,
+        [group["lr"] for group in groups],
+        groups,
+        config,
+        used=used,
+        key=key,
+        where=where,
+        omission=omission,
+    )
+
+
+def check_schedule(
+    schedule: object,
+    lrs: Sequence[float],
+    groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    *,
+    used: Mapping[int, Collection[str]],
+) -> None:
+    """Refuse a schedule of a script whose peak is not ``lr``, as :func:`check_peaks` does that of a
+    config.
+
+    The peak is what the object keeps of one, whether DeepSpeed's, torch's or another's; without one
+    it is ``base_lrs``, which torch's classes multiply. Of schedules that are made of others, each
+    is asked.
+
+    Args:
+        lrs: the rate of each group before any schedule.
+        groups: the parameter groups as the schedule has left them.
+
+    Raises:
+        ConfigError: names the class and its argument, what both rates would become, and the way
+            out.
+    """
+    parts = _parts(schedule)
+    found = [(part, *peak) for part in parts if (peak := _peak_of(part, groups))]
+    if not found:
+        found = [
+            (part, "base_lrs", base)
+            for part in parts
+            if (base := _numbers(getattr(part, "base_lrs", None), groups))
+        ]
+    for part, key, peaks in found:
+        _refuse_others(
+            peaks,
+            lrs,
+            groups,
+            config,
+            used=used,
+            key=key,
+            where=f"{type(part).__name__}'s {key}",
+            omission="",
+        )
+
+
+def _parts(schedule: Any) -> list[Any]:
+    """``schedule``, or what it is made of, as torch's SequentialLR and ChainedScheduler are."""
+    made_of = getattr(schedule, "_schedulers", None)
+    return (
+        [part for each in made_of for part in _parts(each)]
+        if isinstance(made_of, (list, tuple))
+        else [schedule]
+    )
+
+
+def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
+    """The argument with the peak, and what each group has of it."""
+    kind = next((kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in PEAKS), None)
+    key = "max_lr" if kind is None else PEAKS[kind][0]
+    kept = getattr(schedule, "min_lr" if kind == "LRRangeTest" else "max_lrs", None)
+    if kept is None:
+        # OneCycleLR has it in the groups, classes outside of torch have it as they got it.
+        kept = (
+            [group.get(key) for group in groups]
+            if kind == "OneCycleLR"
+            else getattr(schedule, key, None)
+        )
+    peaks = _numbers(kept, groups)
+    return None if peaks is None else (key, peaks)
+
+
+def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
+    """What a schedule keeps of a rate, for each group; None if that is no rate."""
+    try:
+        return [
+            float(each)
+            for each in (kept if isinstance(kept, (list, tuple)) else [kept] * len(groups))
+        ]
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_others(
+    peaks: Sequence[Any],
+    lrs: Sequence[float],
+    groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    *,
+    used: Mapping[int, Collection[str]],
+    key: str,
+    where: str,
+    omission: str,
+) -> None:
+    # Of a list of another length DeepSpeed says itself how long it must be.
+    for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
+        peak, lr = check(NonNegative, where, each), float(lr)
+        matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
+        kinds = used.get(index, ())
+        one_rate = all(group[kind] == 1 for kind in kinds) and (
+            len(kinds) < 2 or config.matrix.takes_rate_of_adamw
+        )
+        if one_rate or math.isclose(peak, lr, rel_tol=1e-6):
+            continue
+        own = not math.isclose(lr, config.lr, rel_tol=1e-6)
+        name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"
+        instead = (
+            "do not change lr of the groups, or set lr"
+            if key == "base_lrs"
+            else (f"set {key} to {_value_for(lrs, own)}, or lr")
+        )
+        raise ConfigError(
+            f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed "
+            f"ratio, so that muon_lr would become {peak * matrix:.4g} instead of "
+            f"{lr * matrix:.4g}, and adam_lr {peak * scalar:.4g} instead of {lr * scalar:.4g}; "
+            f"{instead} to {peak:g}"
+        )
+
+
+def _value_for(given: Sequence[float], is_own: bool) -> str:
+    lrs = [float(lr) for lr in given]
+    return (
+        f"{lrs[0]:g}"
+        if not is_own or len(set(lrs)) == 1
+        else f"[{', '.join(f'{lr:g}' for lr in lrs)}]"
+    )

@@ -1,0 +1,124 @@
+"""How tensor parallelism would cut a whole model, by the names of its parameters: for plans, which
+see no marks.
+
+Megatron cuts a linear layer that opens a block along its outputs, one that closes it along its
+inputs, and embeddings and the output layer along the vocabulary (arXiv 1909.08053, section 3).
+DeepSpeed's AutoTP cuts linear layers alike; it leaves an embedding whole unless the output layer
+shares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.routes.routes import Route, with_cut
+
+#: Who cuts: a model that marks its parts as Megatron's do, or DeepSpeed when it starts.
+Cutter = Literal["megatron", "autotp"]
+
+#: By name of a module, as Llama, Qwen and GPT-2 have them. Of what opens a block and is cut along
+#: its outputs, of what closes it and is cut along its inputs, of the vocabulary, and of what has a
+#: part for every rank.
+_OPENS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
+_CLOSES = ("o_proj", "down_proj", "c_proj")
+_TABLES, _HEADS = ("embed_tokens", "wte"), ("lm_head",)
+_WHOLE = (
+    "wpe",
+    "ln_1",
+    "ln_2",
+    "ln_f",
+    "norm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "q_norm",
+    "k_norm",
+)
+
+
+def cut(
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    routes: Mapping[str, Route],
+    tp_size: int,
+    cutter: Cutter,
+) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, Route]]:
+    """What one of ``tp_size`` tensor-parallel ranks has of ``shapes``, and where that goes.
+
+    Args:
+        shapes: name and shape of each parameter of the whole model, in model order.
+        routes: of the whole model, by name.
+
+    Raises:
+        ConfigError: it is not known how a parameter is cut, or it cannot be cut into equal parts.
+    """
+    if tp_size == 1:
+        return list(shapes), dict(routes)
+    tied = not any(_module_of(name) in _HEADS for name, _ in shapes)
+    parts, cut_routes = [], dict(routes)
+    for name, shape in shapes:
+        route = routes.get(name)
+        transposed = route is not None and route.transposed
+        dim = _dim_of(name, shape, transposed, tied, cutter)
+        if dim is None:
+            parts.append((name, shape))
+            continue
+        if shape[dim] % tp_size:
+            raise ConfigError(
+                f"tensor parallelism over {tp_size} ranks cuts axis {dim} of {name} {shape}, which "
+                "they cannot share evenly; pad it in a model file of your own, or plan with "
+                "another tp_size"
+            )
+        part = (*shape[:dim], shape[dim] // tp_size, *shape[dim + 1 :])
+        parts.append((name, part))
+        if route is not None:
+            cut_routes[name] = _cut_route(route, shape, part, dim, tp_size)
+    return parts, cut_routes
+
+
+def _cut_route(
+    route: Route, shape: tuple[int, ...], part: tuple[int, ...], dim: int, tp_size: int
+) -> Route:
+    if route.matrix_shape is None:
+        return with_cut(route, None, tp_size)
+    if route.matrix_shape != shape or route.parts is not None:
+        seen = (
+            route.matrix_shape if route.parts is None else f"parts {', '.join(route.parts.names)}"
+        )
+        raise ConfigError(
+            f"{route.name} {shape} goes as matrices of {seen}, and a plan does not know how tensor "
+            "parallelism cuts these; plan without num_heads, per_head_muon, split and auto_split"
+        )
+    return replace(with_cut(route, -2 if dim == 0 else -1, tp_size), matrix_shape=part)
+
+
+def _module_of(name: str) -> str:
+    return (["", *name.split(".")])[-2]
+
+
+def _dim_of(
+    name: str, shape: tuple[int, ...], transposed: bool, tied: bool, cutter: Cutter
+) -> int | None:
+    """The axis that is cut; None for what every rank has a copy of.
+
+    Raises:
+        ConfigError: the name says nothing.
+    """
+    module, is_bias = _module_of(name), len(shape) == 1
+    if module in _WHOLE:
+        return None
+    if module in _TABLES:
+        return 0 if cutter == "megatron" or tied else None
+    if module in _HEADS:
+        return 0
+    if module not in _OPENS + _CLOSES or (transposed and cutter == "autotp"):
+        raise ConfigError(
+            f"{name} {shape}: shapes of a whole model do not say how tensor parallelism cuts it, "
+            f"and plans know that of {', '.join((*_OPENS, *_CLOSES, *_TABLES, *_HEADS))} alone; "
+            "give a file with the shapes that one rank has, and plan that without tensor "
+            "parallelism"
+        )
+    if module in _CLOSES:
+        return None if is_bias else 0 if transposed else 1
+    return 1 if transposed and not is_bias else 0

@@ -1,0 +1,81 @@
+"""Process groups in which one optimizer alone reduces gradients.
+
+Note: why none is shared on a host
+    Collectives of a group must begin in the same order on every rank. On a host it is a matter of
+    time when a bucket begins inside a backward pass, and one pass may go through the models of two
+    engines: those of a generator and its critic. On a device with streams a bucket begins as soon
+    as its gradients are there, so they may share.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ds_layerwise.ranks.comm import comm
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A group, and who has it; torch owns the group."""
+
+    group: weakref.ref[Any]
+    user: weakref.ref[Any] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self.group() is None or (self.user is not None and self.user() is not None)
+
+
+#: By process group, that one and its copies, in the same order on all of its ranks.
+_seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary()
+
+
+def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups:
+    """``groups``, or copies where others have those, for the reductions of ``user`` until
+    :func:`release`.
+
+    Every rank of the world must call this at the same point.
+    """
+    if device.type != "cpu":
+        return groups
+    mine = {
+        tuple(comm.ranks_of(group)): _seats_of(distributed.group.WORLD if group is None else group)
+        for group in groups.values()
+        if comm.size_of(group) > 1
+    }
+    taken = {ranks: [seat.is_taken for seat in seats] for ranks, seats in mine.items()}
+    if any(comm.gather_objects(any(map(any, taken.values())), group=None)):
+        # One rank may still hold on to an engine that is gone on another.
+        for other in comm.gather_objects(taken, group=None):
+            for ranks, seats in other.items():
+                taken[ranks] = [a or b for a, b in zip(taken.get(ranks, seats), seats, strict=True)]
+        for ranks in sorted(taken):
+            if all(taken[ranks]):
+                taken[ranks].append(False)
+                copy = distributed.new_group(list(ranks))
+                if ranks in mine:
+                    comm.take_over_timeout(copy)
+                    mine[ranks].append(_Seat(weakref.ref(copy)))
+    found = dict(groups)
+    for key, group in groups.items():
+        if (ranks := tuple(comm.ranks_of(group))) in mine:
+            seat = mine[ranks][taken[ranks].index(False)]
+            seat.user, found[key] = weakref.ref(user), seat.group()
+    return found
+
+
+def _seats_of(group: Any) -> list[_Seat]:
+    return _seats.setdefault(group, [_Seat(weakref.ref(group))])
+
+
+def release(user: object) -> None:
+    """Let others have the groups of ``user``."""
+    for seats in _seats.values():
+        for seat in seats:
+            if seat.user is not None and seat.user() is user:
+                seat.user = None

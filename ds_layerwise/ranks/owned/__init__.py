@@ -1,0 +1,1 @@
+"""Masters and states that a rank owns, and their updates."""

@@ -1,0 +1,275 @@
+"""Memory that is not on the device: for a while (:class:`Parking`), or between updates
+(:class:`HostMemory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.forecast.host_pieces import STAGING_SLOTS
+
+#: By kind, storages and memory for what is in them.
+Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]
+
+
+class Parking:
+    """Storages whose memory is elsewhere. What looks into one of them must not be touched until it
+    is back.
+
+    Note: how views survive
+        Many views lead into one storage: pieces of a shard, parameters of a buffer. The storage
+        object stays where it is and gives up its memory; filled again, it is behind all of them as
+        before.
+    """
+
+    def __init__(self) -> None:
+        self._parked: Room = {}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is away."""
+        return tuple(self._parked)
+
+    def find_room(self, tensors: Mapping[str, Iterable[Tensor]], *, pin_memory: bool) -> Room:
+        """Host memory for the storages of ``tensors``, by kind, page-locked if asked and possible;
+        see :meth:`park`.
+
+        Raises:
+            LayerWiseError: the host has no such memory left.
+        """
+        room: Room = {}
+        seen: set[int] = set()
+        for kind, each in tensors.items():
+            if kind in self._parked:
+                continue
+            room[kind] = []
+            for tensor in each:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    pin = pin_memory and tensor.device.type != "cpu"
+                    room[kind].append(
+                        (storage, host_memory(storage.nbytes(), torch.uint8, pin_memory=pin))
+                    )
+        return room
+
+    def park(self, room: Room) -> None:
+        """Move to the host what :meth:`find_room` has found room for."""
+        for storage, away in (pair for parked in room.values() for pair in parked):
+            away.copy_(_bytes(storage, storage.device))
+            storage.resize_(0)
+        self._parked.update(room)
+
+    def unpark(self) -> None:
+        """Bring everything back. What has come back before an error stays, and the rest can still
+        come.
+        """
+        for kind, parked in list(self._parked.items()):
+            while parked:
+                storage, away = parked[-1]
+                storage.resize_(away.numel())
+                _bytes(storage, storage.device).copy_(away)
+                parked.pop()
+            del self._parked[kind]
+
+
+def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
+    """A 1-D tensor on the host, not filled, in page-locked memory if asked.
+
+    Raises:
+        LayerWiseError: the host has no such memory left, or allows no more of it.
+    """
+    accelerator = get_accelerator()
+    try:
+        if not pin_memory:
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        if hasattr(accelerator, "pin_empty"):
+            pinned: Tensor = accelerator.pin_empty(numel, dtype=dtype)
+            return pinned
+        # The oldest release has to be given memory that is not locked, which is read but never
+        # written.
+        copied: Tensor = accelerator.pin_memory(torch.empty(numel, dtype=dtype, device="cpu"))
+        return copied
+    except (RuntimeError, MemoryError, OSError) as error:
+        kind, way_out = (
+            (
+                "page-locked ",
+                "; set pin_memory: false (of zero_optimization.offload_optimizer, or of "
+                "engine.offload_states), or raise the limit that ulimit -l shows",
+            )
+            if pin_memory
+            else ("", "")
+        )
+        raise LayerWiseError(
+            f"{numel * dtype.itemsize:,} bytes of {kind}host memory cannot be had: {error}{way_out}"
+        ) from error
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+
+
+class HostMemory:
+    """Tensors that live in host memory, bucket by bucket, and are worked on by the device.
+
+    Note: why every update runs on the device
+        Newton-Schulz on a host would take longer than the rest of the step. What is element-wise
+        could run there, but then the two kinds would round apart from a run without offload; on the
+        device they get the same kernels, as far as batches are the same, which end at buckets here.
+
+    Note: what runs when
+        The tensors of a bucket are one piece of host memory, so that a bucket is one copy each way.
+        While one bucket is updated, the next one comes over a stream of its own and the one before
+        goes back over another. Two slots of device memory, each for the largest bucket, take turns:
+        a bucket comes into a slot after the one that was there has gone back. At the end of a step
+        the host waits until all is back, so that whoever looks into host memory between two steps,
+        such as a checkpoint, finds what it should. On a device without streams, a CPU, all of that
+        takes place at once, and the copies are made all the same.
+
+    Use :meth:`put` for every bucket first, in ascending order, then ``with memory:`` around every
+    step, :meth:`bring` and :meth:`send_back` in it, in descending order.
+
+    Args:
+        device: where the work is done.
+        pin_memory: whether to use page-locked memory, where the device knows that.
+    """
+
+    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
+        self._device, self._pin = device, pin_memory
+        self._buckets: dict[int, _HostBucket] = {}
+        self._following: dict[int, int | None] = {}
+        self._slots: list[_Slot] = []
+        self._coming: dict[int, _Slot] = {}
+        self._here: dict[int, _Slot] = {}
+        self._incoming: Any = None
+        self._outgoing: Any = None
+
+    def put(
+        self, index: int, tensors: Mapping[tuple[str, str], Tensor]
+    ) -> dict[tuple[str, str], Tensor]:
+        """Copy ``tensors`` of bucket ``index`` to the host; the same keys, shapes and dtypes there,
+        for good.
+
+        Raises:
+            LayerWiseError: the host has no such memory left.
+        """
+        memory = host_memory(
+            -(-sum(t.nbytes for t in tensors.values()) // 4), torch.float32, pin_memory=self._pin
+        )
+        if self._incoming is None and not get_accelerator().is_synchronized_device():
+            self._incoming, self._outgoing = get_accelerator().Stream(), get_accelerator().Stream()
+        self._following[index] = next(reversed(self._buckets), None)
+        self._buckets[index] = bucket = _HostBucket(
+            memory, {key: (t.shape, t.dtype) for key, t in tensors.items()}
+        )
+        views = bucket.views(memory)
+        for key, view in views.items():
+            view.copy_(tensors[key])
+        return views
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The host memory: one tensor a bucket that has any."""
+        return tuple(bucket.memory for bucket in self._buckets.values())
+
+    def __enter__(self) -> None:
+        """Begin a step: take device memory for what comes."""
+        numel = max((memory.numel() for memory in self.tensors), default=0)
+        self._slots = [
+            _Slot(torch.empty(numel, dtype=torch.float32, device=self._device))
+            for _ in range(min(STAGING_SLOTS, len(self._buckets)))
+        ]
+        if self._incoming is not None:
+            # What had this memory before may still be at work.
+            self._incoming.wait_stream(get_accelerator().current_stream())
+
+    def __exit__(self, *_: object) -> None:
+        """End a step, also one that failed: wait until everything is back, and let go of the device
+        memory.
+        """
+        for stream in (self._incoming, self._outgoing):
+            if stream is not None:
+                stream.synchronize()
+        self._slots, self._coming, self._here = [], {}, {}
+
+    def bring(self, index: int) -> dict[tuple[str, str], Tensor]:
+        """The tensors of bucket ``index`` on the device; the next bucket starts on its way."""
+        if index not in self._buckets:
+            return {}
+        if index not in self._coming:
+            self._start(index)
+        slot = self._here[index] = self._coming.pop(index)
+        if slot.arrived is not None:
+            get_accelerator().current_stream().wait_event(slot.arrived)
+        if (following := self._following[index]) is not None:
+            self._start(following)
+        return self._buckets[index].views(slot.memory)
+
+    def send_back(self, index: int) -> None:
+        """Write what :meth:`bring` gave of bucket ``index`` to the host, once the work on it is
+        done.
+        """
+        if index not in self._buckets:
+            return
+        slot, home = self._here.pop(index), self._buckets[index].memory
+        if self._outgoing is not None:
+            self._outgoing.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(self._outgoing):
+            transfer(home, slot.memory[: home.numel()])
+        slot.free = None if self._outgoing is None else self._outgoing.record_event()
+        self._slots.append(slot)
+
+    def _start(self, index: int) -> None:
+        slot, home = self._slots.pop(0), self._buckets[index].memory
+        if self._incoming is not None and slot.free is not None:
+            self._incoming.wait_event(slot.free)
+        with get_accelerator().stream(self._incoming):
+            transfer(slot.memory[: home.numel()], home)
+        slot.arrived = None if self._incoming is None else self._incoming.record_event()
+        self._coming[index] = slot
+
+
+@dataclass(frozen=True, slots=True)
+class _HostBucket:
+    memory: Tensor
+    kinds: Mapping[tuple[str, str], tuple[Sequence[int], torch.dtype]]
+
+    def views(self, memory: Tensor) -> dict[tuple[str, str], Tensor]:
+        """``memory``, which may be longer, cut as this bucket's is."""
+        views, start, as_bytes = {}, 0, memory.view(torch.uint8)
+        for key, (shape, dtype) in sorted(self.kinds.items(), key=lambda item: -_steps(*item[1])):
+            stop = start + torch.Size(shape).numel() * dtype.itemsize
+            views[key] = as_bytes[start:stop].view(dtype).view(shape)
+            start = stop
+        return {key: views[key] for key in self.kinds}
+
+
+def _steps(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The largest power of two, up to a cache line, that divides the bytes of a tensor. In
+    descending order of it every tensor starts at a multiple of it, as it would alone: where one
+    starts changes last bits of a product on a CPU."""
+    return math.gcd(torch.Size(shape).numel() * dtype.itemsize, 64)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Device memory for one bucket: when what comes is there, and when what goes has gone."""
+
+    memory: Tensor
+    arrived: Any = None
+    free: Any = None
+
+
+def transfer(into: Tensor, out_of: Tensor) -> None:
+    """Copy between host and device, on the current stream."""
+    into.copy_(out_of, non_blocking=True)

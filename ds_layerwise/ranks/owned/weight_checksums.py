@@ -1,0 +1,114 @@
+"""Weights that are written between two steps have to be the same on all ranks: each holds to its
+own part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.output import announce
+from ds_layerwise.ranks.comm import comm
+
+#: Elements that are added up at a time: the memory that it takes is some 24 bytes for each.
+_AT_A_TIME = 1 << 22
+
+
+class SameWeights:
+    """Notices what was written through a parameter, and compares that over ranks.
+
+    Note: what is noticed
+        A parameter counts what is written through it (``load_state_dict``, any operation in place),
+        but not what is written through its ``data``. Ranks may write in different ways, one from a
+        file and the others in a broadcast: what counts is what is there in the end.
+
+    Args:
+        params: the trained parameters by name.
+        ep_size: by parameter, how many ranks in a row hold other experts under its name.
+        group: ranks with the same part of the model.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], ep_size: Mapping[str, int], *, group: comm.Group
+    ) -> None:
+        self._params, self._group = params, group
+        rank = comm.rank_of(group)
+        self._ep_rank = {name: rank % count for name, count in ep_size.items()}
+        self._seen = {name: param._version for name, param in params.items()}
+        self._said = False
+
+    def noticed(self, followed: Tensor) -> Tensor:
+        """What a sum over all ranks is for :meth:`settle`, 0 or 1.
+
+        Args:
+            followed: 0-d bool, whether masters had to follow weights on this rank.
+        """
+        return torch.stack([followed, torch.full_like(followed, bool(self.written()))]).float()
+
+    def settle(self, followed: bool, written: bool) -> None:
+        """Say once that masters followed weights on any rank, and compare what was written on any.
+
+        Raises:
+            StepError: see :meth:`check`.
+        """
+        if followed and not self._said and comm.rank_of(None) == 0:
+            # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+            announce(
+                "ds_layerwise: weights were written between two steps; their float32 masters "
+                "followed, and momentum and averages stayed"
+            )
+        self._said = self._said or followed
+        if written:
+            self.check()
+
+    def written(self) -> list[str]:
+        """The names of the parameters that were written on this rank since :meth:`check`."""
+        return [name for name, param in self._params.items() if param._version != self._seen[name]]
+
+    def check(self) -> None:
+        """Compare what was written on any rank. Every rank of every group must call this at the
+        same point.
+
+        Raises:
+            StepError: ranks have different values for it, of which most would be lost.
+        """
+        anywhere = dict.fromkeys(
+            name
+            for names in comm.gather_objects(self.written(), group=self._group)
+            for name in names
+        )
+        with comm.Alike(None):
+            mine = {name: (self._ep_rank[name], checksum(self._params[name])) for name in anywhere}
+        everyone = comm.gather_objects(mine, group=self._group)
+        with comm.Alike(None):
+            for name in anywhere:
+                seen: dict[int, tuple[int, object]] = {}
+                for rank, (ep_rank, value) in enumerate(each[name] for each in everyone):
+                    first, expected = seen.setdefault(ep_rank, (rank, value))
+                    if value != expected:
+                        raise StepError(
+                            f"{name} was written since the last step, and is not the same on ranks "
+                            f"{first} and {rank}; write the same values on every rank, or "
+                            "broadcast them"
+                        )
+        self._seen = {name: param._version for name, param in self._params.items()}
+
+
+@torch.no_grad()
+def checksum(values: Tensor) -> tuple[int, int]:
+    """Two whole numbers that tell tensors of one shape and dtype apart, also by where in them a
+    value stands.
+    """
+    bits = (
+        values.detach().reshape(-1).view(torch.int32 if values.element_size() == 4 else torch.int16)
+    )
+    total = torch.zeros(2, dtype=torch.int64, device=values.device)
+    for start in range(0, bits.numel(), _AT_A_TIME):
+        some = bits[start : start + _AT_A_TIME].long()
+        places = torch.arange(start + 1, start + 1 + some.numel(), device=values.device)
+        total += torch.stack([some.sum(), (some * places).sum()])
+    plain, placed = total.tolist()
+    return plain, placed

@@ -1,0 +1,1 @@
+"""Buckets on their way: gradients to owners, parameters to all."""

@@ -1,0 +1,318 @@
+"""When updated parameters are sent to all ranks, and when they are waited for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ds_layerwise.output import announce
+from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.comm.profiling import profiled
+from ds_layerwise.ranks.comm.scratch import Turn
+from ds_layerwise.ranks.comm.streams import LaunchStream, SideStream
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, cut_of
+from ds_layerwise.ranks.sync.bucket_transfers import Wires
+from ds_layerwise.ranks.sync.exchange import Exchange
+
+
+class ParamSync:
+    """Sends updated shards of the parameter buffer to all ranks, bucket by bucket.
+
+    With :meth:`overlap_with_forward` the wait moves from the optimizer step to whoever uses a
+    parameter first.
+
+    Note: who waits for a parameter that is under way
+        A module that holds parameters waits for them just before it runs, saves or loads, whatever
+        its code is; outside of a forward pass of the model it waits for all. Within one, whatever
+        torch is given waits too: ``F.linear(x, self.head.weight)`` in the code of another module.
+        When that forward pass is over, nothing is under way. The step itself waits for all
+        parameters of a module whose ``forward`` was replaced, as by a captured graph, and for
+        everything once torch has compiled anything. Code of a script that reads weights between a
+        step and the forward pass calls :meth:`finish`.
+
+    Note: buckets in cuts
+        Owners send what the cuts of all ranks hold of their shards, in the rounds of an
+        :class:`~ds_layerwise.ranks.sync.exchange.Exchange`, and then each rank gives its cut to
+        all. A round begins when its last bucket is launched, and the buckets that it completes when
+        the next round has begun, so that all ranks begin everything in the same order.
+
+    Note: gathers in two levels on a device
+        Where a wire has any, all of its gathers go one after the other on a stream of their own:
+        neither the host nor the update of the next bucket waits between the two collectives, those
+        of different groups are in one order on all ranks, and one bucket at a time has memory for
+        what is sorted.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        params: Mapping[str, nn.Parameter],
+        values: FlatBuffer,
+        *,
+        wires: Wires,
+    ) -> None:
+        self.layout, self.rank = layout, rank
+        self._values, self._wires = values, wires
+        self._exchange = Exchange(reversed(layout.buckets), rank, wires)
+        self._rounds: dict[int, list[int]] = {bucket.index: [] for bucket in layout.buckets}
+        for number, each in enumerate(self._exchange.rounds):
+            for index in each.buckets:
+                self._rounds[index].append(number)
+        self._start_rounds()
+        self._pending: dict[int, comm.Pending] = {}
+        self._chained: deque[comm.Pending] = deque()
+        self._side = SideStream()
+        self._turn = Turn(values.tensors[0].device)
+        self._launched_on = LaunchStream()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._index_of: dict[object, int] = {
+            params[slot.name]: bucket.index for bucket in layout.buckets for slot in bucket.slots
+        }
+        self._modules: list[nn.Module] = []
+        self._modes: list[Any] = []
+        self._overlaps = False
+        # Another thread than the one that trains may be the one that reads.
+        self._lock = threading.RLock()
+
+    def launch(self, index: int) -> None:
+        """Start sending bucket ``index``; its shards must not be written until it has been waited
+        for.
+
+        It may find no memory for what travels, and goes on from there when it is called again.
+        """
+        bucket = self.layout.buckets[index]
+        memory = self._values.bucket(bucket)
+        self._launched_on = LaunchStream()
+        with profiled("gather"):
+            if bucket.way == "cuts":
+                self._launch_in_cuts(bucket, memory)
+            else:
+                self._gather(bucket, memory)
+
+    def _gather(self, bucket: Bucket, memory: Tensor) -> None:
+        wire = self._wires[bucket.ep_size]
+        if self._side.exists and wire.rings.gather:
+            self._side.follow()
+            with self._side:
+                wire.gather(memory, bucket, self._turn).wait()
+            self._pending[bucket.index] = comm.Pending([self._side.moment()])
+            return
+        pending = self._pending[bucket.index] = wire.gather(memory, bucket)
+        if pending.is_chained:
+            self._chained.append(pending)
+
+    def _start_rounds(self) -> None:
+        self._memory: dict[int, Tensor] = {}
+        self._missing = [set(each.buckets) for each in self._exchange.rounds]
+        self._incomplete = {index: set(rounds) for index, rounds in self._rounds.items()}
+        self._under_way: deque[tuple[int, comm.Pending]] = deque()
+        self._started: set[int] = set()
+
+    def _launch_in_cuts(self, bucket: Bucket, memory: Tensor) -> None:
+        self._memory[bucket.index] = memory
+        self._end_rounds(but=1)
+        for number in self._rounds[bucket.index]:
+            self._missing[number].discard(bucket.index)
+            if not self._missing[number] and number not in self._started:
+                self._start_round(number)
+                self._end_rounds(but=1)
+        if len(self._started) == len(self._exchange.rounds):
+            self._end_rounds(but=0)
+            self._start_rounds()
+
+    def _start_round(self, number: int) -> None:
+        each = self._exchange.rounds[number]
+        some = self._memory[min(each.buckets)]
+        shard = some[:0]
+        if each.own is not None:
+            bucket = self.layout.buckets[each.own]
+            start, stop = bucket.shard(self.rank)
+            shard = self._memory[each.own][start - bucket.start : stop - bucket.start]
+        cuts = {
+            index: cut_of(self._memory[index], self.layout.buckets[index], self.rank)
+            for index in {run.bucket for run in each.held}
+        }
+        self._under_way.append((number, self._exchange.to_cuts(each, shard, cuts)))
+        self._started.add(number)
+
+    def _end_rounds(self, *, but: int) -> None:
+        """End those under way, the latest ``but`` excepted."""
+        while len(self._under_way) > but:
+            number, pending = self._under_way[0]
+            pending.wait()
+            for index in sorted(self._exchange.rounds[number].buckets, reverse=True):
+                self._incomplete[index].discard(number)
+                if not self._incomplete[index] and index not in self._pending:
+                    self._gather(self.layout.buckets[index], self._memory[index])
+            self._under_way.popleft()
+
+    def send(self, indices: Iterable[int]) -> None:
+        """Send the buckets ``indices``, in this order, and wait until nothing is under way."""
+        for index in indices:
+            self.launch(index)
+        self.finish()
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Wait for those of ``indices`` that are under way."""
+        with self._lock:
+            self._begin_last()
+            for index in indices:
+                if index in self._pending:
+                    self._pending[index].wait()
+                    self._launched_on.follow()
+                    del self._pending[index]
+
+    def wait_for(self, params: Iterable[object]) -> None:
+        """Wait for those of ``params`` that are under way."""
+        self.wait(
+            sorted(
+                {self._index_of[param] for param in params if param in self._index_of}, reverse=True
+            )
+        )
+
+    def finish(self) -> None:
+        """Wait for everything under way."""
+        with self._lock:
+            self.wait(sorted(self._pending, reverse=True))
+        self._turn.release()
+        if self._memory:
+            # An update that was left half-way launched some of the buckets of a round.
+            self._start_rounds()
+
+    def _begin_last(self) -> None:
+        """Let the last collective of everything under way begin, in the order of launching."""
+        while self._chained:
+            self._chained.popleft().begin_last()
+
+    def leave_under_way(self) -> None:
+        """Let everything arrive when it is used first, where whoever uses it waits; else wait."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if self._overlaps and dynamo is not None and any(dynamo.counters.values()):
+            self._do_not_overlap("torch has compiled something, and compiled code asks nobody")
+        if not self._overlaps:
+            self.finish()
+            return
+        # What is used when, and what else begins before, may differ between ranks.
+        self._begin_last()
+        self._turn.release()
+        for module in self._modules:
+            # A graph that was captured reads addresses, and calls none of the modules below.
+            if "forward" in vars(module):
+                self.wait_for(module.parameters())
+
+    def _do_not_overlap(self, reason: str) -> None:
+        self._overlaps = False
+        if self.rank == 0:
+            announce(
+                f"ds_layerwise: overlap_param_gather has no effect: {reason}; every step waits for "
+                "its parameters"
+            )
+
+    def overlap_with_forward(self, model: nn.Module) -> None:
+        """Hook ``model``, and every module of it that holds parameters of the layout, or has
+        modules that do.
+        """
+        self._overlaps, self._modules = True, list(model.modules())
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            self._do_not_overlap("some modules are scripted, and call no hooks")
+        elif not hasattr(torch.func, "debug_unwrap"):
+            self._do_not_overlap("it takes torch 2.7")
+        if not self._overlaps:
+            return
+        # Hooks stay on copies of their module, and keep nobody alive.
+        this, pending, modes = weakref.ref(self), self._pending, self._modes
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def run(method: Callable[..., None], *args: object) -> None:
+            sync = this()
+            if sync is not None:
+                method(sync, *args)
+
+        # A compiler traces these, asks whether anything is under way, and compiles anew where that
+        # changes.
+        def before_module(module: nn.Module, *_: object) -> None:
+            if pending:
+                run(ParamSync._arrive, module)
+
+        def before_forward(*_: object) -> None:
+            if pending:
+                run(ParamSync._begin_forward)
+
+        def after_forward(*_: object) -> None:
+            if modes:
+                run(ParamSync._end_forward)
+
+        for module in self._modules:
+            # Those of modules below, too: its code may use them, and call none of these.
+            if any(param in self._index_of for param in module.parameters()):
+                self._hooks += [
+                    module.register_forward_pre_hook(before_module, prepend=True),
+                    module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                        before_module
+                    ),
+                    module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                        before_module
+                    ),
+                ]
+        self._hooks += [
+            model.register_forward_pre_hook(before_forward, prepend=True),
+            model.register_forward_hook(after_forward, always_call=True),
+        ]
+
+    def _arrive(self, module: nn.Module) -> None:
+        if self._modes:
+            self.wait_for(module._parameters.values())
+        elif any(param in self._index_of for param in module.parameters()):
+            self.finish()
+
+    def _begin_forward(self) -> None:
+        self._modes.append(_Readers(self))
+        self._modes[-1].__enter__()
+
+    def _end_forward(self) -> None:
+        self._modes.pop().__exit__(None, None, None)
+        if not self._modes:
+            self.finish()
+
+    def remove_hooks(self) -> None:
+        """Undo :meth:`overlap_with_forward`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._modules.clear()
+
+
+class _Readers(TorchFunctionMode):
+    """A forward pass, in which any call of torch waits for the parameters that it is given."""
+
+    def __init__(self, sync: ParamSync) -> None:
+        super().__init__()
+        self._sync = sync
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self._sync._pending:
+            self._sync.wait_for(_tensors_in((args, kwargs)))
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        # Transforms of torch.func wrap what they are given.
+        yield torch.func.debug_unwrap(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))

@@ -1,0 +1,1 @@
+"""Recipes, their fields, and the dtypes of states."""

@@ -1,0 +1,1 @@
+"""The recipe of each rule: its settings, states and work."""

@@ -1,0 +1,81 @@
+"""Adafactor: second moments of whole matrices, as a column times a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ds_layerwise.recipes.base.fields import NonNegative, Positive
+from ds_layerwise.recipes.base.recipe import COUNT, Recipe, StateSpec
+from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
+
+#: Largest sum of elements of matrices of a stack that are updated together; one may be larger.
+#: Enough to fill an accelerator.
+MAX_BATCH_NUMEL = 16 * 2**20
+
+
+class Adafactor(Recipe):
+    """Adafactor of whole matrices, as :class:`torch.optim.Adafactor`; see
+    :mod:`ds_layerwise.optimizers.rules.adafactor`.
+    """
+
+    rule: ClassVar[str] = "adafactor"
+    whole: ClassVar[bool] = True
+    family: ClassVar[str] = "adafactor"
+
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8
+    """Of the second moments, a step t takes t to this power of the new one."""
+    eps1: Positive = 2.0**-23
+    """The least root of a second moment, and the least mean of one."""
+    eps2: NonNegative = 1e-3
+    """The least size of a matrix that its step is measured by."""
+    clip_threshold: Annotated[float, Field(ge=1)] = 1.0
+    """The largest root mean square of an update before it is scaled; torch's ``d``."""
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """Mean squares of rows and of columns, and how many steps there were."""
+        *batch, rows, cols = shape
+        return {
+            "row_var": StateSpec((*batch, rows, 1)),
+            "col_var": StateSpec((*batch, 1, cols)),
+            **COUNT,
+        }
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """The FLOPs of the product of column and row."""
+        return 2 * math.prod(shape)
+
+    def together(self, shape: tuple[int, ...]) -> int:
+        """How many matrices of a stack are updated together."""
+        *batch, rows, cols = shape
+        return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
+
+    def workspace(self, shape: tuple[int, ...]) -> int:
+        """Bytes: the update of as many matrices as go together, what decay takes beside it, and
+        their norms.
+        """
+        together = self.together(shape)
+        return super().workspace((together, *shape[-2:])) + 16 * together
+
+    def refusal(
+        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
+    ) -> str | None:
+        """Tensor shards, because means of rows, of columns and of all are of a whole matrix."""
+        return (
+            None
+            if cut_axis is None
+            else (
+                "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; "
+                "send it to another optimizer by layerwise.overrides"
+            )
+        )
+
+    def summary(self, hyper: Callable[[str], str]) -> str:
+        """All settings."""
+        return (
+            f"beta2_decay {self.beta2_decay:g}, eps1 {self.eps1:g}, eps2 {self.eps2:g}, "
+            f"clip_threshold {self.clip_threshold:g}"
+        )

@@ -1,0 +1,152 @@
+"""What may happen to an update of whole matrices before it is added, and to the matrices after:
+settings and costs.
+
+The formulas are in :mod:`ds_layerwise.optimizers.rules.update_hooks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ds_layerwise.recipes.base.fields import OR_NULL, Positive
+from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.rules.newton_schulz_settings import (
+    ALIGNMENT,
+    MAX_BATCH_NUMEL,
+    most_together,
+    newton_schulz_flops,
+    newton_schulz_workspace,
+)
+
+#: What is kept of a change.
+Share = Annotated[float, Field(ge=0, le=1)]
+
+#: Newton-Schulz steps of ``polar_express`` behind one sign in
+#: :func:`.orthogonalize.spectral.capped`.
+CLIP_STEPS = 8
+
+
+class UpdateHooks(Recipe):
+    """Settings that every recipe of whole matrices may have. None and false, the defaults, do
+    nothing.
+
+    Each matrix of a batch counts on its own, and so does its Frobenius norm, which is that of the
+    whole matrix where tensor parallelism has cut it. No hook keeps a state.
+    """
+
+    #: What says how large an update is, beside the learning rate. With a hook that does, these must
+    #: be as they are.
+    sized_by: ClassVar[tuple[str, ...]] = ()
+    #: Whether updates are Muon's but for their size, so that nothing is left of the rule with such
+    #: a hook.
+    only_sizes: ClassVar[bool] = False
+
+    hyperball: Annotated[
+        Positive | Literal["own"] | None,
+        Field(
+            json_schema_extra={"may_be_null": True, "expects": "a norm greater than 0, or 'own'"}
+        ),
+    ] = None
+    """The Frobenius norm that matrices have from the first update on; "own": the one that each has
+    before it. The learning rate is then the length of an update relative to the matrix, and nothing
+    decays."""
+    radial_brake: Annotated[tuple[Share, Share] | None, OR_NULL] = None
+    """What is kept of a change of the Frobenius norm where it grows, and where it shrinks."""
+    relative_update: bool = False
+    """Give updates the Frobenius norm of their matrix, so that the learning rate is their relative
+    length.
+    """
+    spectral_clip: Annotated[Positive | None, OR_NULL] = None
+    """The largest singular value that a matrix may have after an update."""
+
+    @model_validator(mode="after")
+    def _hooks_fit(self) -> UpdateHooks:
+        if self.hyperball is not None:
+            for other in ("radial_brake", "relative_update", "spectral_clip"):
+                if getattr(self, other) not in (None, False):
+                    raise ValueError(
+                        f"hyperball is {self.hyperball!r} and {other} {getattr(self, other)!r}, "
+                        "and hyperball alone decides the norm of an update and of its matrix; "
+                        "leave out one"
+                    )
+        name = self.sizing_hook
+        if name is None:
+            return self
+        for key in self.sized_by:
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default:
+                raise ValueError(
+                    f"{key} is {value!r} with {name}, which decides the size of an update by "
+                    f"itself; leave out one, and change the learning rate instead of {key}"
+                )
+        if self.only_sizes:
+            raise ValueError(
+                f"{name} is set for {self.rule}, whose updates differ from muon's by their size "
+                f"alone, and {name} decides that by itself; leave it out, or take muon"
+            )
+        return self
+
+    @property
+    def sizing_hook(self) -> str | None:
+        """The name of the hook that decides how large an update is, if one does."""
+        return (
+            "hyperball"
+            if self.hyperball is not None
+            else "relative_update"
+            if self.relative_update
+            else None
+        )
+
+    @property
+    def own_weight_decay(self) -> float | None:
+        """None, or with ``hyperball`` 0."""
+        return None if self.hyperball is None else 0.0
+
+    def hook_flops(self, shape: tuple[int, ...]) -> int:
+        """FLOPs of ``spectral_clip``; the others take none that count."""
+        if self.spectral_clip is None:
+            return 0
+        *batch, rows, cols = shape
+        m, n = sorted((rows, cols))
+        signs = [
+            newton_schulz_flops(m, side, steps=CLIP_STEPS, method="standard") for side in (n, m)
+        ]
+        return math.prod(batch) * (sum(signs) + 4 * m * m * n)
+
+    def hook_workspace(self, shape: tuple[int, ...]) -> int:
+        """Bytes that ``spectral_clip`` takes at most, after the update is done; the others take
+        next to none.
+
+        The sign of the matrices takes what their update does. The one of their squares, which are
+        six while it is made, is taken beside two matrices.
+        """
+        if self.spectral_clip is None:
+            return 0
+        *batch, rows, cols = shape
+        together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
+        m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
+        return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
+
+    def hook_summary(self) -> str:
+        """What is set, for the start-up table; begins with a comma unless it is empty."""
+        named = {
+            "hyperball": self.hyperball,
+            "radial_brake": self.radial_brake,
+            "spectral_clip": self.spectral_clip,
+        }
+        said = [
+            f"{key} {list(value) if isinstance(value, tuple) else value}"
+            for key, value in named.items()
+            if value is not None
+        ]
+        return "".join(f", {each}" for each in said + ["relative_update"] * self.relative_update)
+
+
+def keeps_zeros(recipe: Recipe) -> bool:
+    """Whether a matrix of zeros stays one under ``recipe``, because its updates are as large as
+    itself.
+    """
+    return isinstance(recipe, UpdateHooks) and (recipe.relative_update or recipe.hyperball == "own")

@@ -1,0 +1,1 @@
+"""Parameters that settings are for: overrides, conditions, norm groups, fused parts."""

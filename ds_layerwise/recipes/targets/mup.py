@@ -1,0 +1,125 @@
+"""Learning rates that were found on a narrow model, for a wide one (muP).
+
+Note: the rules, with m the width over the base width
+    arXiv 2203.03466, table 8, in which an output head's result is divided by m in the model. Of
+    what is updated element by element, *hidden* parameters have two axes that grow with the model;
+    the others have one: vectors, embeddings, output heads.
+
+    ======================  ==============================  =====================
+    optimizer               hidden                          others
+    ======================  ==============================  =====================
+    Adam, Lion and alike    rate 1/m, eps 1/m               as they are
+    SGD                     as it is                        rate m
+    ======================  ==============================  =====================
+
+    eps is Megatron-LM's reading of appendix B.3: in the paper it is to scale like the gradient.
+
+    An orthogonal update has a spectral norm of 1, and widths carry over where that of an update
+    grows like the root of rows over columns (arXiv 2310.17813, condition 1). ``unit_rms_norm`` is
+    this factor, and ``original`` grows like it while both axes grow alike: their rates stay.
+    ``spectral`` and ``match_rms_adamw`` make the spectral norm grow with the root of m by
+    themselves, and 1/m, or nothing, on top of that is right for no width but the base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.base.fields import Count, Section, build
+from ds_layerwise.recipes.base.recipe import Recipe
+
+#: Element-wise rules whose updates are as large whatever gradients are.
+_NORMALISED = ("adamw", "adam", "laprop", "ademamix", "lion", "signum")
+
+#: Of ``scale_mode``, those whose rates carry over.
+_CARRY_OVER = ("unit_rms_norm", "original")
+
+
+class Multipliers(NamedTuple):
+    """What a learning rate and eps are multiplied with."""
+
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+class Mup(Section):
+    """``layerwise.mup``: see the note on the rules."""
+
+    base_width: Count
+    """Of the model on which the learning rates were found."""
+    width: Count
+    """Of this model: the size of its hidden state."""
+
+    @classmethod
+    def from_section(cls, where: str, value: object) -> Mup:
+        """Parse what a config has under the name ``where``."""
+        if not isinstance(value, Mapping) or not {"base_width", "width"} <= value.keys():
+            raise ConfigError(
+                f'{where} must be an object like {{"base_width": 256, "width": 4096}}, got '
+                f"{value!r}"
+            )
+        return build(cls, where, value)
+
+    @property
+    def ratio(self) -> float:
+        """How many times as wide as the base this model is."""
+        return self.width / self.base_width
+
+    def multipliers(self, recipe: Recipe, *, hidden: bool) -> Multipliers:
+        """What the rates of a parameter are multiplied with that ``recipe`` updates.
+
+        Args:
+            hidden: whether two of its axes grow with the model.
+
+        Raises:
+            ValueError: it is not known how the updates of ``recipe`` depend on the width, or they
+                grow with it by themselves; says what to do.
+        """
+        if recipe.whole:
+            _check_matrix_rule(recipe)
+            return Multipliers()
+        if recipe.rule in _NORMALISED:
+            less = 1 / self.ratio
+            return (
+                Multipliers(less, less if "eps" in recipe.hyper else 1.0)
+                if hidden
+                else Multipliers()
+            )
+        if recipe.rule == "sgd":
+            return Multipliers() if hidden else Multipliers(self.ratio)
+        raise ValueError(
+            f"how the rate of {recipe.rule} depends on the width is not known; leave layerwise.mup "
+            "out, and give rates by layerwise.overrides"
+        )
+
+
+def is_hidden(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of ``shape`` that is no embedding and no output head has two axes that
+    grow with the model: the first two, which a depthwise kernel, or one row of positions, does not
+    have."""
+    return len(shape) > 1 and shape[0] > 1 and shape[1] > 1
+
+
+def _check_matrix_rule(recipe: Recipe) -> None:
+    """Refuse a rule for matrices whose rate does not carry over as it is.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    hook, mode = getattr(recipe, "sizing_hook", None), getattr(recipe, "scale_mode", None)
+    if recipe.rule == "scion" and hook is None:
+        return
+    if hook is not None or mode is None or getattr(recipe, "moment2_rescale", True) is False:
+        what = f"{recipe.rule} with {hook}" if hook else recipe.rule
+        raise ValueError(
+            f"how the rate of {what} depends on the width is not known; leave layerwise.mup out, "
+            "or take muon with scale_mode 'unit_rms_norm'"
+        )
+    if mode not in _CARRY_OVER:
+        raise ValueError(
+            f"scale_mode of {recipe.rule} is {mode!r}, with which updates grow with the width by "
+            "themselves, so that widths would count twice; set it to 'unit_rms_norm' or "
+            "'original', or leave layerwise.mup out"
+        )

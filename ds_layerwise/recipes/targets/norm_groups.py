@@ -1,0 +1,71 @@
+"""Named groups of parameters whose gradients have a norm of their own:
+``layerwise.norm_groups``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.base.fields import OR_NULL, NonNegative, build
+from ds_layerwise.recipes.targets.conditions import Conditions
+
+#: What a monitor may call a group, which may make the name of a file of it.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class NormGroup(Conditions):
+    """The parameters that meet its conditions, all that are given."""
+
+    example: ClassVar[str] = '{"name": "mtp.*"}'
+
+    gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
+    """What their gradients are clipped to by their own norm, which the norm of all others then
+    leaves out; 0: to nothing. None: they are counted, and clipped, with all others."""
+    optional: bool = False
+    """Whether it may match no parameter."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its norm alone clips it, and counts nowhere else."""
+        return self.gradient_clipping is not None
+
+
+def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
+    """The groups that a config has under the name ``where``.
+
+    Raises:
+        ConfigError: a name or an entry cannot be.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'{where} must be an object of names of groups to conditions like {{"mtp": {{"name": '
+            f'"mtp.*"}}}}, got {given!r}'
+        )
+    return {
+        _checked_name(where, name): _checked(f"{where}.{name}", entry)
+        for name, entry in given.items()
+    }
+
+
+def _checked_name(where: str, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{where} names a group {name!r}; give it a name of letters, digits, dots, dashes and "
+            "underscores, for the monitor"
+        )
+    return name
+
+
+def _checked(where: str, entry: object) -> NormGroup:
+    if isinstance(entry, NormGroup):
+        return entry
+    found = build(NormGroup, where, entry)
+    found.check_conditions(where)
+    if not found.given():
+        raise ConfigError(
+            f"{where} has no condition; give it one of {', '.join(NormGroup.condition_keys())}"
+        )
+    return found

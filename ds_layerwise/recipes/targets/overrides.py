@@ -1,0 +1,203 @@
+"""One entry of ``layerwise.overrides``, or of overrides in Python: for which parameters, and what
+differs for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.recipes.base.fields import (
+    Betas,
+    Count,
+    Decay,
+    NonNegative,
+    Section,
+    build,
+    check,
+    merged_keys,
+)
+from ds_layerwise.recipes.recipe_registry import REGISTRY, recipes_of_settings
+from ds_layerwise.recipes.rules.any_torch_recipe import any_of
+from ds_layerwise.recipes.targets.conditions import Conditions, Facts
+from ds_layerwise.recipes.targets.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
+from ds_layerwise.recipes.targets.param_keys import ParamKey
+
+#: What of an entry is neither a condition nor a change.
+_ABOUT = ("optional", "settings", "key")
+
+
+class Override(Conditions):
+    """One entry of ``layerwise.overrides``: what differs for the parameters that meet its
+    conditions.
+    """
+
+    optimizer: str | None = None
+    """A recipe of the registry with its defaults, or one of the run's two."""
+    weight_decay: NonNegative | None = None
+    lr: NonNegative | None = None
+    """The learning rate while ``lr`` of the parameter group stands at its configured value."""
+    lr_scale: NonNegative | None = None
+    """Multiplies the learning rate of whichever optimizer the parameter has."""
+    min_lr: NonNegative | None = None
+    """No schedule takes the learning rate below this."""
+    num_heads: Count | None = None
+    """Orthogonalise this many equal blocks of rows on their own."""
+    split: Sizes | None = None
+    """The parts of a fused matrix by their sizes, each a matrix of its own; see
+    :mod:`.recipes.targets.fused_parts`.
+    """
+    split_axis: SplitAxis | None = None
+    split_groups: Count | None = None
+    momentum: Decay | None = None
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    optional: bool = False
+    """Whether it may match no parameter."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """What the override sets of the recipe that parameters have, by the names of
+    ``optimizer.params``.
+    """
+    key: Annotated[Any, Field(exclude=True)] = None
+    """The :class:`~ds_layerwise.recipes.targets.param_keys.ParamKey` that must match as well; None
+    in a config.
+    """
+
+    @classmethod
+    def entry_keys(cls) -> tuple[str, ...]:
+        """What an entry may say, beside settings of recipes."""
+        return tuple(key for key in cls.keys() if key not in ("settings", "key"))
+
+    @classmethod
+    def from_entry(cls, where: str, entry: object, *, key: ParamKey | None = None) -> Override:
+        """Parse one entry.
+
+        Args:
+            where: the name that errors report it under.
+            key: what it is for, beside conditions of its own.
+
+        Raises:
+            ConfigError: it says what no entry can say, has no condition, or changes nothing.
+        """
+        if not isinstance(entry, Mapping):
+            raise ConfigError(
+                f'{where} must be an object like {{"name": "*.bias", ...}}, got {entry!r}'
+            )
+        own, of_recipes = cls.entry_keys(), merged_keys(recipes_of_settings())
+        for each in entry:
+            if each not in own and each not in of_recipes:
+                raise unknown_key(where, each, {*own, *of_recipes})
+        settings = tuple(
+            (key, check_setting(of_recipes[key], f"{where}.{key}", key, value))
+            for key, value in entry.items()
+            if key not in own
+        )
+        if "optimizer" in entry:
+            check(any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", entry["optimizer"])
+        found = build(
+            cls,
+            where,
+            checked_split(where, {key: value for key, value in entry.items() if key in own}),
+        )
+        found.check_conditions(where)
+        if key is None and not found.given():
+            raise ConfigError(
+                f"{where} has no condition; give it one of {', '.join(cls.condition_keys())}"
+            )
+        found = found.model_copy(update={"settings": settings, "key": key})
+        if not found.changes():
+            raise ConfigError(
+                f"{where} ({found.conditions_told()}) overrides nothing; add one of "
+                f"{', '.join([each for each in own if each in cls.change_keys()])}, or a setting "
+                f"of the optimizer: {', '.join(of_recipes)}"
+            )
+        _check_rates(where, found)
+        return found
+
+    @classmethod
+    def change_keys(cls) -> tuple[str, ...]:
+        """What an entry may change, beside settings of recipes."""
+        return tuple(key for key in cls.keys() if key not in (*cls.condition_keys(), *_ABOUT))
+
+    def changes(self) -> dict[str, Any]:
+        """What the override sets, by key."""
+        own = {
+            key: value for key in self.change_keys() if (value := getattr(self, key)) is not None
+        }
+        return as_one_change({**own, **dict(self.settings)})
+
+    def matches(self, facts: Facts) -> bool:
+        """Whether the override is for a parameter.
+
+        Raises:
+            RoutingError: a condition asks what ``facts`` do not know, or what a function cannot
+                say.
+        """
+        return self.hold(facts) and (self.key is None or self.key.chooses(facts))
+
+    def label(self, index: int) -> str:
+        """What errors call it, which is number ``index`` of all overrides."""
+        return f"layerwise.overrides[{index}]" if self.key is None else f"overrides[{self.key!r}]"
+
+
+def overrides_of(given: object) -> tuple[Override, ...]:
+    """Overrides in Python: a mapping of :class:`ParamKey` to what differs, by the names of an entry
+    in a config.
+
+    Raises:
+        ConfigError: it is none; names the key.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"overrides must be a mapping of ParamKey to what differs, got {given!r}")
+    for key in given:
+        if not isinstance(key, ParamKey):
+            raise ConfigError(
+                f"overrides must have ParamKey for keys, got {key!r}; ParamKey(name={key!r}) is a "
+                "glob over names"
+                if isinstance(key, str)
+                else f"overrides must have ParamKey for keys, got {key!r}"
+            )
+    return tuple(
+        Override.from_entry(f"overrides[{key!r}]", _joined(key, entry), key=key)
+        for key, entry in given.items()
+    )
+
+
+def _joined(key: ParamKey, entry: object) -> object:
+    """``entry`` with the conditions of ``key`` that must hold as well."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f"overrides[{key!r}] must be a mapping like {{'weight_decay': 0.0}}, got {entry!r}"
+        )
+    for each in key.narrowed:
+        if each in entry:
+            raise ConfigError(
+                f"overrides[{key!r}] has {each} once more, {entry[each]!r}; keep one of the two"
+            )
+    return {**key.narrowed, **entry}
+
+
+def _check_rates(where: str, found: Override) -> None:
+    if found.lr is not None and found.lr_scale is not None:
+        raise ConfigError(
+            f"{where}.lr is {found.lr:g} and {where}.lr_scale {found.lr_scale:g}: the first is the "
+            "learning rate itself, the second multiplies another; keep one of the two"
+        )
+    if found.lr is not None and found.min_lr is not None and found.min_lr > found.lr:
+        raise ConfigError(
+            f"{where}.min_lr is {found.min_lr:g}, above {where}.lr, which is {found.lr:g}; lower it"
+        )
+
+
+def check_setting(recipe: type[Section], where: str, key: str, value: object) -> Any:
+    """``value`` as a setting of ``recipe`` that configs call ``key``.
+
+    Raises:
+        ConfigError: it cannot be; ``where`` is the name it is reported under.
+    """
+    return getattr(build(recipe, where.rpartition(".")[0], {key: value}), key)

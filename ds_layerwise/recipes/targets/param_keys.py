@@ -1,0 +1,184 @@
+"""Keys of overrides in Python: what :mod:`.recipes.targets.conditions` have, and functions of a
+parameter besides.
+
+Reference: the classes of the same names in Megatron-LM,
+``megatron/core/optimizer/optimizer_config.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.recipes.base.fields import build, normalised
+from ds_layerwise.recipes.targets.conditions import Conditions, Facts, each_of, has_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class _Predicate:
+    """A function that is known and compared by its name alone."""
+
+    name: str
+    fn: Callable[..., bool] = field(compare=False, repr=False)
+    """Whether a parameter is meant. It must say the same on every rank."""
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(
+                f"{kind}.name must be a text, by which it is known and compared, got {self.name!r}"
+            )
+        if not callable(self.fn):
+            raise ConfigError(f"{kind}.fn must be a function, got {self.fn!r}")
+
+    def __call__(self, *args: Any) -> bool:
+        """What the function says."""
+        return bool(self.fn(*args))
+
+
+class ParamPredicate(_Predicate):
+    """A function of a parameter, which is known and compared by its name alone."""
+
+    __slots__ = ()
+
+
+class ParamWithNamePredicate(_Predicate):
+    """A function of a parameter and its name, which is known and compared by its own name alone."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamKey:
+    """A choice of parameters, as a key of overrides in Python. Equal keys choose alike.
+
+    ``name``, ``attr``, ``predicate`` and ``with_name_predicate`` mean what they do in Megatron-LM:
+    each is one or several, and a parameter is chosen if *any* of all these matches. The other
+    conditions are those of ``layerwise.overrides``, and narrow the choice: *all* of them must hold.
+    One of all these must be given.
+
+    Raises:
+        ConfigError: one is of the wrong type, or none is given; names it.
+    """
+
+    name: str | tuple[str, ...] = ()
+    """Globs over full parameter names."""
+    attr: str | tuple[str, ...] = ()
+    """Attributes of the parameter, of which one is true."""
+    predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
+    with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
+    module: str | tuple[str, ...] | None = None
+    ndim: int | tuple[int, ...] | None = None
+    shape: tuple[Any, ...] | None = None
+    min_elements: int | None = None
+    max_elements: int | None = None
+    regex: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            # What is hashed must not be a list.
+            object.__setattr__(self, each.name, normalised(getattr(self, each.name)))
+        for key, kind in _ANY.items():
+            for value in each_of(getattr(self, key)):
+                if not isinstance(value, kind) or value == "":
+                    raise ConfigError(
+                        f"ParamKey.{key} must be a {kind.__name__} or a tuple of them, got "
+                        f"{value!r}"
+                    )
+        if not (self.choices or self.narrowed):
+            raise ConfigError(
+                "ParamKey has no condition; give it one of "
+                f"{', '.join(each.name for each in fields(self))}"
+            )
+        self.conditions()
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Those of which any will do, as far as they are given."""
+        return {key: getattr(self, key) for key in _ANY if each_of(getattr(self, key))}
+
+    @property
+    def narrowed(self) -> dict[str, Any]:
+        """Those that must all hold, as far as they are given."""
+        return {key: value for key in _ALL if (value := getattr(self, key)) is not None}
+
+    def conditions(self) -> Conditions:
+        """Those that must all hold.
+
+        Raises:
+            ConfigError: one is of the wrong type; names it.
+        """
+        found = build(Conditions, "ParamKey", self.narrowed)
+        found.check_conditions("ParamKey")
+        return found
+
+    def matches(self, param: Any, param_name: str, modules: Sequence[str] | None = None) -> bool:
+        """Whether a parameter is chosen.
+
+        Args:
+            modules: the class names of the modules that hold it, for a key with ``module``.
+
+        Raises:
+            RoutingError: the key has ``module``, and ``modules`` is None; an attribute is neither
+                true nor false.
+        """
+        facts = Facts(
+            name=param_name,
+            shape=tuple(param.shape),
+            param=param,
+            modules=None if modules is None else tuple(modules),
+        )
+        return self.conditions().hold(facts) and self.chooses(facts)
+
+    def chooses(self, facts: Facts) -> bool:
+        """Whether any of the four matches, or none of them is given.
+
+        Raises:
+            RoutingError: a function fails, or an attribute is neither true nor false; names the
+                parameter.
+        """
+        return not self.choices or (
+            any(fnmatchcase(facts.name, glob) for glob in each_of(self.name))
+            or any(has_attribute(facts, attr) for attr in each_of(self.attr))
+            or any(_asked(each, facts, facts.param) for each in each_of(self.predicate))
+            or any(
+                _asked(each, facts, facts.param, facts.name)
+                for each in each_of(self.with_name_predicate)
+            )
+        )
+
+    def __repr__(self) -> str:
+        given = {**self.choices, **self.narrowed}
+        return f"ParamKey({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+#: What a parameter needs any of, and of what type each is; and what it needs all of.
+_ANY: dict[str, type] = {
+    "name": str,
+    "attr": str,
+    "predicate": ParamPredicate,
+    "with_name_predicate": ParamWithNamePredicate,
+}
+_ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
+
+
+def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
+    try:
+        return predicate(*args)
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as e:
+        raise RoutingError(
+            f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
+            f"{str(e).partition(chr(10))[0]}"
+        ) from e

@@ -1,0 +1,395 @@
+"""Which optimizer, group and overrides each parameter gets. The only place that decides.
+
+The answer is a table of :class:`Route`, one row a parameter, each with its reason. Nothing is
+written on tensors.
+
+The rules, first match wins:
+
+1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own
+   ``param.use_muon``, then a parameter group's ``use_muon``;
+2. fewer than two axes: scalar (norms, biases);
+3. what is a vector however it lies, by the class of a norm or by its own name, see
+   :func:`.plan.routes.group_defaults.is_vector`: scalar, and decayed as vectors are;
+4. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by
+   module type, others by a class name that ends in ``Embedding``; Megatron marks both with
+   ``is_embedding_or_output_parameter``; bare parameters by :data:`EMBEDDING_NAME`). A head
+
+   * shares an embedding's weight, is what the model returns from ``get_output_embeddings()``, or
+     the weight of a loss;
+   * goes by a name of :data:`.routing.output_heads.HEAD_NAME`, or is the last layer in a module
+     that does and nothing in it follows, unless it lies at an input, in a ``ModuleList`` of other
+     things, or repeats with the layers of the model, as a router's does;
+   * or, where none of these is there, is the model's last linear layer, and has an embedding's
+     shape, or is in no ``ModuleList``, is not the model's only matrix, no later module has
+     parameters, and no module around it a bare matrix; or is the last convolution of a model that
+     begins with one of as many channels. Layers of an adapter, such as LoRA's factors, do not
+     count;
+5. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of
+   them; depthwise kernels, kernels over one axis and those of one row or column are scalar;
+6. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the
+  first has length 1;
+7. anything else: scalar.
+
+Where tensor parallelism has cut a parameter, all of this holds for the part that a rank has of it;
+:mod:`.routing.tensor_marks` says which axis of which matrix is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.config.sections import Recipes
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector, own_name
+from ds_layerwise.plan.routes.override_matching import overrides_by_name
+from ds_layerwise.plan.routes.routes import (
+    Route,
+    forced_matrix_shape,
+    recipe_named,
+    require_a_matrix,
+    with_changes,
+    with_cut,
+    with_effect,
+)
+from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.rules.client_recipe import check_override
+from ds_layerwise.recipes.targets.overrides import Override
+from ds_layerwise.routing.find_fused_parts import TensorRank, split_as_told, split_known
+from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
+from ds_layerwise.routing.matrix_view import shape_in
+from ds_layerwise.routing.module_of import is_bare, is_norm, is_table
+from ds_layerwise.routing.output_heads import Elsewhere, output_heads
+from ds_layerwise.routing.param_facts import facts_of, holders_of
+from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
+
+#: What bare parameters are called that are looked up, or put beside tokens: positions, latents,
+#: queries, prompts.
+EMBEDDING_NAME = re.compile(
+    r"(?!w_|.*(weight|proj|projection|kernel|mlp|mix|mixing)$)(\w+_)?(embed|embeds|"
+    r"embeddings?|emb|pos|ape|encoding|tokens?|latents|query|queries|prompts?|codebooks?|"
+    r"codevectors)(_\w+)?",
+    re.IGNORECASE,
+)
+
+#: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
+_ROWS = "token_adapter.trainable_tokens_delta"
+
+#: What overrides say of the matrices in a parameter.
+_CUTS = ("num_heads", "split")
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """What the model says about a parameter: the modules that hold it, and facts about the
+    model.
+    """
+
+    modules: tuple[tuple[str, nn.Module], ...]
+    vector: str | None
+    """What makes it a vector although it has two axes or more."""
+    table: str | None
+    """What makes it an embedding or an output head."""
+
+
+def route_parameters(
+    model: nn.Module,
+    param_groups: Sequence[Mapping[str, Any]],
+    *,
+    overrides: Sequence[Override] = (),
+    per_head: bool = False,
+    auto_split: bool = True,
+    recipes: Recipes = Recipes(),
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    elsewhere: Elsewhere | None = None,
+    experts: Mapping[str, Sequence[str]] | None = None,
+    by_kind: ByKind = ByKind(),
+    own_decay: Collection[int] = (),
+    by_group: Sequence[Recipe] = (),
+) -> dict[str, Route]:
+    """Route every trainable parameter of ``param_groups``, in the order of
+    ``model.named_parameters()``.
+
+    Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no
+    route. With ``elsewhere``, ``model`` is a part, and the caller calls
+    :func:`.plan.routes.routes.require_a_matrix` with all routes.
+
+    Args:
+        auto_split: whether to look for fused matrices that are known; see
+            :mod:`.routing.find_fused_parts`.
+        recipes: what the run does with matrices, and with the rest.
+        tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count
+            if there are two.
+        tp_rank: which of them this is.
+        experts: see :func:`.routing.param_facts.facts_of`.
+        own_decay: the parameter groups, by index, that say for themselves what their weight decay
+            is.
+        by_group: the recipes of the groups of a client optimizer, which sees parameters as they
+            are.
+
+    Raises:
+        RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained
+            or gets sparse gradients, an override matches nothing or contradicts another, no
+            parameter at all goes to the matrix optimizer though the user neither took one away nor
+            chose for all, or it is not clear how a matrix is cut.
+    """
+    names = {param: name for name, param in model.named_parameters()}
+    group_of = _groups_of(names, param_groups)
+    homes, tensor = _homes(model, elsewhere), TensorRank(tp_size, tp_rank)
+    trained = _trained(names, group_of, is_part=elsewhere is not None)
+    holders = {name: homes[name].modules[0][1] for name in trained}
+    merged = overrides_by_name(
+        facts_of(model, trained, overrides, tp_size=tp_size, experts=experts),
+        overrides,
+        elsewhere=elsewhere.matched if elsewhere else (),
+    )
+    routes: dict[str, Route] = {}
+    for name, param in trained.items():
+        _check_trainable(name, param, homes[name])
+        vector, table = homes[name].vector is not None, homes[name].table is not None
+        if table:
+            by_kind.change_table(merged[name])
+        mine = merged[name].values
+        if by_group:
+            routes[name] = _of_client(
+                name, param, group_of[name], by_group[group_of[name]], mine, recipes, tp_size
+            )
+            continue
+        wanted = _wanted(
+            param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes
+        )
+        route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
+        route, mine = with_effect(route, mine, recipes)
+        route = replace(
+            with_changes(route, mine, recipes),
+            group=group_of[name],
+            transposed=is_transposed(holders[name], param),
+        )
+        route = by_kind.decayed(
+            route, tuple(param.shape), vector=vector, own_decay=route.group in own_decay
+        )
+        route = by_kind.by_width(
+            route, partial(_dims, route, param, tp_size), table=table or vector
+        )
+        route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
+        routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
+    named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
+    if auto_split and not by_group:
+        routes = split_known(model, routes, trained, tensor, named=named, per_head=per_head)
+    if per_head:
+        routes = split_heads(model, routes, trained, tp_size, named=named)
+    if elsewhere is None:
+        require_a_matrix(routes.values())
+    return routes
+
+
+def _groups_of(
+    names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]
+) -> dict[str, int]:
+    """By name, the index of the group that a parameter is in."""
+    found: dict[str, int] = {}
+    for index, group in enumerate(param_groups):
+        for param in group["params"]:
+            if param not in names:
+                raise RoutingError(
+                    f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that "
+                    "the model does not have; pass parameters of the model given to initialize()"
+                )
+            found[names[param]] = index
+    return found
+
+
+def _trained(
+    names: Mapping[nn.Parameter, str], given: Collection[str], *, is_part: bool
+) -> dict[str, nn.Parameter]:
+    """What of ``names`` is trained: what was given, requires a gradient and has elements.
+
+    Args:
+        is_part: whether other stages have more of the model, so that there may be nothing here.
+    """
+    wanted = {name: param for param, name in names.items() if name in given and param.requires_grad}
+    cut_up = [
+        name
+        for name, param in wanted.items()
+        if not param.numel() and math.prod(getattr(param, "ds_shape", (0,)))
+    ]
+    if cut_up:
+        raise RoutingError(
+            f"{cut_up[0]}{f' and {len(cut_up) - 1} more' * (len(cut_up) > 1)} was built under "
+            "deepspeed.zero.Init(), which cuts parameters up for ZeRO stage 3, and this optimizer "
+            "has stages 1 and 2; build the model without it"
+        )
+    trained = {name: param for name, param in wanted.items() if param.numel()}
+    if not (trained or is_part):
+        require_a_matrix((), why_none=_why_none(given, len(names)))
+    return trained
+
+
+def _why_none(given: Collection[str], of_model: int) -> str:
+    """What there is to do where nothing that was given is trained."""
+    if not of_model:
+        return "the model has no parameters"
+    if not given:
+        return (
+            "no parameter was given to initialize(); give model_parameters=model.parameters(), or "
+            "None for all (a generator or a filter is empty once it has been gone through)"
+        )
+    return (
+        f"none of the {len(given)} parameters given, of {of_model} of the model, requires a "
+        "gradient and has elements; unfreeze what is to be trained before initialize()"
+    )
+
+
+def _dims(route: Route, param: Tensor, tp_size: int) -> tuple[int, ...]:
+    return whole_dims(route.name, param, tp_size) if route.is_cut else tuple(param.shape)
+
+
+def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
+    if param.dtype not in _FLOATS:
+        raise RoutingError(
+            f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
+            "float16); freeze it or convert it"
+        )
+    if any(getattr(module, "sparse", False) is True for _, module in home.modules):
+        raise RoutingError(
+            f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
+            "shards; build it with sparse=False"
+        )
+
+
+def _wanted(
+    param: Tensor, changes: Mapping[str, Any], group: int, of_group: bool | None, recipes: Recipes
+) -> tuple[Recipe, str] | None:
+    """The recipe that the user has named for ``param``, if any, and by what."""
+    if "optimizer" in changes:
+        return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
+    if hasattr(param, "use_muon"):
+        return (
+            recipes.matrix if param.use_muon else recipes.scalar,
+            f"param.use_muon = {param.use_muon}",
+        )
+    if of_group is not None:
+        return (
+            recipes.matrix if of_group else recipes.scalar,
+            f"param_groups[{group}].use_muon = {of_group}",
+        )
+    return None
+
+
+def _decide(
+    name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | None, recipes: Recipes
+) -> Route:
+    if wanted is not None:
+        recipe, reason = wanted
+        shape = (
+            (
+                shape_in(home.modules[0][1], param)[0]
+                or forced_matrix_shape(name, tuple(param.shape), reason)
+            )
+            if recipe.whole
+            else None
+        )
+        return Route(
+            name=name,
+            recipe=recipe,
+            reason=reason,
+            group=0,
+            matrix_shape=shape,
+            by_user=True,
+            sent_away=not recipe.whole and param.dim() > 1,
+        )
+    module, kind = home.modules[0][1], home.vector or home.table
+    shape, reason = (None, kind) if kind else shape_in(module, param)
+    recipe = recipes.scalar if shape is None else recipes.matrix
+    return Route(
+        name=name,
+        recipe=recipe,
+        reason=reason,
+        group=0,
+        matrix_shape=shape if recipe.whole else None,
+        sent_away=shape is not None and not recipe.whole,
+        bare=param.dim() > 1 and is_bare(module),
+    )
+
+
+def _of_client(
+    name: str,
+    param: Tensor,
+    group: int,
+    recipe: Recipe,
+    changes: Mapping[str, Any],
+    recipes: Recipes,
+    tp_size: int,
+) -> Route:
+    """The route of a parameter of a client optimizer: whole in the shape that it has, or cut by
+    element.
+    """
+    check_override(name, changes)
+    route = Route(
+        name=name,
+        recipe=recipe,
+        reason=f"param_groups[{group}] of the optimizer given",
+        group=group,
+        matrix_shape=(tuple(param.shape) or (1,)) if recipe.whole else None,
+        by_user=True,
+    )
+    if recipe.whole and tp_size > 1 and is_cut(param):
+        raise RoutingError(
+            f"{name} {tuple(param.shape)} is cut by tensor parallelism, and {recipe.rule}, which "
+            "was "
+            "given to initialize(), knows nothing of the other parts; name optimizers in the "
+            "config "
+            'instead, or give its group "split": "element" if each element is updated alone'
+        )
+    return with_changes(_with_cut(route, param, tp_size), changes, recipes)
+
+
+def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
+    if tp_size == 1 or not is_cut(param):
+        return route
+    shape = route.matrix_shape
+    return with_cut(
+        route, None if shape is None else axis_of(route.name, param, shape, tp_size), tp_size
+    )
+
+
+def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
+    """By name, what the model says about its parameters."""
+    holders, heads = holders_of(model), output_heads(model, elsewhere)
+    homes = {}
+    for name, param in model.named_parameters():
+        modules, vector, table = tuple(holders[param]), None, None
+        if param.dim() > 1:
+            vector = (
+                "of a norm"
+                if any(is_norm(module) for _, module in modules)
+                else "a vector (by name)"
+                if is_vector(name)
+                else None
+            )
+            table = None if vector else _table_or_head(name, param, modules, heads.get(param))
+        homes[name] = _Home(modules, vector, table)
+    return homes
+
+
+def _table_or_head(
+    name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None
+) -> str | None:
+    if any(is_table(module) for _, module in modules):
+        return "embedding" if len(modules) == 1 else "embedding, tied"
+    if any(path.endswith(_ROWS) for path, _ in modules):
+        return "embedding (rows of one, by peft)"
+    if getattr(param, "is_embedding_or_output_parameter", False):
+        return "embedding or output head (as Megatron marks it)"
+    by_name = is_bare(modules[0][1]) and EMBEDDING_NAME.fullmatch(own_name(name))
+    return head or ("embedding (by name)" if by_name else None)

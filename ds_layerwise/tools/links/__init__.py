@@ -1,0 +1,1 @@
+"""``ds-layerwise links``: measured links."""

@@ -1,0 +1,226 @@
+"""What collectives take between the ranks that are here, as a step sends: measured on all of them
+together.
+
+Every rank calls everything here at the same point, and gets the same answers: how often something
+is repeated, and how long messages become, follows from times that all ranks have seen.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.optimizers.rules.muon import Muon
+from ds_layerwise.orthogonalize.newton_schulz import newton_schulz
+from ds_layerwise.plan.network.link_fit import Timing, Where
+from ds_layerwise.ranks.comm import comm, nodes
+from ds_layerwise.ranks.sync.bucket_transfers import Wire, average, gather_between_nodes, make_wires
+from ds_layerwise.recipes.rules import muon_recipe as recipes
+
+#: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of
+#: so many seconds.
+_SHORT, _FIRST, _GROWS, _LONGEST, _LONGEST_ON_HOST = 2**10, 2**18, 4, 2**28, 2**26
+_LONG_ENOUGH_S = 0.2
+#: A repetition is several collectives in a row, so that they take at least that long together, and
+#: at most so many.
+_REPETITION_S, _IN_A_ROW = 0.02, 50
+_REPETITIONS = 9
+#: After so many seconds no message becomes longer than it needs to be.
+_PATIENCE_S = 40.0
+
+#: Rows that are added up, and bytes of all of them; more than caches hold.
+_ROWS, _ROW_BYTES, _ROW_BYTES_ON_HOST = 4, 2**26, 2**24
+#: The matrix that is orthogonalised: one of a feed-forward layer, and one that a CPU does in a
+#: blink.
+_MATRIX, _MATRIX_ON_HOST = (4096, 14336), (256, 1024)
+
+
+class Shape(NamedTuple):
+    """How many nodes there are, and ranks on each."""
+
+    num_nodes: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What was measured, and of what devices."""
+
+    timings: tuple[Timing, ...]
+    memory_gb_s: float
+    """At which a rank adds up what it has received, bytes read and written, while all others do
+    so.
+    """
+    tflops: float
+    """Of Newton-Schulz as a step does it, while all others do so."""
+    products_in: str
+    """The dtype of these products."""
+
+
+def shape_of(where: list[int]) -> Shape:
+    """The nodes of all ranks.
+
+    Args:
+        where: see :func:`.ranks.comm.nodes.node_of_each_rank`.
+
+    Raises:
+        LayerWiseError: nodes have different numbers of ranks, and plans know equal ones alone.
+    """
+    counts = nodes.counts_on_nodes(range(len(where)), where)
+    if len(set(counts)) > 1:
+        raise LayerWiseError(
+            f"the nodes have {', '.join(map(str, counts))} ranks, and links are of nodes with "
+            "equally many; start as many on each"
+        )
+    return Shape(len(counts), counts[0])
+
+
+def measure(where: list[int], device: torch.device) -> Times:
+    """Measure for at most about a minute, on all ranks together.
+
+    Args:
+        where: see :func:`.ranks.comm.nodes.node_of_each_rank`.
+        device: of this rank, on which its group sends.
+
+    Raises:
+        LayerWiseError: as :func:`shape_of`.
+    """
+    shape, clock = shape_of(where), _Clock(device)
+    wire = make_wires({1: None}, where, native=False, device=device)[1]
+    wire.connect(device)
+    timings = tuple(_all_timings(clock, wire, shape))
+    tflops, products_in = _tflops(clock)
+    return Times(timings, _memory_gb_s(clock), tflops, products_in)
+
+
+class _Clock:
+    """Seconds that all ranks together take for something."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._start = device, time.monotonic()
+        self.on_host = device.type == "cpu"
+        self._token = torch.zeros(1, dtype=torch.float32, device=device)
+
+    def finish(self) -> None:
+        if not self.on_host:
+            get_accelerator().synchronize()
+
+    def seconds(
+        self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1
+    ) -> float:
+        """The median over repetitions of what one ``operation`` takes the slowest rank; None takes
+        no part.
+        """
+        taken = []
+        for _ in range(repetitions):
+            comm.sum_over_ranks(self._token, group=None)
+            self.finish()
+            start = time.perf_counter()
+            for _ in range(in_a_row if operation else 0):
+                operation()  # type: ignore[misc]
+            self.finish()
+            taken.append((time.perf_counter() - start) / in_a_row)
+        everyone = comm.gather_objects(taken, group=None)
+        return float(statistics.median(max(each) for each in zip(*everyone, strict=True)))
+
+    def steady(self, operation: Callable[[], object] | None) -> float:
+        """The same once it is warm, in as many repetitions as it is worth."""
+        self.seconds(operation)
+        once = max(self.seconds(operation), 1e-9)
+        return self.seconds(
+            operation,
+            in_a_row=min(_IN_A_ROW, max(1, round(_REPETITION_S / once))),
+            repetitions=_REPETITIONS if once < _LONG_ENOUGH_S else 2,
+        )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the patience of any rank is over."""
+        return any(comm.gather_objects(time.monotonic() - self._start > _PATIENCE_S, group=None))
+
+
+def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
+    num_nodes, per_node = shape
+    inside, across = wire.inside, wire.across
+    if wire.inside is None:
+        inside, across = (wire.group, None) if num_nodes == 1 else (None, wire.group)
+    if per_node > 1:
+        yield from _series(clock, "inside", per_node, inside, takes_part=True)
+    if num_nodes > 1:
+        yield from _series(clock, "alone", num_nodes, across, takes_part=wire.rank % per_node == 0)
+    if per_node > 1 and num_nodes > 1:
+        yield from _series(clock, "together", num_nodes, across, takes_part=True)
+        yield _timing(
+            clock, "all_to_all", "everywhere", wire.size, wire.group, _SHORT, takes_part=True
+        )
+
+
+def _series(
+    clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
+) -> Iterator[Timing]:
+    """A ring and an all-to-all of messages that become longer."""
+    longest = _LONGEST_ON_HOST if clock.on_host else _LONGEST
+    for kind in ("ring", "all_to_all"):
+        yield _timing(clock, kind, where, size, group, _SHORT, takes_part=takes_part)
+        nbytes = _FIRST
+        while nbytes <= longest:
+            timing = _timing(clock, kind, where, size, group, nbytes, takes_part=takes_part)
+            yield timing
+            if timing.seconds > _LONG_ENOUGH_S or clock.is_late:
+                break
+            nbytes *= _GROWS
+
+
+def _timing(
+    clock: _Clock,
+    kind: Any,
+    where: Where,
+    size: int,
+    group: comm.Group,
+    nbytes: int,
+    *,
+    takes_part: bool,
+) -> Timing:
+    part = max(1, nbytes // 4 // size)
+    if takes_part:
+        out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
+        sent = torch.zeros_like(out) if kind == "all_to_all" else out[:part].clone()
+        ring = gather_between_nodes if clock.on_host and where != "inside" else comm.all_gather
+        begin: Callable[..., Any] = comm.all_to_all if kind == "all_to_all" else ring
+
+        def operation() -> None:
+            begin(out, sent, group=group).wait()
+
+    return Timing(
+        kind, where, size, 4 * part * size, clock.steady(operation if takes_part else None)
+    )
+
+
+def _memory_gb_s(clock: _Clock) -> float:
+    numel = (_ROW_BYTES_ON_HOST if clock.on_host else _ROW_BYTES) // 4
+    rows = torch.zeros(_ROWS, numel, dtype=torch.float32, device=clock.device)
+    out = torch.zeros(numel, dtype=torch.float32, device=clock.device)
+    return (rows.nbytes + out.nbytes) / 1e9 / clock.steady(lambda: average(rows, out, 1))
+
+
+def _tflops(clock: _Clock) -> tuple[float, str]:
+    """TFLOP/s of Newton-Schulz with the settings that a run has by default, and the dtype of its
+    products.
+    """
+    recipe, shape = recipes.Muon(), _MATRIX_ON_HOST if clock.on_host else _MATRIX
+    rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
+    matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
+    seconds = clock.steady(
+        lambda: newton_schulz(
+            matrix, rule.ns_coefficients, method=recipe.ns_method, dtype=rule.products_in
+        )
+    )
+    return recipe.work(shape) / seconds / 1e12, str(rule.products_in).removeprefix("torch.")

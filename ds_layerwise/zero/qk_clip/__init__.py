@@ -1,0 +1,1 @@
+"""QK-clip: attention logits and the scaling of queries and keys."""

@@ -1,0 +1,1 @@
+"""The start of an engine: its plan, settings and parameters."""

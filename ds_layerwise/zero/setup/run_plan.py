@@ -1,0 +1,336 @@
+"""Where every parameter goes, and what a checkpoint calls it: one value that all ranks agree on
+before all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.torch_autocast import get_comm_dtype
+from torch import nn
+
+from ds_layerwise.checkpoint.new_names import expert_names
+from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.output import announce
+from ds_layerwise.parallel import pipeline
+from ds_layerwise.parallel.tensor import check_copies
+from ds_layerwise.plan.forecast.forecast import specs_of, wires_of
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.network.links import Links, links_of_run, unlike_the_run
+from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
+from ds_layerwise.plan.network.transport import InLevels, in_levels
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.plan.routes.low_bit_checks import check_kept
+from ds_layerwise.plan.routes.override_matching import grouped, require_members
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.ranks.comm import comm, nodes
+from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.routing.param_facts import facts_of
+from ds_layerwise.routing.routing_rules import route_parameters
+from ds_layerwise.zero.setup.run_settings import Settings
+
+#: Of how many nodes a line tells.
+_FEW = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the ranks have agreed on for a model."""
+
+    routes: dict[str, Route]
+    specs: list[ParamSpec]
+    layout: Layout
+    reduction: Reduction
+    """How sums are made."""
+    links: Links
+    """What the ways of buckets were chosen for."""
+    where: tuple[int, ...]
+    """By rank of the world, the number of its node."""
+    names: dict[str, tuple[str, ...]]
+    """By parameter, those that its experts have in a checkpoint; see
+    :func:`.checkpoint.new_names.expert_names`.
+    """
+    routes_elsewhere: dict[str, Route]
+    """The routes of parameters that other stages have; DeepSpeed's converter keeps what one stage
+    knows of all.
+    """
+    counted_elsewhere: frozenset[str]
+    """Parameters that another rank of the same model holds, too, and counts in the norm."""
+    saved_elsewhere: frozenset[str]
+    """Parameters that are in the files of another stage."""
+    norm_groups: dict[str, str]
+    """By parameter, the norm group that it is in, if any."""
+    left_out: tuple[str, ...]
+    """Parameters that require a gradient, and that no group of the user has."""
+
+    @property
+    def saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name in a checkpoint, of the parameters of all ranks."""
+        return {saved: spec.shape for spec in self.specs for saved in self.names[spec.name]}
+
+    @property
+    def rings(self) -> InLevels:
+        """The buckets that the backend reduces, and gathers, in two levels."""
+        return in_levels(
+            self.layout.buckets, wires_of(self.layout, self.specs), self.links, self.reduction
+        )
+
+
+def plan(
+    model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfig, settings: Settings
+) -> Planned:
+    """Route and place every parameter of ``model``; ranks compare the outcome before anything else.
+
+    Raises:
+        RoutingError, ConfigError, LayoutError: on every rank alike.
+    """
+    if optimizer.recipes_by_group and pipeline.is_pipeline(model):
+        raise ConfigError(
+            "an optimizer given to initialize() cannot train a PipelineModule: stages tell each "
+            "other what they train with, by names; name its class in the config, as "
+            "optimizer.params.matrix_optimizer"
+        )
+    rules, elsewhere = (
+        optimizer.config,
+        pipeline.elsewhere(model, settings.model_group, config.overrides),
+    )
+    where = nodes.node_of_each_rank()
+    per_node, counts = _ranks_per_node(settings, where)
+    tp_size = settings.tp_size
+    tp_rank = 0 if settings.tensor_group is None else comm.rank_of(settings.tensor_group)
+    with comm.Alike(None):
+        ep_size = _ep_sizes(model, optimizer, settings)
+        names = expert_names(ep_size)
+        routes = route_parameters(
+            model,
+            optimizer.param_groups,
+            overrides=config.overrides,
+            per_head=rules.per_head_muon,
+            auto_split=config.auto_split,
+            recipes=rules.recipes,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            elsewhere=elsewhere,
+            experts=names,
+            by_kind=ByKind.of(rules, config),
+            own_decay=optimizer.own_decay,
+            by_group=optimizer.recipes_by_group,
+        )
+        optimizer.require_chosen_rates(routes)
+        trained = {name: param for name, param in model.named_parameters() if name in routes}
+        specs = specs_of(
+            (
+                (name, tuple(param.shape), dtype_name(param.dtype))
+                for name, param in trained.items()
+            ),
+            routes,
+            tp_size=tp_size,
+            ep_size=ep_size,
+            wires={
+                name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()
+            },
+        )
+        check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=settings.host_ratio)
+        on_host = next(iter(trained.values())).device.type == "cpu"
+        reduction = reduction_of_run(config.reduction, on_host=on_host)
+        on_node = max(counts if tp_size == 1 else nodes.counts_on_nodes(range(len(where)), where))
+        links = links_of_run(
+            config.links, on_host=on_host, ranks_per_node=per_node, places=on_node // per_node
+        )
+        layout = plan_layout(
+            specs,
+            comm.size_of(settings.group),
+            bucket_numel=settings.bucket_numel,
+            policy=config.layout,
+            alignment=config.alignment,
+            links=links,
+            reduction=reduction,
+            stage=settings.stage,
+        )
+    routes_elsewhere = (
+        {}
+        if elsewhere is None
+        else pipeline.routes_of_all_stages(routes, optimizer.param_groups, settings.model_group)
+    )
+    _compare(routes, specs, layout, optimizer, settings, links)
+    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host, tp_rank=tp_rank)
+    if settings.tensor_group is not None:
+        with comm.Alike(None):
+            check_copies(
+                {name: param for name, param in trained.items() if not routes[name].is_cut},
+                group=settings.tensor_group,
+            )
+    norm_groups = _norm_groups(model, trained, names, config, settings, tp_size=tp_size)
+    counted_elsewhere = frozenset(
+        name
+        for name, param in trained.items()
+        if getattr(param, "ds_pipe_replicated", False) or tp_rank > 0 and not routes[name].is_cut
+    )
+    return Planned(
+        routes=routes,
+        specs=specs,
+        layout=layout,
+        reduction=reduction,
+        links=links,
+        where=tuple(where),
+        names=names,
+        routes_elsewhere=routes_elsewhere,
+        counted_elsewhere=counted_elsewhere,
+        saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset(),
+        norm_groups=norm_groups,
+        left_out=tuple(
+            name
+            for name, param in model.named_parameters()
+            if param.requires_grad and param.numel() and name not in routes
+        ),
+    )
+
+
+def _norm_groups(
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    names: Mapping[str, Sequence[str]],
+    config: LayerWiseConfig,
+    settings: Settings,
+    *,
+    tp_size: int,
+) -> dict[str, str]:
+    """By those of ``trained`` that are in a norm group, which one that is.
+
+    Raises:
+        RoutingError: on every rank, if on any one is in two, or a group has none on any stage of a
+            pipeline.
+        LayoutError: stages that share a parameter have it in different groups.
+    """
+    groups = config.norm_groups
+    if not groups:
+        return {}
+    with comm.Alike(None):
+        facts = facts_of(model, trained, groups.values(), tp_size=tp_size, experts=names)
+        mine = grouped(facts, groups)
+    stages = [{name: mine.get(name) for name in trained}]
+    if pipeline.is_pipeline(model):
+        stages = comm.gather_objects(stages[0], group=settings.model_group)
+    with comm.Alike(None):
+        require_members(
+            groups, {key for stage in stages for key in stage.values() if key is not None}
+        )
+        pipeline.check_norm_groups(stages)
+    return mine
+
+
+def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """What a plan takes nodes to have: the least of those that hold parts of the same matrices,
+    which plan alike. And how many of these ranks are on each node, of the group that is least alike
+    there."""
+    ranks = comm.ranks_of(settings.group)
+    own = nodes.ranks_per_node(ranks, where), nodes.counts_on_nodes(ranks, where)
+    if settings.tensor_group is None:
+        return own
+    all_of_them = comm.gather_objects(own, group=settings.tensor_group)
+    return (
+        min(per_node for per_node, _ in all_of_them),
+        max(
+            (counts for _, counts in all_of_them),
+            key=lambda counts: (max(counts) - min(counts), max(counts)),
+        ),
+    )
+
+
+def _tell(
+    config: LayerWiseConfig,
+    settings: Settings,
+    where: Sequence[int],
+    counts: Sequence[int],
+    *,
+    per_node: int,
+    on_host: bool,
+    tp_rank: int,
+) -> None:
+    """Say on one rank what the ways of buckets were chosen for, where that is not what somebody
+    might think.
+    """
+    unlike = unlike_the_run(config.links, on_host=on_host)
+    if unlike and comm.rank_of(None) == 0:
+        announce(f"ds_layerwise: {unlike}")
+    # Each stage of a pipeline has ranks of its own, and says it for them.
+    if per_node < max(counts) and comm.rank_of(settings.group) == tp_rank == 0:
+        if len(set(counts)) == 1:
+            counts = nodes.counts_on_nodes(range(len(where)), where)
+        shown = ", ".join(map(str, counts[:_FEW])) + (", ..." if len(counts) > _FEW else "")
+        announce(
+            f"ds_layerwise: nodes have different numbers of ranks, {shown}: sums are not made "
+            "inside nodes first, and ways of buckets are chosen as for one rank a node; start "
+            "equally many on each"
+        )
+
+
+def _ep_sizes(
+    model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings
+) -> dict[str, int]:
+    """By name, of the parameters that are trained, how many ranks in a row hold other experts under
+    it.
+    """
+    given = {param for group in optimizer.param_groups for param in group["params"]}
+    sizes = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.numel() and param in given:
+            is_expert = is_moe_param(param)
+            group = param.group_name if is_expert else ""  # type: ignore[attr-defined]
+            sizes[name] = settings.ep_size(name, group) if is_expert else 1
+    return sizes
+
+
+def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:
+    """What the gradient of ``param`` travels in."""
+    if settings.autocast:
+        dtype: torch.dtype = get_comm_dtype(param)
+        return dtype
+    accumulated = settings.accumulation_dtype if settings.stage == 1 else None
+    return settings.wire_dtype or accumulated or param.dtype
+
+
+def _compare(
+    routes: Mapping[str, Route],
+    specs: Sequence[ParamSpec],
+    layout: Layout,
+    optimizer: LayerWiseOptimizer,
+    settings: Settings,
+    links: Links,
+) -> None:
+    """Compare over ranks what was planned.
+
+    Raises:
+        LayerWiseError: it differs; on every rank.
+    """
+    described = [f"layerwise.links = {links}"]
+    described += [
+        f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
+        f"ep_size {spec.ep_size}, gradient sent in "
+        f"{spec.wire}{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
+        for spec in specs
+        for route in [routes[spec.name]]
+    ]
+    described += [
+        f"param_groups[{i}] with { ({k: v for k, v in group.items() if k in HYPER_KEYS}) }"
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    digest = comm.digest_of([layout.digest(), *described])
+    with comm.Alike(None):
+        comm.check_alike("the layout", digest, described, group=settings.group)
+    if settings.tensor_group is not None:
+        with comm.Alike(None):
+            # Owners of parts of the same matrices update them in the same order, so that their
+            # collectives meet.
+            comm.check_alike(
+                "the layout of tensor-parallel parts",
+                digest,
+                described,
+                group=settings.tensor_group,
+            )

@@ -1,0 +1,202 @@
+"""What may have become of the parameters since the last step, by the hands of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from itertools import chain
+from operator import is_
+
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_layerwise.errors import StepError, few
+from ds_layerwise.ranks.owned.buffers import FlatBuffer
+from ds_layerwise.zero.setup.param_owner import has_optimizer
+
+
+class Guard:
+    """Looks before every step whether the parameters of a model are still those that the optimizer
+    trains.
+
+    Args:
+        params: the trained parameters of ``model`` by name. What else requires a gradient now is
+            left to the user.
+        values: the buffer that they look into.
+        may_be_unused: whether a step may be without a gradient of a parameter that requires one.
+        tells: whether this rank says what is no error.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        values: FlatBuffer,
+        *,
+        may_be_unused: bool,
+        tells: bool,
+    ) -> None:
+        self._model, self._may_be_unused, self._tells = model, may_be_unused, tells
+        self._trained = [(name, param, values.param(name)) for name, param in params.items()]
+        self._content = _Content(model)
+        self._at_start = dict(model.named_parameters(remove_duplicate=False))
+        self._known = {
+            *params.values(),
+            *(param for param in self._at_start.values() if param.requires_grad),
+        }
+        self._frozen = self._outside()
+        self._hidden: frozenset[str] = frozenset()
+        self._told: set[str] = set()
+
+    def check(self, got: Set[str]) -> frozenset[str]:
+        """The names of what was trained at the start, is frozen by now, and is not among those that
+        ``got`` a gradient.
+
+        Raises:
+            StepError: a parameter or its memory was replaced, so that the optimizer would train
+                something else; or has a gradient that no backward pass has left; or one wants to be
+                trained that was frozen at the start, or was not there, and that no engine trains;
+                or one got no gradient where all must.
+        """
+        if not self._content.is_same():
+            self._look_again()
+        for name, param in self._frozen.items():
+            if param.requires_grad and not has_optimizer(param):
+                raise self._untrained(name, param)
+        idle: list[str] = []
+        unused: list[str] = []
+        self.check_places()
+        for name, param, _ in self._trained:
+            if param.grad is not None:
+                raise StepError(
+                    f"{name}.grad was set after the gradients were reduced, so it would be lost; "
+                    "use deepspeed.utils.safe_set_full_grad() between backward and step"
+                )
+            if name in got:
+                continue
+            (unused if param.requires_grad else idle).append(name)
+        self._tell_of([name for name in unused if name in self._hidden])
+        if unused and not self._may_be_unused:
+            raise StepError(
+                f"{few(unused)} got no gradient in this step, and "
+                "zero_optimization.ignore_unused_parameters is false; let the loss depend on all "
+                "that is trained, freeze the rest, or remove that key to count zeros"
+            )
+        return frozenset(idle)
+
+    def check_places(self) -> None:
+        """Refuse what is trained and does not lie where it is trained: a save of it would be of two
+        kinds of weights.
+
+        Raises:
+            StepError: the memory of a parameter was replaced.
+        """
+        for name, param, place in self._trained:
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                raise _replaced(name)
+
+    def check_names(self) -> None:
+        """Refuse a save of a model in which a trained parameter has the name of another by now: its
+        weights would be saved by that name, and its masters and states by its own.
+
+        Raises:
+            StepError: names the first.
+        """
+        here = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, param, _ in self._trained:
+            if here.get(name, param) is not param:
+                raise StepError(
+                    f"{name} is another parameter than when this engine was made, so that a "
+                    "checkpoint would have the weights of one and the masters of the other under "
+                    "this name; put it back for the save, or make a new engine"
+                )
+
+    def _outside(self) -> dict[str, nn.Parameter]:
+        """By name, the parameters that are in the model, and neither trained here nor left to the
+        user.
+        """
+        return {
+            name: param
+            for name, param in self._model.named_parameters()
+            if param not in self._known
+        }
+
+    def _look_again(self) -> None:
+        """Take note of a model that was taken apart and put together again.
+
+        What is trained and not in it any more counts as what is not used.
+
+        Raises:
+            StepError: in the place of a trained parameter there is one that nobody trains.
+        """
+        content = _Content(self._model)
+        here = dict(self._model.named_parameters(remove_duplicate=False))
+        reached, trained = set(here.values()), {param for _, param, _ in self._trained}
+        for name, new in here.items():
+            old = self._at_start.get(name)
+            if (
+                old in trained
+                and old is not new
+                and old.requires_grad
+                and new not in self._known
+                and (old not in reached or new.requires_grad and not has_optimizer(new))
+            ):
+                raise _replaced(name)
+        # What no module of the model holds may still be used by one.
+        self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
+        self._frozen, self._content = self._outside(), content
+
+    def _tell_of(self, gone: Sequence[str]) -> None:
+        """Say once of each of ``gone`` that it is not in the model any more."""
+        if (new := [name for name in gone if name not in self._told]) and self._tells:
+            logger.warning(
+                f"ds_layerwise: {few(new)} got no gradient, and no module of the model has it any "
+                "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
+                "it as it is"
+            )
+        self._told.update(new)
+
+    def _untrained(self, name: str, param: nn.Parameter) -> StepError:
+        was = (
+            "frozen when this engine was made"
+            if self._at_start.get(name) is param
+            else ("added since this engine was made")
+        )
+        return StepError(
+            f"{name} was {was}, and has no optimizer, but requires a gradient; freeze it again, or "
+            "save, and resume in a new engine; if the script trains it by another optimizer, let "
+            "it require a gradient already when this engine is made"
+        )
+
+
+def _replaced(name: str) -> StepError:
+    return StepError(
+        f"{name} was replaced since this engine was made, so its updates would not reach the "
+        "model; write into it in place, as param.data.copy_() and load_state_dict() do, or save, "
+        "and resume in a new engine"
+    )
+
+
+class _Content:
+    """The modules and parameters in a model, one after the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._all = self._now()
+
+    def _now(self) -> list[object]:
+        # At every step, of every module: what holds the parameters of a scripted one has no more
+        # than this.
+        return list(
+            chain.from_iterable(
+                [
+                    held
+                    for module in self._modules
+                    for held in (module._modules.values(), module._parameters.values())
+                ]
+            )
+        )
+
+    def is_same(self) -> bool:
+        """Whether no module has got or lost any since."""
+        now = self._now()
+        return len(now) == len(self._all) and all(map(is_, now, self._all))

@@ -1,0 +1,1 @@
+"""The first step beside a plain one."""

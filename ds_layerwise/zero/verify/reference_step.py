@@ -1,0 +1,98 @@
+"""One update of one whole parameter, as a single process would make it: no buffers, no ranks,
+nothing batched.
+
+What it shares with training is the rule, and how that sees a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.rule import Hyper, State
+from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.orthogonalize.part_views import Seen, seen_parts
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.recipes.targets.fused_parts import whole_states
+
+#: Where rules multiply in float32, or not at all: by what part of the largest change two ways to
+#: the same may differ.
+_TOLERANCE = 1e-3
+#: Where they do in half precision. Newton-Schulz makes rounding in what is nearly zero as large as
+#: all else.
+_TOLERANCE_IN_HALF = 0.25
+#: States that no product of matrices reaches.
+_EXACT = ("momentum_buffer", "step")
+#: Of weights themselves, whose update may be smaller than what they round to.
+_ROUNDING = 8 * 2.0**-24
+
+
+class PlainStep:
+    """The update of the parameter of ``route``.
+
+    Args:
+        numel: its elements.
+        fast_dtypes: see :meth:`.optimizers.rule.UpdateRule.on_device`.
+    """
+
+    def __init__(self, route: Route, numel: int, *, fast_dtypes: frozenset[torch.dtype]) -> None:
+        self._route = route
+        self._rule = rule_of(route.recipe).on_device(fast_dtypes)
+        self._shape = route.stored_shape or (numel,)
+        self.states: Mapping[str, StateSpec] = route.states(numel)
+        """What is kept of the whole parameter, by name."""
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """The shape of a state as it lies in memory."""
+        shape = self.states[key].shape
+        return self._shape if shape == (self._route.matrix_shape or self._shape) else shape
+
+    def is_like_the_parameter(self, key: str) -> bool:
+        """Whether a state has an element for each of the parameter, in the same order."""
+        return self.shape_of(key) == self._shape
+
+    def update_(
+        self, master: Tensor, grad: Tensor, state: State, param_group: Mapping[str, Any]
+    ) -> None:
+        """Update ``master``, 1-D, and ``state`` in place with ``grad``, of as many elements, which
+        is read only.
+        """
+        hyper = Hyper(**self._route.hyper(param_group))
+        for seen in self._seen(master.view(self._shape), grad.view(self._shape), state):
+            copy = seen.copy()
+            self._rule.update_([copy.param], [copy.grad], [copy.state], hyper)
+            seen.take_back(copy)
+
+    def _seen(self, master: Tensor, grad: Tensor, state: State) -> list[Seen]:
+        route = self._route
+        if route.parts is not None:
+            return seen_parts(
+                master, grad, state, route.parts.places(self._shape), whole_states(route.recipe)
+            )
+        if not route.by_columns:
+            return [Seen(master, grad, state)]
+        turned = {
+            key: value.transpose(0, 1) if self.is_like_the_parameter(key) else value
+            for key, value in state.items()
+        }
+        return [Seen(master.transpose(0, 1), grad.transpose(0, 1), turned)]
+
+    def most(self, key: str | None, before: Tensor, expected: Tensor) -> float:
+        """How far an element of weights, or of the state ``key``, may be from ``expected`` where it
+        was ``before``.
+        """
+        if not expected.numel():
+            return 0.0
+        in_half = self._rule.products_in not in (None, torch.float32) and key not in _EXACT
+        wide = widest_float()
+        change, size = (
+            float(value.abs().max()) for value in (expected.to(wide) - before.to(wide), expected)
+        )
+        bound = (_TOLERANCE_IN_HALF if in_half else _TOLERANCE) * change + _ROUNDING * size
+        return bound if math.isfinite(bound) else math.inf
