@@ -81,7 +81,7 @@ class Model:
 
 
 #: The models that come with the package.
-_MODELS = Path(__file__).resolve().parent / "models"
+_MODELS = Path(__file__).resolve().parents[1] / "models"
 
 #: An expert in a list of them: the list, the number, and what comes after.
 _EXPERT = re.compile(r"((?:.*\.)?(?:deepspeed_)?experts)\.(\d+)\.(.+)")

@@ -28,7 +28,8 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "param_groups")
+pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "step_timing",
+                   "param_groups")
 
 
 def micro_batches(engine, first, last, *, gas):

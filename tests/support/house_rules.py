@@ -1,0 +1,207 @@
+"""Rules of the house as lists of breaches, for tests/unit/test_house.py and ``python -m tests.measure``."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "ds_layerwise"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+#: Words that are no names: the glossary of docs/design.md says what to call the thing instead.
+NOT_NAMES = frozenset({"ambient", "staged", "remaindered", "alike"})
+_OPENINGS = re.compile(r"(What|Whether|Which|By|Of|Those|Its|One)\b")
+_SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Python file: its text and its tree."""
+
+    path: Path
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=str(self.path))
+
+    @property
+    def module(self) -> str:
+        """The dotted name within the package; the folder's for an ``__init__.py``, empty for ds_layerwise."""
+        parts = self.path.relative_to(PACKAGE).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def functions(self) -> Iterator[Function]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+
+    def docstrings(self) -> Iterator[ast.Constant]:
+        """The docstrings, and the strings below fields and constants."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, Function)):
+                for each in node.body:
+                    if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(
+                            each.value.value, str):
+                        yield each.value
+
+    @cached_property
+    def code(self) -> list[tokenize.TokenInfo]:
+        """The tokens that are code: no comments, no docstrings, no layout."""
+        inside = {(line) for doc in self.docstrings() for line in range(doc.lineno, (doc.end_lineno or 0) + 1)}
+        return [token for token in tokenize.generate_tokens(io.StringIO(self.text).readline)
+                if token.type not in _SKIPPED and not (token.type == tokenize.STRING and token.start[0] in inside)]
+
+    def code_lines(self) -> list[str]:
+        """The lines with code on them, without their indentation."""
+        lines = self.text.splitlines()
+        numbers = {line for token in self.code for line in range(token.start[0], token.end[0] + 1)}
+        return [lines[number - 1].strip() for number in sorted(numbers)]
+
+
+def sources(root: Path = PACKAGE) -> list[Source]:
+    """All Python files below ``root``, in order of their paths."""
+    return [Source(path, path.read_text()) for path in sorted(root.rglob("*.py"))]
+
+
+def branches(function: Function) -> int:
+    """The number of ways that a function branches: ifs, loops, conditions of either kind, handlers, comprehensions."""
+    count = 0
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.match_case)):
+            count += 1
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+    return count
+
+
+def many_branches(files: Iterable[Source], most: int = 15) -> list[str]:
+    return [f"{source.module}: {function.name} has {branches(function)} branches, at most {most}"
+            for source in files for function in source.functions() if branches(function) > most]
+
+
+def many_arguments(files: Iterable[Source], most: int = 7) -> list[str]:
+    """Constructors, written or made by ``dataclass``, with more arguments than ``most``."""
+    found = []
+    for source in files:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and (count := _arguments(node)) > most:
+                found.append(f"{source.module}: {node.name} takes {count} arguments, at most {most}")
+    return found
+
+
+def _arguments(cls: ast.ClassDef) -> int:
+    for node in cls.body:
+        if isinstance(node, Function) and node.name == "__init__":
+            args = node.args
+            return len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs) - 1
+    return 0
+
+
+def full_folders(files: Iterable[Source], most: int = 12) -> list[str]:
+    counts = Counter(source.path.parent for source in files if source.path.name != "__init__.py")
+    return [f"{folder.relative_to(PACKAGE)} has {count} files, at most {most}"
+            for folder, count in counts.items() if count > most]
+
+
+def nested_comprehensions(files: Iterable[Source]) -> list[str]:
+    """Comprehensions with two loops, or with another comprehension in them."""
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    return [f"{source.module}: line {node.lineno}: a comprehension in a comprehension"
+            for source in files for node in ast.walk(source.tree)
+            if isinstance(node, kinds) and (len(node.generators) > 1 or any(
+                isinstance(inner, kinds) for inner in ast.walk(node) if inner is not node))]
+
+
+def riddles(files: Iterable[Source]) -> list[str]:
+    """Docstrings that open with a word that names nothing and does nothing."""
+    return [f"{source.module}: line {doc.lineno}: {doc.value.split(chr(10))[0][:60]}"
+            for source in files for doc in source.docstrings() if _OPENINGS.match(doc.value)]
+
+
+def names_twice(files: Iterable[Source]) -> list[str]:
+    counts = Counter(source.path.stem for source in files if source.path.name != "__init__.py")
+    return [f"{name} is the name of {count} files" for name, count in counts.items() if count > 1]
+
+
+def wrong_words(files: Iterable[Source]) -> list[str]:
+    """Names of modules, classes, functions and arguments with a word in them that the glossary replaces."""
+    found = []
+    for source in files:
+        names = [(0, source.path.stem)]
+        for node in ast.walk(source.tree):
+            if isinstance(node, (ast.ClassDef, Function)):
+                names.append((node.lineno, node.name))
+            elif isinstance(node, ast.arg):
+                names.append((node.lineno, node.arg))
+        for line, name in names:
+            words = re.findall(r"[A-Z]?[a-z]+", name)
+            if bad := NOT_NAMES & {word.lower() for word in words}:
+                found.append(f"{source.module}: line {line}: {name}: say something else for {min(bad)}")
+    return found
+
+
+def arrows(files: Iterable[Source]) -> dict[str, set[str]]:
+    """By module, the modules of the package that it imports, or names in a string as ``ds_layerwise.folder.module``."""
+    files = list(files)
+    modules = {source.module for source in files if source.path.name != "__init__.py"}
+    found: dict[str, set[str]] = {}
+    for source in files:
+        there = found.setdefault(source.module, set())
+        for node in ast.walk(source.tree):
+            for name in _names_in(node):
+                while name and name not in modules:
+                    name = name.rpartition(".")[0]
+                there.add(name)
+        there -= {"", source.module}
+    return found
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    prefix = "ds_layerwise."
+    if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(prefix):
+        return [f"{node.module}.{alias.name}"[len(prefix):] for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name[len(prefix):] for alias in node.names if alias.name.startswith(prefix)]
+    return []
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The circles of modules, and of the entries of each folder, that import each other."""
+    folders = {module[:i] for module in graph for i in [0, *(m.start() for m in re.finditer(r"\.", module))]}
+    found = [] if (circle := _circle(graph)) is None else [circle]
+    for folder in sorted(folders):
+        inside = f"{folder}." if folder else ""
+        floors: dict[str, set[str]] = {}
+        for module, there in graph.items():
+            if module.startswith(inside):
+                entry = module[len(inside):].split(".")[0]
+                targets = {each[len(inside):].split(".")[0] for each in there if each.startswith(inside)}
+                floors.setdefault(entry, set()).update(targets - {entry})
+        if (circle := _circle(floors)) is not None:
+            found.append([f"{inside}{entry}" for entry in circle])
+    return found
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str] | None:
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return path[path.index(node):]
+        if node in done:
+            return None
+        for target in sorted(graph.get(node, ())):
+            if (found := walk(target, [*path, node])) is not None:
+                return found
+        done.add(node)
+        return None
+
+    return next((found for node in sorted(graph) if (found := walk(node, [])) is not None), None)
