@@ -554,27 +554,6 @@ def defines(path: Path, names):
     return True
 
 
-def not_built_yet():
-    table, = [rows for header, *rows in tables_of(DOCS / "design.md") if header[0] == "not built yet"]
-    return table
-
-
-@pytest.mark.parametrize("what, missing", not_built_yet(), ids=[row[0][:30] for row in not_built_yet()])
-def test_what_is_called_not_built_is_not_there(what, missing):
-    assert names_in(missing)
-    for name in names_in(missing):
-        if name.startswith("ds-layerwise "):
-            there = name.split()[1] in COMMANDS
-        elif ": " in name:
-            key, value = name.split(": ")
-            with pytest.raises(ConfigError):
-                OptimizerConfig.from_section({"type": "LayerWise", "params": {key: value}})
-            there = False
-        else:
-            there = (ROOT / name).exists()
-        assert not there, f"{name} is built: take it out of the table in docs/design.md, and its mark where it stands"
-
-
 # --- Megatron-LM -----------------------------------------------------------------------------------------------------
 
 #: The fields of its OptimizerConfig, and those of its TransformerConfig that change what an update does.
