@@ -126,7 +126,7 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._init_parts(model)
         self._init_hooks(model, groups)
         start_report.warn_of_zeros(planned, settings, self._owned)
-        # One checkpoint group a parameter; see checkpoint.regular.
+        # One checkpoint group a parameter; see checkpoint.formats.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in self._params.items() if name not in planned.saved_elsewhere
         ]
