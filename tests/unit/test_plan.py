@@ -2,7 +2,6 @@
 in tests/distributed/ecosystem/test_plan.py."""
 
 import copy
-import gc
 import json
 import math
 import re
@@ -24,7 +23,6 @@ from ds_layerwise.plan.forecast.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.forecast.model_file import read_model
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.recipes.recipe_registry import REGISTRY
-from ds_layerwise.tools import dry_run
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
@@ -387,28 +385,6 @@ def test_a_bad_model_file_is_refused(content, message, files):
     arguments = files(config())
     arguments[2].write_text(content)
     assert_refused(message, *arguments)
-
-
-def test_no_garbage_is_looked_for_during_a_plan_and_it_is_again_after(files, tmp_path, monkeypatch):
-    plan_of, during = dry_run.DryRun.of, []
-
-    def of(*args, **kwargs):
-        during.append(gc.isenabled())
-        return plan_of(*args, **kwargs)
-
-    monkeypatch.setattr(dry_run.DryRun, "of", of)
-    run(*files(config(), "2"))
-    assert gc.isenabled()
-    missing = tmp_path / "none"
-    assert_refused("none", "plan", "--model", missing, "--config", missing, "--ranks", "2")
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        run(*files(config(), "2"))
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert during == [False] * 3
 
 
 def test_a_config_that_is_not_there_is_refused(files, tmp_path):
