@@ -595,7 +595,7 @@ params:
 
 @pytest.mark.parametrize("params, message", [
     ("[{name: w, shape: [2], optimizer: scalar}]", "m.yaml: the parameters have 2 elements, numel says 3"),
-    ("[{name: w, shape: [3], optimizer: adam}]", "optimizer must be one of matrix, scalar, got 'adam'"),
+    ("[{name: w, shape: [3], optimizer: adam}]", "optimizer must be one of 'matrix', 'scalar', got 'adam'"),
     ("[{name: w, shape: [3], optimizer: matrix}]", r"w is a matrix of shape \(3,\)"),
     ("[{name: w, shape: [3], optimiser: scalar}]", "optimiser is not an option; did you mean 'optimizer'"),
     ("[{name: w, optimizer: scalar}]", r"params\[0\].shape is missing"),
@@ -606,7 +606,7 @@ params:
     ("[{block: {layer: [2, 2]}, params: []}]", r"block.layer must be .*got \[2, 2\]"),
     ("[{block: {layer: [0, 2]}}]", r"params\[0\].params is missing"),
     ("7", "m.yaml.params must be a list, got 7"),
-    ("[7]", r"params\[0\] must be a mapping with name, shape"),
+    ("[7]", r"params\[0\] must be an object like .*\"shape\".*, got 7"),
 ])
 def test_a_wrong_model_file_is_refused_with_the_place(tmp_path, params, message):
     file = tmp_path / "m.yaml"
