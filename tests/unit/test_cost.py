@@ -382,12 +382,6 @@ def test_the_report_counts_what_the_layout_says():
     assert report.whole_max_over_mean == 124 * 3 / 134
 
 
-@pytest.mark.parametrize("specs, name", [(SPECS[1:], "a"), ([*SPECS, ParamSpec("x", (3,), "float32", False)], "x")])
-def test_a_report_on_another_model_is_refused(specs, name):
-    with pytest.raises(LayoutError, match=rf"{name} is in only one of the layout \(4 parameters\)"):
-        LayoutReport.of(layout(), specs)
-
-
 def test_nothing_to_lay_out_costs_nothing():
     report = LayoutReport.of(Layout("balanced", 2, 64, ()), [])
     assert (report.padding_fraction, report.work_max_over_mean) == (0.0, 1.0)

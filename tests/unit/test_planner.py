@@ -584,7 +584,9 @@ params:
   - {name: first, shape: [4], optimizer: scalar}
   - block: {layer: [0, 2]}
     params:
-      - {name: "{layer}.{expert}", shape: [2, 5], optimizer: matrix, repeat: {expert: [1, 3]}}
+      - block: {expert: [1, 3]}
+        params:
+          - {name: "{layer}.{expert}", shape: [2, 5], optimizer: matrix}
       - {name: "{layer}.norm", shape: [1], optimizer: scalar}
 """)
     specs = load_model_specs(file, dtype="float32", method="standard", steps=1)
@@ -601,8 +603,8 @@ params:
     ("[{name: w, optimizer: scalar}]", r"params\[0\].shape is missing"),
     ("[{name: '{layer}', shape: [3], optimizer: scalar}]", r"params\[0\].name '\{layer\}' needs 'layer', but only "
                                                            "nothing is repeated"),
-    ("[{name: w, shape: [3], optimizer: scalar, repeat: {layer: 3}}]", "repeat.layer must be .*got 3"),
-    ("[{name: w, shape: [3], optimizer: scalar, repeat: [layer]}]", "repeat must be like .*got "),
+    ("[{block: {layer: 3}, params: []}]", "block.layer must be .*got 3"),
+    ("[{block: [layer], params: []}]", "block must be like .*got "),
     ("[{block: {layer: [2, 2]}, params: []}]", r"block.layer must be .*got \[2, 2\]"),
     ("[{block: {layer: [0, 2]}}]", r"params\[0\].params is missing"),
     ("7", "m.yaml.params must be a list, got 7"),

@@ -24,7 +24,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.host_pieces import (
     STAGING_SLOTS,
     StateBytes,
@@ -62,27 +61,26 @@ class Wire:
 
 def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
     """Count what each rank sends for all buckets, or for those with an index in ``only``."""
-    # Most elements are the same on all ranks: one number beside an array of what differs.
-    common: NDArray[np.int64] = np.zeros(3, np.int64)
     sent: dict[int, NDArray[np.int64]] = {}
     in_cuts: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in layout.buckets:
         if only is not None and bucket.index not in only:
             continue
-        holders, numel, cut = bucket.holders, bucket.numel, bucket.cut_numel
         if bucket.ep_size not in sent:
-            sent[bucket.ep_size] = np.zeros((3, holders), np.int64)
+            sent[bucket.ep_size] = np.zeros((3, bucket.holders), np.int64)
+        reduce, gather, forward = sent[bucket.ep_size]
+        others = bucket.holders - 1
         if bucket.way == "ragged":
-            reduce, gather, _ = sent[bucket.ep_size]
             filled, own = _filled_shards(bucket)
-            common += numel, 0, 0
+            reduce += bucket.numel
             reduce[filled] -= own
-            gather[filled] += (holders - 1) * own
-        elif bucket.way == "cuts":
-            common += numel - cut, (holders - 1) * cut, cut
+            gather[filled] += others * own
+            continue
+        reduce += bucket.numel - bucket.cut_numel
+        gather += others * bucket.cut_numel
+        if bucket.way == "cuts":
+            forward += bucket.cut_numel
             in_cuts[bucket.ep_size].append(bucket)
-        else:
-            common += numel - cut, (holders - 1) * cut, 0
     for ep_size, buckets in in_cuts.items():
         _, gather, forward = sent[ep_size]
         _, filled, own, stays = in_own_cuts(
@@ -90,7 +88,7 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
         )
         np.subtract.at(forward, filled, stays)
         np.add.at(gather, filled, own - stays)
-    total = np.repeat(common[:, None], layout.world_size, axis=1)
+    total = np.zeros((3, layout.world_size), np.int64)
     for ep_size, elements in sent.items():
         total += np.repeat(elements, ep_size, axis=1)
     return Wire(*map(tuple, total.tolist()))
@@ -124,25 +122,16 @@ class RankMemory:
         return self.params + self.grads + self.masters + self.states
 
 
-def state_bytes_by(
-    routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False
-) -> StateBytes:
-    """Return :func:`state_bytes_of`, to the byte where states are kept in blocks.
-
-    Args:
-        in_float32: as they would be if none were kept in fewer bits.
-    """
+def state_bytes_by(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> StateBytes:
+    """Return :func:`state_bytes_of`, to the byte where states are kept in blocks."""
     by_share = state_bytes_of(specs)
 
     @cache
     def state_bytes(name: str, numel: int) -> int:
         if not any(spec.kept_as for spec in routes[name].states(1).values()):
             return by_share(name, numel)
-        return sum(
-            spec.rule_nbytes if in_float32 else spec.nbytes
-            for spec in routes[name].states(numel).values()
-            if not spec.on_host
-        )
+        states = routes[name].states(numel).values()
+        return sum(spec.nbytes for spec in states if not spec.on_host)
 
     return state_bytes
 
@@ -388,18 +377,8 @@ class LayoutReport:
 
     @classmethod
     def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
-        """Report on ``layout``, a plan of exactly these ``specs``.
-
-        Raises:
-            LayoutError: a parameter is in one of the two only.
-        """
+        """Report on ``layout``, a plan of exactly these ``specs``."""
         work_of = {spec.name: spec.work for spec in specs}
-        placed = {slot.name for bucket in layout.buckets for slot in bucket.slots}
-        if only_one := placed.symmetric_difference(work_of):
-            raise LayoutError(
-                f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the "
-                f"specs ({len(work_of)})"
-            )
         work = [0] * layout.world_size
         whole = [0] * layout.world_size
         for bucket in layout.buckets:

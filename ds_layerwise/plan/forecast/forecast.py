@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -117,8 +117,6 @@ class Forecast:
     """Bytes held for buckets under way, at most."""
     workspace: tuple[int, ...]
     """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
-    in_float32: tuple[RankMemory, ...]
-    """``memory``, if masters and states were kept in float32."""
     opened: tuple[int, ...]
     """Bytes in float32 of the bucket that has most of them, of what is kept in fewer bits; see
     :func:`opened_bytes`.
@@ -155,20 +153,16 @@ class Forecast:
         """
         wires = wires_of(layout, specs)
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
-        bytes_of = partial(
-            memory_bytes,
+        memory = memory_bytes(
             layout,
+            state_bytes=state_bytes_by(routes, specs),
             stage=stage,
             grads_stored_as=stored_as,
             wires=wires,
             reduction=reduction,
             host_ratio=host_ratio,
+            master_dtype=master_dtype,
         )
-        memory = in_float32 = bytes_of(
-            state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
-        )
-        if any(opened):
-            in_float32 = bytes_of(state_bytes=state_bytes_by(routes, specs, in_float32=True))
         traffic = traffic_bytes(
             layout,
             stage=stage,
@@ -191,17 +185,8 @@ class Forecast:
             memory,
             traffic,
             workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0),
-            in_float32,
             tuple(most_opened),
             max_waiting,
-        )
-
-    @property
-    def saved(self) -> tuple[int, ...]:
-        """Bytes that each rank holds less, on its device and on the host, than in float32."""
-        return tuple(
-            wide.total + wide.host - held.total - held.host
-            for wide, held in zip(self.in_float32, self.memory, strict=True)
         )
 
     @property
@@ -341,6 +326,10 @@ class _Kind(NamedTuple):
     copied: int
     """Bytes of what is copied for its update."""
 
+    def works_in(self, count: int) -> int:
+        """Return the bytes that an update of so many matrices works in."""
+        return self.recipe.workspace((count, self.rows, self.cols)) + self.copied
+
 
 def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, int]]:
     """Yield what an owner of ``slot`` updates, and how many matrices of it."""
@@ -371,40 +360,35 @@ def workspace_bytes(
     """
     opened = opened or [Counter() for _ in layout.buckets]
     most = [0] * layout.world_size
-    # There may be ten thousand buckets, and recipes take long to compare: once a slot.
-    number_of: dict[_Kind, int] = {}
-    kinds: list[_Kind] = []
-    along: Counter[tuple[int, int]] = Counter()
+    along: dict[_Kind, Counter[int]] = {}
 
-    @cache
-    def works_in(number: int, count: int) -> int:
-        kind = kinds[number]
-        return kind.recipe.workspace((count, kind.rows, kind.cols)) + kind.copied
+    def take(owner: int, nbytes: int) -> None:
+        most[owner] = max(most[owner], nbytes)
 
     for bucket in layout.buckets:
         own = opened[bucket.index]
         if not bucket.whole:
             recipes = {routes[slot.name].recipe for slot in bucket.slots}
             for rank, numel in bucket.non_empty_shards():
-                work = max(recipe.workspace((numel,)) for recipe in recipes)
-                most[rank] = max(most[rank], own[rank] + work)
+                take(rank, own[rank] + max(recipe.workspace((numel,)) for recipe in recipes))
             continue
-        together: Counter[tuple[int, int]] = Counter()
+        # There may be ten thousand buckets, and recipes take long to compare: once a slot.
+        together: dict[_Kind, Counter[int]] = {}
         for slot in bucket.slots:
             for kind, count in _kinds_of(slot, routes[slot.name], tp_size):
-                number = number_of.setdefault(kind, len(kinds))
-                if number == len(kinds):
-                    kinds.append(kind)
+                counts = together.setdefault(kind, Counter())
                 for owner in bucket.owners(slot):
-                    together[owner, number] += count
-        for (owner, number), count in together.items():
-            most[owner] = max(most[owner], works_in(number, count) + own[owner])
-            if not (hosted or own[owner]):
-                along[owner, number] += count
-    for (owner, number), count in along.items():
-        kind = kinds[number]
-        batch = most_together(count, kind.rows * kind.cols, kind.recipe.full_batch_numel)
-        most[owner] = max(most[owner], works_in(number, batch))
+                    counts[owner] += count
+        for kind, counts in together.items():
+            taken_along = along.setdefault(kind, Counter())
+            for owner, count in counts.items():
+                take(owner, kind.works_in(count) + own[owner])
+                if not (hosted or own[owner]):
+                    taken_along[owner] += count
+    for kind, counts in along.items():
+        for owner, count in counts.items():
+            numel = kind.rows * kind.cols
+            take(owner, kind.works_in(most_together(count, numel, kind.recipe.full_batch_numel)))
     return tuple(most)
 
 

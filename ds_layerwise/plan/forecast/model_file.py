@@ -2,11 +2,11 @@
 
 Such a file holds ``model`` (its name), ``numel`` (the sum, checked), optionally ``hidden_size``, of
 whose square a Trainer makes buckets, and ``params``, in model order. An entry is a parameter,
-``{name, shape, optimizer: matrix | scalar}``, optionally with ``repeat: {layer: [0, 32]}``, with
-``transposed: true`` where a linear layer holds (inputs, outputs), and with ``split`` and
-``split_groups``, as an override has them, where it is a fused one; or a block, ``{block: {layer:
-[0, 32]}, params: [...]}``, whose entries are walked once for each value. Values run from the first
-number up to, not including, the second, and stand for ``{layer}`` in names.
+``{name, shape, optimizer: matrix | scalar}``, optionally with ``transposed: true`` where a linear
+layer holds (inputs, outputs), and with ``split`` and ``split_groups``, as an override has them,
+where it is a fused one; or a block, ``{block: {layer: [0, 32]}, params: [...]}``, whose entries are
+walked once for each value. Values run from the first number up to, not including, the second, and
+stand for ``{layer}`` in names.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class _Entry(Section):
     name: str
     shape: tuple[_Size, ...]
     optimizer: Placement
-    repeat: Any = {}
     transposed: bool = False
     split: Any = None
     split_groups: Count = 1
@@ -287,7 +286,7 @@ def deal_out_experts(
 
     Raises:
         ConfigError: ``ep_size`` is more than 1 and no parameter is an expert, the experts of a
-            layer cannot be dealt out evenly, or they differ in shape.
+            layer cannot be dealt out evenly.
     """
     if ep_size == 1:
         return list(params), {}
@@ -297,26 +296,17 @@ def deal_out_experts(
             f"ep_size is {ep_size}, and no parameter of the model is an expert with a number in "
             "its name, like mlp.experts.7.up_proj.weight; plan it with ep_size 1"
         )
-    layers: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
-    for name, shape in params:
-        if match := matches.get(name):
-            experts = layers.setdefault(match[1], {})
-            experts.setdefault(int(match[2]), {})[match[3]] = shape
+    numbers_of: dict[str, set[int]] = {}
+    for match in matches.values():
+        numbers_of.setdefault(match[1], set()).add(int(match[2]))
     own: set[tuple[str, int]] = set()
-    for where, experts in layers.items():
-        if len(experts) % ep_size:
+    for where, numbers in numbers_of.items():
+        if len(numbers) % ep_size:
             raise ConfigError(
-                f"ep_size is {ep_size}, and there are {len(experts)} experts in {where}, which "
+                f"ep_size is {ep_size}, and there are {len(numbers)} experts in {where}, which "
                 f"{ep_size} ranks cannot share evenly"
             )
-        first, *others = numbers = sorted(experts)
-        for number in others:
-            if experts[number] != experts[first]:
-                raise ConfigError(
-                    f"ep_size is {ep_size}, and {where} has experts of different shapes: number "
-                    f"{number} {experts[number]}, number {first} {experts[first]}"
-                )
-        own.update((where, number) for number in numbers[: len(numbers) // ep_size])
+        own.update((where, number) for number in sorted(numbers)[: len(numbers) // ep_size])
     left = []
     for name, shape in params:
         match = matches.get(name)
@@ -337,9 +327,8 @@ def _expand(where: str, entries: Sequence[Any], values: Mapping[str, int]) -> It
         param = _checked(_Entry, here, entry)
         parts = {key: entry[key] for key in ("split", "split_groups") if key in entry}
         split = as_one_change(checked_split(here, parts)).get("split")
-        for inner in _repeated(f"{here}.repeat", param.repeat):
-            name = _named(f"{here}.name", param.name, {**values, **inner})
-            yield ModelParam(name, param.shape, param.optimizer, param.transposed, split)
+        name = _named(f"{here}.name", param.name, values)
+        yield ModelParam(name, param.shape, param.optimizer, param.transposed, split)
 
 
 def _named(where: str, template: str, values: Mapping[str, int]) -> str:

@@ -95,7 +95,7 @@ def plan_table(
 def _row(forecast: Forecast) -> dict[str, str]:
     report = forecast.report
     fullest = forecast.memory[forecast.fullest]
-    row = {
+    return {
         "ranks": str(forecast.layout.world_size),
         "layout": forecast.layout.digest(),
         "buckets": str(report.num_buckets),
@@ -105,10 +105,6 @@ def _row(forecast: Forecast) -> dict[str, str]:
         "grads": _size(fullest.grads),
         "masters": _size(fullest.masters),
         "states": _size(fullest.states),
-    }
-    if any(forecast.saved):
-        row["saved"] = _size(forecast.saved[forecast.fullest])
-    return row | {
         "host": _size(fullest.host),
         "under way": _size(max(traffic.total for traffic in forecast.traffic)),
         "in a step": _size(max(forecast.workspace)),
@@ -147,7 +143,6 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "owned_matrix_elements": list(report.whole_numel),
         "fullest_rank": forecast.fullest,
         "memory_bytes": _with_totals(forecast.memory),
-        "saved_bytes": list(forecast.saved),
         "start_up_bytes": list(forecast.start_up),
         "step_bytes": list(forecast.workspace),
         "waiting_bytes": forecast.waiting,
@@ -489,11 +484,6 @@ def _costs(forecast: Forecast) -> Table:
         f"mean: parameters {_size(held.params)}, gradients {_size(held.grads)}, masters "
         f"{_size(held.masters)}, states {_size(held.states)}",
     }
-    if any(forecast.saved):
-        rows["fewer bits save"] = (
-            f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's, and "
-            f"{_size(min(forecast.saved))} at least of any rank's"
-        )
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
         rows["on the host"] = (
