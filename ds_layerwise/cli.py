@@ -1,8 +1,6 @@
-"""``ds-layerwise``: what can be said of a run before it starts, and done with its checkpoints,
-without an engine.
+"""``ds-layerwise``: plans of runs and work on checkpoints, without an engine.
 
-``links`` alone is started on every rank by a launcher: ``deepspeed --module ds_layerwise.cli links
-OUT.json``.
+A launcher starts ``links`` on every rank: ``deepspeed --module ds_layerwise.cli links OUT.json``.
 
 Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2 for a refusal, in
 one line on stderr.
@@ -11,7 +9,6 @@ one line on stderr.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
@@ -28,44 +25,28 @@ from tqdm import tqdm
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say, say_last
 
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
-#: GiB of one device, 1 PiB: every text of a plan can say so many bytes, and what they lack.
+#: GiB of one device, 1 PiB. Every text of a plan has room for so many bytes, and for their lack.
 _MOST_GIB = 2**20
 #: More data-parallel ranks than any run has: a plan of the largest models takes a minute there.
 _MOST_RANKS = 2**17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` says, by default that of this process; returns the exit
-    code.
+    """Run the command that ``argv`` names, this process's arguments by default.
+
+    Returns:
+        The exit code.
     """
     options = _parser().parse_args(argv)
     if options.command != "links":
-        # All of it works on the host, and DeepSpeed says on stdout that it looks for a device,
-        # unless it is told.
+        # The other commands work on the host. Without this, DeepSpeed reports on stdout that it
+        # looks for a device.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "plan": _plan,
-        "links": _links,
-        "schema": _schema,
-        "to-universal": _to_universal,
-        "verify": _verify,
-        "consolidate": _consolidate,
-    }
     try:
-        return commands[options.command](options)
+        code: int = options.run(options)
     except (LayerWiseError, OSError) as e:
         return _refuse(e)
+    return code
 
 
 def _refuse(error: Exception) -> int:
@@ -103,89 +84,75 @@ def _parser() -> argparse.ArgumentParser:
     overwrite.add_argument(
         "--overwrite", action="store_true", help="replace an OUT that this command wrote before"
     )
-    checkpoint = "the folder of a checkpoint, or one with a file named latest"
 
-    _of_plan(
-        commands.add_parser(
-            "plan", parents=[overwrite], help="the start-up table of a run, without its devices"
-        )
-    )
-    command = commands.add_parser(
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, *parents: Any
+    ) -> Callable[..., Any]:
+        made = commands.add_parser(name, parents=parents, help=text)
+        made.set_defaults(run=run)
+        return made.add_argument
+
+    _plan_arguments(command("plan", _plan, "the start-up table of a run, without its devices"))
+
+    add = command(
         "links",
-        parents=[overwrite],
-        help="measure the links between the ranks that a launcher has started",
+        _links,
+        "measure the links between the ranks that a launcher has started",
+        overwrite,
     )
-    command.add_argument(
-        "out",
-        metavar="OUT",
-        type=Path,
-        help="the file to write, for plan --links and layerwise.links",
-    )
-    command.add_argument(
+    add("out", metavar="OUT", type=Path, help="the file for plan --links and layerwise.links")
+    add(
         "--like",
         metavar="NAME|FILE",
-        help="what has the rest where not all can be measured, as on "
-        "one node what is between nodes: nvlink-ib, pcie-ethernet, tcp, or a file",
+        help="what has the rest where not all can be measured, as on one node what is between "
+        "nodes: nvlink-ib, pcie-ethernet, tcp, or a file",
     )
 
-    commands.add_parser(
-        "schema",
-        help="a JSON schema of what a DeepSpeed config may say to this backend, for editors",
-    )
+    command("schema", _schema, "a JSON schema of this backend's part of a config, for editors")
 
-    command = commands.add_parser(
+    checkpoint = "the folder of a checkpoint, or one with a file named latest"
+    either = f"{checkpoint}, regular or universal"
+    add = command(
         "to-universal",
-        parents=[every, overwrite],
-        help="write a regular checkpoint in DeepSpeed's universal format",
+        _to_universal,
+        "write a regular checkpoint in DeepSpeed's universal format",
+        every,
+        overwrite,
     )
-    command.add_argument("path", metavar="IN", type=Path, help=checkpoint)
-    command.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
+    add("path", metavar="IN", type=Path, help=checkpoint)
+    add("out", metavar="OUT", type=Path, help="the folder to write")
 
-    command = commands.add_parser(
-        "verify",
-        parents=[every],
-        help="check every byte and tensor of a checkpoint, or compare two",
+    add = command(
+        "verify", _verify, "check every byte and tensor of a checkpoint, or compare two", every
     )
-    command.add_argument(
-        "path", metavar="PATH", type=Path, help=f"{checkpoint}, regular or universal"
-    )
-    command.add_argument(
-        "other",
-        metavar="OTHER",
-        type=Path,
-        nargs="?",
-        help="another one, of any kind and world size",
-    )
-    command.add_argument(
-        "--weights-only", action="store_true", help="leave the optimizer states out"
-    )
+    add("path", metavar="PATH", type=Path, help=either)
+    add("other", metavar="OTHER", type=Path, nargs="?", help="another one, of any world size")
+    add("--weights-only", action="store_true", help="leave the optimizer states out")
 
-    command = commands.add_parser(
-        "consolidate", parents=[every, overwrite], help="write the float32 weights as safetensors"
+    add = command(
+        "consolidate", _consolidate, "write the float32 weights as safetensors", every, overwrite
     )
-    command.add_argument(
-        "path", metavar="PATH", type=Path, help=f"{checkpoint}, regular or universal"
-    )
-    command.add_argument(
+    add("path", metavar="PATH", type=Path, help=either)
+    add(
         "out",
         metavar="OUT",
         type=Path,
         help="one file if it ends in .safetensors, else a folder as Hugging Face lays it out",
     )
-    command.add_argument(
+    add(
         "--config",
         type=Path,
         metavar="PATH",
-        help="Hugging Face's config.json, or a folder with it, "
-        "to lay beside the weights; by default those in or above the checkpoint's folder",
+        help="Hugging Face's config.json, or a folder with it, to lay beside the weights; by "
+        "default those in or above the checkpoint's folder",
     )
-    command.add_argument(
+    add(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
         help="of everything with a floating point (%(default)s)",
     )
-    command.add_argument(
+    add(
         "--max-shard-size",
         type=_num_bytes,
         default="5GB",
@@ -195,80 +162,68 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _of_plan(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
+def _plan_arguments(add: Callable[..., Any]) -> None:
+    add(
         "--model",
         required=True,
-        help="a file of names and shapes, the name of one that comes "
-        "with the package, or Hugging Face's config.json (with transformers)",
+        help="a file of names and shapes, the name of one that comes with the package, or Hugging "
+        "Face's config.json (with transformers)",
     )
-    command.add_argument(
-        "--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON"
-    )
-    command.add_argument(
+    add("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
+    add(
         "--ranks",
         required=True,
         type=_numbers,
         metavar="N[,N...]",
         help="data-parallel ranks; several numbers give one row each",
     )
-    command.add_argument(
+    add(
         "--links",
         metavar="NAME|FILE",
-        help="what seconds are predicted for: nvlink-ib, "
-        "pcie-ethernet, tcp, or a JSON file with bandwidths and latencies; by default what "
-        'layerwise.links says, and nvlink-ib for "auto"',
+        help="what seconds are predicted for: nvlink-ib, pcie-ethernet, tcp, or a JSON file with "
+        "bandwidths and latencies; by default what layerwise.links says, and nvlink-ib for "
+        '"auto"',
     )
-    command.add_argument(
+    add(
         "--ranks_per_node",
         type=_positive,
         metavar="N",
         help="by default what the links say: 8 of those with a name",
     )
-    command.add_argument(
+    add(
         "--reduction",
         choices=("ordered", "native"),
-        help="how sums are made: in float32 and rank "
-        'order, or the backend\'s way; by default what layerwise.reduction says, and for "auto" '
-        "the "
-        "backend's way but on tcp",
+        help="how sums are made: in float32 and rank order, or the backend's way; by default what "
+        'layerwise.reduction says, and for "auto" the backend\'s way but on tcp',
     )
-    command.add_argument(
+    add(
         "--ep_size",
         type=_positive,
         default=1,
         metavar="N",
         help="ranks that share the experts of a layer, as in deepspeed.moe.layer.MoE (%(default)s)",
     )
-    command.add_argument(
+    add(
         "--tp_size",
         type=_positive,
         metavar="N",
-        help="ranks that tensor parallelism cuts the model "
-        "for, beside --ranks; by default what tensor_parallel.autotp_size says",
+        help="ranks that tensor parallelism cuts the model for, beside --ranks; by default what "
+        "tensor_parallel.autotp_size says",
     )
-    command.add_argument(
+    add(
         "--memory",
         type=_gib,
         metavar="GIB",
-        help="what one device has, in GiB (2^30 bytes, G in the "
-        "tables): says which numbers of ranks and bucket sizes fit; activations are not counted",
+        help="what one device has, in GiB (2^30 bytes): shows which numbers of ranks and bucket "
+        "sizes fit; activations are not counted",
     )
-    command.add_argument(
+    add(
         "--list",
         action="store_true",
-        help="every parameter, one line each: shape, optimizer, weight "
-        "decay, learning rate over lr, owner, and why",
+        help="every parameter, one line each: shape, optimizer, weight decay, learning rate over "
+        "lr, owner, and why",
     )
-    command.add_argument(
-        "--json", action="store_true", help="the same numbers for a program: bytes, elements, FLOPs"
-    )
-    command.add_argument(
-        "--png",
-        type=Path,
-        metavar="OUT",
-        help="draw seconds and memory by number of ranks, too (with matplotlib)",
-    )
+    add("--json", action="store_true", help="the same numbers for a program")
 
 
 def _positive(text: str) -> int:
@@ -287,7 +242,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _gib(text: str) -> int:
-    """Bytes of so many GiB."""
+    """Return the bytes of so many GiB."""
     try:
         size = float(text)
     except ValueError:
@@ -300,8 +255,11 @@ def _gib(text: str) -> int:
 
 
 def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?", text.strip().upper())
+    size = 0
+    if match:
+        base = 1024 if match[3] else 1000
+        size = int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
     if not size:
         raise argparse.ArgumentTypeError(f"must be a size such as 500MB, 5GB or 2GiB, got {text!r}")
     return size
@@ -309,8 +267,8 @@ def _num_bytes(text: str) -> int:
 
 @contextmanager
 def _bar(quiet: bool, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on stderr, where that is a terminal."""
-    disable = True if quiet or sys.stderr is None else None
+    """Show a progress bar on stderr, where that is a terminal."""
+    disable = quiet or sys.stderr is None or None
     with tqdm(
         desc=what, total=total_bytes, unit="B", unit_scale=True, disable=disable, leave=False
     ) as bar:
@@ -318,7 +276,7 @@ def _bar(quiet: bool, what: str, total_bytes: int) -> Iterator[Callable[[int], o
 
 
 def _reading(options: argparse.Namespace) -> dict[str, Any]:
-    """How a command reads a checkpoint."""
+    """Return the arguments of all functions that read a checkpoint."""
     return {
         "workers": options.workers,
         "trust": options.trust_client_state,
@@ -326,38 +284,15 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _all_stays() -> Iterator[None]:
-    """Keep Python from looking for garbage among millions of objects of which none is, again and
-    again.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+# Each command imports what it needs. For all but plan that is torch and deepspeed, which take
+# seconds: help and mistakes in the arguments should not.
 
 
-# The commands load what they need themselves. That is torch and deepspeed for all but plan, which
-# takes seconds: help and mistakes in the arguments should not.
-
-
-@_all_stays()
 def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.param_list import as_text
     from ds_layerwise.plan.forecast.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
 
-    if options.png is not None:
-        from ds_layerwise.tools import picture
-
-        picture.check_picture(options.png, overwrite=options.overwrite)
-    elif options.overwrite:
-        raise LayerWiseError(
-            "--overwrite is for what --png writes; leave it out, or name a picture"
-        )
     if options.memory is not None and options.list and not options.json:
         raise LayerWiseError(
             "--memory is for the tables and --json, and --list alone prints neither; leave one of "
@@ -374,28 +309,21 @@ def _plan(options: argparse.Namespace) -> int:
         tp_size=options.tp_size,
         memory_bytes=options.memory,
     )
-    if options.png is not None:
-        picture.draw(options.png, plan.forecasts, plan.predictions)
     if options.json:
         if sys.stderr is not None and plan.assumed:
             say("\n".join(plan.assumed), sys.stderr)
-        say_last(
-            json.dumps(
-                [
-                    {
-                        **as_json(each, prediction),
-                        **({"parameters": plan.listed(each)} if options.list else {}),
-                    }
-                    for each, prediction in zip(plan.forecasts, plan.predictions, strict=True)
-                ]
-            )
-        )
+        numbers_of_plans = []
+        for forecast, prediction in zip(plan.forecasts, plan.predictions, strict=True):
+            numbers = as_json(forecast, prediction)
+            if options.list:
+                numbers["parameters"] = plan.listed(forecast)
+            numbers_of_plans.append(numbers)
+        say_last(json.dumps(numbers_of_plans))
     elif options.list:
-        lists = [
-            f"{each.layout.world_size} ranks\n{as_text(plan.listed(each))}"
-            for each in plan.forecasts
-        ]
-        say_last("\n\n".join(["\n".join(plan.assumed), *lists] if plan.assumed else lists))
+        parts = ["\n".join(plan.assumed)] if plan.assumed else []
+        for forecast in plan.forecasts:
+            parts.append(f"{forecast.layout.world_size} ranks\n{as_text(plan.listed(forecast))}")
+        say_last("\n\n".join(parts))
     else:
         table = plan_table(
             plan.routes,
@@ -420,8 +348,8 @@ def _links(options: argparse.Namespace) -> int:
             options.out, like=options.like, overwrite=options.overwrite
         )
     except LayerWiseError as e:
-        # All ranks raise alike, and one says it for all. A launcher ends the others with the first
-        # that ends.
+        # All ranks raise the same error, and rank 0 prints it. A launcher ends all ranks with the
+        # first that ends.
         if comm.rank_of(None) == 0:
             _refuse(e)
         comm.gather_objects(None, group=None)
@@ -435,7 +363,7 @@ def _links(options: argparse.Namespace) -> int:
     return code
 
 
-def _schema(options: argparse.Namespace) -> int:
+def _schema(_: argparse.Namespace) -> int:
     from ds_layerwise.config.schema import json_schema
 
     say_last(json.dumps(json_schema(), indent=2))
@@ -457,7 +385,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     reading, states = _reading(options), not options.weights_only
     reports = []
-    for path in [options.path] + ([options.other] if options.other else []):
+    for path in filter(None, (options.path, options.other)):
         report = verify(path, states=states, **reading)
         say_last(report.summary)
         for line in report.warnings:
@@ -469,14 +397,13 @@ def _verify(options: argparse.Namespace) -> int:
         return 1
     if len(reports) < 2:
         return 0
-    one, other = (report.contents for report in reports)
-    lines = [
-        line
-        for parts in zip(one, other)
-        for line in differences(*parts, states=states, bars=reading["bars"])
-    ]
-    if len(one) != len(other):
-        lines = [f"the models are cut into {len(one)} and {len(other)} parts"]
+    first, second = (report.contents for report in reports)
+    lines: list[str] = []
+    if len(first) != len(second):
+        lines.append(f"the models are cut into {len(first)} and {len(second)} parts")
+    else:
+        for parts in zip(first, second, strict=True):
+            lines += differences(*parts, states=states, bars=reading["bars"])
     for line in lines or ["equal bit for bit"]:
         say_last(line)
     return 1 if lines else 0
@@ -485,19 +412,16 @@ def _verify(options: argparse.Namespace) -> int:
 def _consolidate(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.consolidate import consolidate
 
-    say_last(
-        "\n".join(
-            consolidate(
-                options.path,
-                options.out,
-                dtype=options.dtype,
-                max_shard_bytes=options.max_shard_size,
-                config=options.config,
-                overwrite=options.overwrite,
-                **_reading(options),
-            )
-        )
+    lines = consolidate(
+        options.path,
+        options.out,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_size,
+        config=options.config,
+        overwrite=options.overwrite,
+        **_reading(options),
     )
+    say_last("\n".join(lines))
     return 0
 
 

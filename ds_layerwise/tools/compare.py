@@ -1,13 +1,12 @@
-"""Two checkpoints by parameter and state, whatever kinds they are and however many ranks saved
-them.
-"""
+"""Comparison of two checkpoints by parameter and state, of any kinds and numbers of ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars
@@ -16,82 +15,76 @@ from ds_layerwise.tools.checkpoint_contents import Contents
 from ds_layerwise.tools.verify import same_bits
 
 
-@dataclass(slots=True)
-class _Difference:
-    """What differs under one key."""
+class _Difference(NamedTuple):
+    """Two values of one parameter that differ."""
 
-    names: list[str] = field(default_factory=list)
-    num_elements: int = 0
-    most: float = 0.0
+    name: str
+    num_elements: int
+    distance: float
 
-    def add(self, name: str, one: Tensor, other: Tensor) -> None:
-        self.names.append(name)
-        if one.shape != other.shape:
-            self.most = float("inf")
-            self.num_elements += max(one.numel(), other.numel())
-            return
-        distance = (one.double() - other.double()).abs()
-        # Where only one is a NaN, nothing is farther apart; the same infinity and zeros of two
-        # signs are not at all.
-        distance = torch.where(
-            one.double() == other.double(), 0.0, distance.nan_to_num(nan=float("inf"))
-        )
-        self.num_elements += int((one != other).sum())
-        self.most = max(self.most, float(distance.max()))
+
+def _difference(name: str, one: Tensor, other: Tensor) -> _Difference:
+    if one.shape != other.shape:
+        return _Difference(name, max(one.numel(), other.numel()), math.inf)
+    # Where only one is a NaN, nothing is farther apart. The same infinity, and zeros of two signs,
+    # are not apart at all.
+    distance = (one.double() - other.double()).abs().nan_to_num(nan=math.inf)
+    distance[one.double() == other.double()] = 0.0
+    return _Difference(name, int((one != other).sum()), float(distance.max()))
 
 
 def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> list[str]:
-    """One line for each kind of difference between two checkpoints; none if they are equal bit for
-    bit.
+    """Return a line for each kind of difference; none if two checkpoints are equal bit for bit.
 
     Memory: one state of one parameter, a few times.
 
     Args:
-        states: whether to compare the optimizer states, too.
+        states: False to leave the optimizer states out.
     """
     lines: list[str] = []
     if one.saved.header.step != other.saved.header.step:
         lines.append(f"step: {one.saved.header.step} and {other.saved.header.step}")
-    names, others = _names(one), _names(other)
-    for contents, missing in (
-        (one, names.keys() - others.keys()),
-        (other, others.keys() - names.keys()),
+    ours = _names(one)
+    theirs = _names(other)
+    for folder, lonely_names in (
+        (one.folder, ours.keys() - theirs.keys()),
+        (other.folder, theirs.keys() - ours.keys()),
     ):
-        if missing:
-            lines.append(f"only in {contents.folder}: {few(sorted(missing))}")
-    unlike: dict[str, _Difference] = {}
-    lonely: dict[tuple[str, int], list[str]] = {}
-    both = [name for name in names if name in others]
-    sizes = {name: names[name] * 4 * (len(one.keys(name)) if states else 1) for name in both}
+        if lonely_names:
+            lines.append(f"only in {folder}: {few(sorted(lonely_names))}")
+    unlike: dict[str, list[_Difference]] = {}
+    lonely: dict[tuple[str, Path], list[str]] = {}
+    both = {name: numel for name, numel in ours.items() if name in theirs}
+    sizes = {}
+    for name, numel in both.items():
+        sizes[name] = numel * 4 * (len(one.keys(name)) if states else 1)
     with bars("compare", sum(sizes.values())) as done:
         for name in both:
-            found = (
-                dict(_values(one, name, states=states)),
-                dict(_values(other, name, states=states)),
-            )
-            for key in found[0].keys() & found[1].keys():
-                if not same_bits(found[0][key], found[1][key]):
-                    unlike.setdefault(key, _Difference()).add(name, found[0][key], found[1][key])
-            for key in found[0].keys() ^ found[1].keys():
-                lonely.setdefault((key, 0 if key in found[0] else 1), []).append(name)
+            mine = dict(_values(one, name, states=states))
+            yours = dict(_values(other, name, states=states))
+            for key in mine.keys() | yours.keys():
+                if key not in yours:
+                    lonely.setdefault((key, one.folder), []).append(name)
+                elif key not in mine:
+                    lonely.setdefault((key, other.folder), []).append(name)
+                elif not same_bits(mine[key], yours[key]):
+                    unlike.setdefault(key, []).append(_difference(name, mine[key], yours[key]))
             done(sizes[name])
-    for (key, index), of in sorted(lonely.items()):
-        lines.append(f"only in {(one, other)[index].folder}: {key} of {few(of)}")
-    for key, difference in sorted(unlike.items()):
+    for (key, folder), names in sorted(lonely.items()):
+        lines.append(f"only in {folder}: {key} of {few(names)}")
+    for key, found in sorted(unlike.items()):
+        names, counts, distances = zip(*found, strict=True)
         lines.append(
-            f"{key} differs in {len(difference.names)} of {len(both)} parameters, "
-            f"{difference.num_elements:,} elements, by at most {difference.most:.3g}: "
-            f"{few(difference.names)}"
+            f"{key} differs in {len(names)} of {len(both)} parameters, {sum(counts):,} elements, "
+            f"by at most {max(distances):.3g}: {few(names)}"
         )
     return lines
 
 
 def _names(contents: Contents) -> dict[str, int]:
-    """Every name and how many elements it has."""
-    return {
-        **{name: torch.Size(shape).numel() for name, shape in contents.trained.items()},
-        **{name: value.numel() for name, value in contents.others.items()},
-    }
+    """Return every name and its number of elements."""
+    numels = {name: math.prod(shape) for name, shape in contents.trained.items()}
+    return numels | {name: value.numel() for name, value in contents.others.items()}
 
 
 def _values(contents: Contents, name: str, *, states: bool) -> Iterator[tuple[str, Tensor]]:

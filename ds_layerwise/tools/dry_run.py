@@ -1,6 +1,4 @@
-"""A run before it starts: a model and a config from files, and the plans that training would make
-of them.
-"""
+"""Dry runs: a model and a config from files, and the plans that training would make of them."""
 
 from __future__ import annotations
 
@@ -39,18 +37,18 @@ from ds_layerwise.tools.hf_model import HfShapes
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """The outcome: what the start-up table is made of, for each number of ranks."""
+    """Start-up tables' content, for each number of ranks."""
 
     run: RunConfig
     routes: Mapping[str, Route]
     specs: Sequence[ParamSpec]
     forecasts: Sequence[Forecast]
     assumed: Sequence[str]
-    """What was taken for granted, in lines."""
+    """Lines that say what was taken for granted."""
     predictions: Sequence[Prediction]
-    """What each of the forecasts takes."""
+    """A prediction for each of the forecasts."""
     tp_size: int
-    """How many ranks have a part of the model each, where the forecasts speak of one."""
+    """The number of ranks that the model is cut for; forecasts speak of one of them."""
 
     @classmethod
     def of(
@@ -84,42 +82,28 @@ class DryRun:
             ConfigError: a file cannot be read, or says what training would refuse.
             RoutingError: a parameter cannot go where it was sent.
         """
-        given, path = read_config(config), find_model(model)
+        given = read_config(config)
+        path = find_model(model)
         _read(fill_in(given)[0])  # its mistakes come before building anything
         hf = HfShapes(path) if is_hf_config(path) else None
         file = read_model(path) if hf is None else Model([], hf.hidden_size)
         filled, by_trainer = fill_in(given, hidden_size=file.hidden_size)
         run = _read(filled)
+        group = run.optimizer.group()
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
-        talks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
-        sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=talks[0].on_host)
-        overrides, per_head, recipes = (
-            run.layerwise.overrides,
-            run.optimizer.per_head_muon,
-            run.optimizer.recipes,
+        links_by_ranks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
+        sums = reduction_of_run(
+            reduction or run.layerwise.reduction, on_host=links_by_ranks[0].on_host
         )
-        by_kind = ByKind.of(run.optimizer, run.layerwise)
-        if hf is not None:
-            shapes, routes = (
-                hf.params,
-                hf.route(
-                    overrides,
-                    per_head=per_head,
-                    recipes=recipes,
-                    auto_split=run.layerwise.auto_split,
-                    by_kind=by_kind,
-                ),
-            )
-        else:
-            shapes = [(p.name, p.shape) for p in file.params]
-            routes = route_model(
-                file.params,
-                overrides,
-                per_head=per_head,
-                recipes=recipes,
-                auto_split=run.layerwise.auto_split,
-                by_kind=by_kind,
-            )
+        route = partial(route_model, file.params) if hf is None else hf.route
+        routes = route(
+            run.layerwise.overrides,
+            per_head=run.optimizer.per_head_muon,
+            recipes=run.optimizer.recipes,
+            auto_split=run.layerwise.auto_split,
+            by_kind=ByKind.of(run.optimizer, run.layerwise),
+        )
+        shapes = [(p.name, p.shape) for p in file.params] if hf is None else hf.params
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         in_use = {route.recipe for route in routes.values()}
         if any(recipe != type(recipe)() for recipe in in_use):
@@ -130,19 +114,18 @@ class DryRun:
         check_taken(run.optimizer, routes)
         idle = idle_keys(run.optimizer, run.layerwise, routes.values())
         run = replace(run, without_effect=(*run.without_effect, *idle))
-        check_floors(routes, [run.optimizer.group()])
+        check_floors(routes, [group])
         check_peaks(
             filled.get("scheduler"),
-            [run.optimizer.group()],
+            [group],
             run.optimizer,
-            used={0: {route.recipe.lr_ratio for route in routes.values()}},
+            used={0: {recipe.lr_ratio for recipe in in_use}},
         )
         shapes, experts = deal_out_experts(shapes, ep_size)
         if hf is not None:
             hf.check_heads(tp_size)
-        shapes, routes = cut(
-            shapes, {name: routes[name] for name, _ in shapes if name in routes}, tp_size, cutter
-        )
+        routes = {name: routes[name] for name, _ in shapes if name in routes}
+        shapes, routes = cut(shapes, routes, tp_size, cutter)
         specs = specs_of(
             ((name, shape, run.param_dtype) for name, shape in shapes),
             routes,
@@ -150,46 +133,34 @@ class DryRun:
             wires=dict.fromkeys(routes, run.sent_as(run.param_dtype)),
             tp_size=tp_size,
         )
-        check_kept(routes, specs, [run.optimizer.group()], run.layerwise, host_ratio=run.host_ratio)
-        forecasts = [
-            forecast(specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size)
-            for num_ranks, on in zip(ranks, talks, strict=True)
-        ]
-        return cls(
-            run,
-            routes,
-            specs,
-            forecasts,
-            [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes],
-            [
-                predict(
-                    each,
-                    specs,
-                    routes,
-                    run,
-                    links=on,
-                    reduction=sums,
-                    tp_size=tp_size,
-                    memory_bytes=memory_bytes,
-                )
-                for each, on in zip(forecasts, talks, strict=True)
-            ],
-            tp_size,
-        )
+        check_kept(routes, specs, [group], run.layerwise, host_ratio=run.host_ratio)
+        forecasts = []
+        predictions = []
+        for num_ranks, on in zip(ranks, links_by_ranks, strict=True):
+            plan = forecast(
+                specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size
+            )
+            prediction = predict(
+                plan,
+                specs,
+                routes,
+                run,
+                links=on,
+                reduction=sums,
+                tp_size=tp_size,
+                memory_bytes=memory_bytes,
+            )
+            forecasts.append(plan)
+            predictions.append(prediction)
+        assumed = [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes]
+        return cls(run, routes, specs, forecasts, assumed, predictions, tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
-        """Every parameter's route, for one of the forecasts; see
-        :func:`.plan.forecast.param_list.listed`.
-        """
+        """List every route of ``plan``; see :func:`.plan.forecast.param_list.listed`."""
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
 def _read(given: Mapping[str, Any]) -> RunConfig:
-    """The config, as far as shapes alone can tell what becomes of it.
-
-    Raises:
-        ConfigError: training refuses it, or they cannot.
-    """
     run = RunConfig.from_ds_config(given)
     if run.autocast:
         raise ConfigError(
@@ -200,17 +171,16 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
 
 
 def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[str]:
-    lines = [
-        f'assumed for "auto", which a Trainer by default fills in like this: {path} = '
-        f"{json.dumps(value)}"
-        for path, value in by_trainer.items()
-    ]
-    for path, value in left.items():
-        why = (
-            ", as the model says no hidden_size, of which a Trainer takes the square"
-            if path == "zero_optimization.reduce_bucket_size"
-            else ""
+    lines = []
+    for path, value in by_trainer.items():
+        lines.append(
+            f'assumed for "auto", which a Trainer by default fills in like this: {path} = '
+            f"{json.dumps(value)}"
         )
+    for path, value in left.items():
+        why = ""
+        if path == "zero_optimization.reduce_bucket_size":
+            why = ", as the model says no hidden_size, of which a Trainer takes the square"
         lines.append(
             f'assumed for "auto", for which DeepSpeed takes its default{why}: {path} = '
             f"{json.dumps(value)}"
@@ -238,16 +208,17 @@ def _of_nodes(ranks: Sequence[int], links: Links, tp_size: int) -> list[str]:
 def _tensor_parallel(
     given: Mapping[str, Any], tp_size: int | None, ep_size: int
 ) -> tuple[int, Cutter]:
-    """For how many ranks a model is cut, and by whom.
+    """Return the number of ranks that the model is cut for, and who cuts it.
 
     Raises:
-        ConfigError: the config is none that shapes tell the outcome of, or says something else than
-            ``tp_size``, or experts are shared as well.
+        ConfigError: shapes do not tell the outcome of the config, or it differs from ``tp_size``,
+            or experts are shared as well.
     """
     section = given.get("tensor_parallel") or {}
     of_config = section.get("autotp_size")
+    cutter: Cutter = "autotp"
     if of_config in (None, 0):
-        return _without_experts(tp_size or 1, ep_size), "megatron"
+        cutter, of_config = "megatron", tp_size or 1
     if type(of_config) is not int or of_config < 1:
         raise ConfigError(
             f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}"
@@ -257,21 +228,18 @@ def _tensor_parallel(
             f"tensor_parallel.autotp_size is {of_config}, and tp_size {tp_size}; leave one of them "
             "out"
         )
-    if of_config > 1 and (others := sorted(section.keys() - {"autotp_size"})):
+    others = sorted(section.keys() - {"autotp_size"})
+    if cutter == "autotp" and of_config > 1 and others:
         raise ConfigError(
             f"tensor_parallel.{others[0]} may change how AutoTP cuts the model, which shapes do "
             "not say; plan without it"
         )
-    return _without_experts(of_config, ep_size), "autotp"
-
-
-def _without_experts(tp_size: int, ep_size: int) -> int:
-    if tp_size > 1 and ep_size > 1:
+    if of_config > 1 and ep_size > 1:
         raise ConfigError(
-            f"ep_size is {ep_size} and tp_size {tp_size}; experts and tensor parallelism do not go "
-            "together here: plan with one of them"
+            f"ep_size is {ep_size} and tp_size {of_config}; experts and tensor parallelism do not "
+            "go together here: plan with one of them"
         )
-    return tp_size
+    return of_config, cutter
 
 
 def _links(
@@ -281,28 +249,38 @@ def _links(
     ranks_per_node: int | None,
     tp_size: int,
 ) -> tuple[list[Links], list[str]]:
-    """The links of the ranks with the same part of the model, for each of ``ranks``, as a run plans
-    with them, and what that takes for granted of nodes.
+    """Return the links between ranks with the same part of the model, for each of ``ranks``, as a
+    run plans with them, and lines about nodes.
 
     Raises:
         ConfigError: as :func:`.plan.network.links.find_links`; or tensor-parallel ranks would lie
             unevenly on nodes.
     """
-    named, where = links or run.layerwise.links, "links" if links else "layerwise.links"
-    links_with = partial(links_of_run, named, on_host=None, where=where)
-    per_node = links_with(ranks_per_node=ranks_per_node).ranks_per_node
-    if per_node % tp_size and tp_size % per_node:
-        raise ConfigError(
-            f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide each "
-            "other; plan with another tp_size, or say with ranks_per_node how many there are"
+    where = "links" if links else "layerwise.links"
+    links_with = partial(links_of_run, links or run.layerwise.links, on_host=None, where=where)
+    full = links_with(ranks_per_node=ranks_per_node)
+    per_node = full.ranks_per_node
+    lines = []
+    if tp_size > 1:
+        if per_node % tp_size and tp_size % per_node:
+            raise ConfigError(
+                f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide "
+                "each other; plan with another tp_size, or say with ranks_per_node how many there "
+                "are"
+            )
+        same_part = max(1, per_node // tp_size)
+        full = links_with(ranks_per_node=same_part, places=per_node // same_part)
+        lines.append(
+            f"tensor parallelism over {tp_size} ranks: numbers are of one of them, and --ranks are "
+            f"those with the same part of the model, of which a node has {same_part}"
         )
-    alike = max(1, per_node // tp_size)
-    found = (
-        links_with(ranks_per_node=ranks_per_node)
-        if tp_size == 1
-        else links_with(ranks_per_node=alike, places=per_node // alike)
-    )
-    uneven = links_with(ranks_per_node=1, places=per_node)
-    return [found if found.are_full(num_ranks) else uneven for num_ranks in ranks], _of_nodes(
-        ranks, found, tp_size
-    )
+    uneven = [str(num_ranks) for num_ranks in ranks if not full.are_full(num_ranks)]
+    if uneven:
+        lines.append(
+            f"assumed for {', '.join(uneven)} ranks, of which nodes of {full.ranks_per_node} would "
+            "have different numbers: sums are not made inside nodes first, and ways are chosen as "
+            "for one rank a node, as in a run there; start equally many on each, and say how many "
+            "with --ranks_per_node"
+        )
+    lonely = links_with(ranks_per_node=1, places=per_node)
+    return [full if full.are_full(num_ranks) else lonely for num_ranks in ranks], lines

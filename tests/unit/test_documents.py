@@ -147,7 +147,6 @@ def check_ours(arguments):
         assert_file(str(options.config))
         models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.yaml")}
         assert options.model in models or options.model in USERS_FILES
-        assert options.png is None or str(options.png) in USERS_FILES
         assert options.links in {None, *LINKS} or options.links in USERS_FILES
         return
     for path in (getattr(options, "path", None), getattr(options, "other", None), getattr(options, "out", None)):

@@ -2,13 +2,12 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed, nn
 
-from ds_layerwise.plan.forecast import model_file
+from ds_layerwise.plan.forecast.model_file import find_model
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.links import NVLINK_IB, TCP
 from ds_layerwise.plan.planner.planner import plan_layout
@@ -25,7 +24,7 @@ from tests.support.ways import in_cuts
 
 pytestmark = rooms("bucket_transfers", "exchange", "grad_sync", "param_sync", "nodes", "comm")
 
-MODELS = Path(model_file.__file__).parents[1] / "models"
+MODELS = find_model("gpt2-124m").parent
 
 
 #: By ranks, how many hold different experts.

@@ -6,14 +6,12 @@ import math
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.plan.forecast import model_file
 from ds_layerwise.plan.forecast.cost import LayoutReport
 from ds_layerwise.plan.forecast.forecast import forecast
 from ds_layerwise.plan.forecast.model_file import find_model
@@ -60,7 +58,7 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("links", "transport", "even_rows", "draft_buckets", "prediction", "planner")
 
-MODELS = Path(model_file.__file__).parents[1] / "models"
+MODELS = find_model("gpt2-124m").parent
 
 #: Two nodes of four have 100 bytes a nanosecond inside, and two interfaces of 10 each between them.
 SMALL = Links(inside_gb_s=100.0, between_gb_s=10.0, inside_us=1.0, between_us=10.0, ranks_per_node=4, rails=2,

@@ -584,7 +584,9 @@ params:
   - {name: first, shape: [4], optimizer: scalar}
   - block: {layer: [0, 2]}
     params:
-      - {name: "{layer}.{expert}", shape: [2, 5], optimizer: matrix, repeat: {expert: [1, 3]}}
+      - block: {expert: [1, 3]}
+        params:
+          - {name: "{layer}.{expert}", shape: [2, 5], optimizer: matrix}
       - {name: "{layer}.norm", shape: [1], optimizer: scalar}
 """)
     specs = load_model_specs(file, dtype="float32", method="standard", steps=1)
@@ -595,18 +597,18 @@ params:
 
 @pytest.mark.parametrize("params, message", [
     ("[{name: w, shape: [2], optimizer: scalar}]", "m.yaml: the parameters have 2 elements, numel says 3"),
-    ("[{name: w, shape: [3], optimizer: adam}]", "optimizer must be one of matrix, scalar, got 'adam'"),
+    ("[{name: w, shape: [3], optimizer: adam}]", "optimizer must be one of 'matrix', 'scalar', got 'adam'"),
     ("[{name: w, shape: [3], optimizer: matrix}]", r"w is a matrix of shape \(3,\)"),
     ("[{name: w, shape: [3], optimiser: scalar}]", "optimiser is not an option; did you mean 'optimizer'"),
     ("[{name: w, optimizer: scalar}]", r"params\[0\].shape is missing"),
     ("[{name: '{layer}', shape: [3], optimizer: scalar}]", r"params\[0\].name '\{layer\}' needs 'layer', but only "
                                                            "nothing is repeated"),
-    ("[{name: w, shape: [3], optimizer: scalar, repeat: {layer: 3}}]", "repeat.layer must be .*got 3"),
-    ("[{name: w, shape: [3], optimizer: scalar, repeat: [layer]}]", "repeat must be like .*got "),
+    ("[{block: {layer: 3}, params: []}]", "block.layer must be .*got 3"),
+    ("[{block: [layer], params: []}]", "block must be like .*got "),
     ("[{block: {layer: [2, 2]}, params: []}]", r"block.layer must be .*got \[2, 2\]"),
     ("[{block: {layer: [0, 2]}}]", r"params\[0\].params is missing"),
     ("7", "m.yaml.params must be a list, got 7"),
-    ("[7]", r"params\[0\] must be a mapping with name, shape"),
+    ("[7]", r"params\[0\] must be an object like .*\"shape\".*, got 7"),
 ])
 def test_a_wrong_model_file_is_refused_with_the_place(tmp_path, params, message):
     file = tmp_path / "m.yaml"

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.muon import Muon
 from ds_layerwise.orthogonalize.batching import batches
-from ds_layerwise.plan.forecast import model_file
 from ds_layerwise.plan.forecast.forecast import opened_bytes, specs_of, workspace_bytes
-from ds_layerwise.plan.forecast.model_file import ModelParam, read_model, route_model
+from ds_layerwise.plan.forecast.model_file import ModelParam, find_model, read_model, route_model
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import update_sets
 from ds_layerwise.recipes.rules import muon_recipe as recipes
@@ -29,7 +27,7 @@ pytestmark = rooms("muon", "muon_recipe", "adafactor", "adafactor_recipe", "batc
                    "newton_schulz_settings", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
-MODELS = Path(model_file.__file__).parents[1] / "models"
+MODELS = find_model("gpt2-124m").parent
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 
 #: Experts that are one parameter: gpt-oss-120b's and Qwen3-30B-A3B's.

@@ -1,9 +1,9 @@
-"""What a layout costs: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
+"""Costs of a layout: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
 
-The one model behind the planner, the start-up table and the command line. Elements unless a name
-says bytes or FLOPs.
+The planner, the start-up table and the command line share this model. Numbers are elements unless a
+name says bytes or FLOPs.
 
-Note: what travels, and who counts it
+Note: elements on the wire, and who counts them
     A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank
     that rank's shard: the bucket without its own shard. To gather the bucket it sends its own shard
     to each of the others. Summed over R ranks both are (R - 1) times the buffer, so the mean rank
@@ -17,14 +17,13 @@ Note: what travels, and who counts it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.host_pieces import (
     STAGING_SLOTS,
     StateBytes,
@@ -34,7 +33,7 @@ from ds_layerwise.plan.forecast.host_pieces import (
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.layout.shards import in_own_cuts
 from ds_layerwise.plan.network.exchange_rounds import begun_backwards, deal, exchange_bytes
-from ds_layerwise.plan.network.links import Links, group_of
+from ds_layerwise.plan.network.links import Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
 from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, InLevels, in_levels, itemsize
 from ds_layerwise.plan.routes.routes import Route
@@ -43,14 +42,14 @@ from ds_layerwise.recipes.base.dtypes import MasterDtype
 
 
 def max_over_mean(loads: Sequence[int]) -> float:
-    """How much longer the busiest rank takes than the mean one; 1 where nobody has a load."""
+    """Return the busiest rank's load over the mean one; 1 where nobody has a load."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Elements that each rank sends in one step, by rank; see the note on what travels."""
+    """Elements that each rank sends in one step, by rank; see the note."""
 
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
@@ -60,31 +59,27 @@ class Wire:
     """
 
 
-def wire_elements(
-    layout: Layout, dtype: str | None = None, only: Container[int] | None = None
-) -> Wire:
-    """What each rank sends for the buckets of ``dtype``, or for all; of these for ``only`` some, by
-    index.
-    """
-    # What all ranks send alike is one number, and what some send beside it an array.
-    alike: NDArray[np.int64] = np.zeros(3, np.int64)
+def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
+    """Count what each rank sends for all buckets, or for those with an index in ``only``."""
     sent: dict[int, NDArray[np.int64]] = {}
     in_cuts: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in layout.buckets:
-        if dtype not in (None, bucket.dtype) or (only is not None and bucket.index not in only):
+        if only is not None and bucket.index not in only:
             continue
-        holders, numel, cut = bucket.holders, bucket.numel, bucket.cut_numel
         if bucket.ep_size not in sent:
-            sent[bucket.ep_size] = np.zeros((3, holders), np.int64)
+            sent[bucket.ep_size] = np.zeros((3, bucket.holders), np.int64)
+        reduce, gather, forward = sent[bucket.ep_size]
+        others = bucket.holders - 1
         if bucket.way == "ragged":
-            reduce, gather, _ = sent[bucket.ep_size]
             filled, own = _filled_shards(bucket)
-            alike += numel, 0, 0
+            reduce += bucket.numel
             reduce[filled] -= own
-            gather[filled] += (holders - 1) * own
+            gather[filled] += others * own
             continue
-        alike += numel - cut, (holders - 1) * cut, cut if bucket.way == "cuts" else 0
+        reduce += bucket.numel - bucket.cut_numel
+        gather += others * bucket.cut_numel
         if bucket.way == "cuts":
+            forward += bucket.cut_numel
             in_cuts[bucket.ep_size].append(bucket)
     for ep_size, buckets in in_cuts.items():
         _, gather, forward = sent[ep_size]
@@ -93,15 +88,14 @@ def wire_elements(
         )
         np.subtract.at(forward, filled, stays)
         np.add.at(gather, filled, own - stays)
-    total = sum(
-        (np.repeat(each, ep_size, axis=1) for ep_size, each in sent.items()),
-        start=np.repeat(alike[:, None], layout.world_size, axis=1),
-    )
-    return Wire(*(tuple(elements.tolist()) for elements in total))
+    total = np.zeros((3, layout.world_size), np.int64)
+    for ep_size, elements in sent.items():
+        total += np.repeat(elements, ep_size, axis=1)
+    return Wire(*map(tuple, total.tolist()))
 
 
 def _filled_shards(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Numbers and lengths of the shards that are not empty."""
+    """Return the numbers and the lengths of the shards that are not empty."""
     return np.array(bucket.shards.filled, np.int64), np.array(bucket.shards.lengths, np.int64)
 
 
@@ -115,14 +109,12 @@ class RankMemory:
     copy.
     """
     masters: int
-    """What there is of the rank's shards in float32 beside them; 0 where the parameters are float32
-    themselves.
-    """
+    """The rank's shards in float32; 0 where the parameters are float32 themselves."""
     states: int
     host: int = 0
     """Masters and states that live in host memory."""
     staging: int = 0
-    """What they take on the device while the optimizer steps."""
+    """Device memory for them while the optimizer steps."""
 
     @property
     def total(self) -> int:
@@ -130,36 +122,26 @@ class RankMemory:
         return self.params + self.grads + self.masters + self.states
 
 
-def state_bytes_by(
-    routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False
-) -> StateBytes:
-    """:func:`state_bytes_of`, to the byte where states are kept in blocks.
-
-    Args:
-        in_float32: as they would be if none were kept in fewer bits.
-    """
+def state_bytes_by(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> StateBytes:
+    """Return :func:`state_bytes_of`, to the byte where states are kept in blocks."""
     by_share = state_bytes_of(specs)
 
     @cache
     def state_bytes(name: str, numel: int) -> int:
         if not any(spec.kept_as for spec in routes[name].states(1).values()):
             return by_share(name, numel)
-        return sum(
-            spec.rule_nbytes if in_float32 else spec.nbytes
-            for spec in routes[name].states(numel).values()
-            if not spec.on_host
-        )
+        states = routes[name].states(numel).values()
+        return sum(spec.nbytes for spec in states if not spec.on_host)
 
     return state_bytes
 
 
 def state_bytes_of(specs: Sequence[ParamSpec]) -> StateBytes:
-    """For pieces of ``specs``, their share of the states of the whole parameter."""
-    of = {spec.name: (spec.state_bytes, spec.numel) for spec in specs}
+    """Return a function that gives pieces of ``specs`` their share of the states of the whole."""
+    spec_of = {spec.name: spec for spec in specs}
 
     def state_bytes(name: str, numel: int) -> int:
-        nbytes, whole = of[name]
-        return nbytes * numel // whole
+        return spec_of[name].state_bytes * numel // spec_of[name].numel
 
     return state_bytes
 
@@ -175,7 +157,7 @@ def memory_bytes(
     host_ratio: float = 0.0,
     master_dtype: MasterDtype = "float32",
 ) -> tuple[RankMemory, ...]:
-    """What each rank holds between two steps.
+    """Count what each rank holds between two steps.
 
     Args:
         state_bytes: of what a rank holds of a parameter, see :func:`state_bytes_of`.
@@ -193,59 +175,60 @@ def memory_bytes(
     Raises:
         LayoutError: a dtype whose size is not known.
     """
-    stored_as = grads_stored_as or {}
+    stored_as = {dtype: dtype for dtype in layout.dtypes} | dict(grads_stored_as or {})
     params = grads = 0
-    masters, states = [0] * layout.world_size, [0] * layout.world_size
     for dtype in layout.dtypes:
         params += itemsize(dtype) * layout.buffer_numel(dtype)
-        grads += (
-            itemsize(stored_as.get(dtype, dtype)) * layout.buffer_numel(dtype) if stage == 1 else 0
-        )
+        if stage == 1:
+            grads += itemsize(stored_as[dtype]) * layout.buffer_numel(dtype)
     reduced = [0] * layout.world_size
+    masters = [0] * layout.world_size
+    states = [0] * layout.world_size
     for bucket in layout.buckets:
-        reduced_bytes = (
-            0 if stage == 1 and stored_as.get(bucket.dtype, bucket.dtype) == "float32" else 4
-        )
+        stored = stored_as[bucket.dtype]
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += dtypes.master_bytes(numel, bucket.dtype, master_dtype)
-            reduced[rank] += reduced_bytes * numel
-    for bucket in (bucket for bucket in layout.buckets if bucket.way == "cuts"):
-        stored = stored_as.get(bucket.dtype, bucket.dtype)
-        sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
-        # They lie where the gradients do, or else in memory of their own.
-        grads += 0 if stage == 1 and stored == sums else itemsize(sums) * bucket.cut_numel
-    for rank, name, numel in _held(layout):
-        states[rank] += state_bytes(name, numel)
-    memory = [
-        RankMemory(params, grads + r, m, s)
-        for r, m, s in zip(reduced, masters, states, strict=True)
-    ]
-    if host_ratio:
-        memory = [
-            _with_host(layout, rank, each, host_ratio, state_bytes)
-            for rank, each in enumerate(memory)
-        ]
+            if stage == 2 or stored != "float32":
+                reduced[rank] += SUM_BYTES * numel
+            for piece in bucket.pieces(rank):
+                states[rank] += state_bytes(piece.name, piece.numel)
+        if bucket.way == "cuts":
+            sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
+            # They lie where the gradients do, or else in memory of their own.
+            if stage == 2 or stored != sums:
+                grads += itemsize(sums) * bucket.cut_numel
+    memory = []
+    for rank in range(layout.world_size):
+        on_device = RankMemory(params, grads + reduced[rank], masters[rank], states[rank])
+        memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)
 
 
 def _with_host(
     layout: Layout, rank: int, memory: RankMemory, ratio: float, state_bytes: StateBytes
 ) -> RankMemory:
-    """``memory`` of ``rank`` once ``ratio`` of its masters and states has moved to the host."""
+    """Return ``memory`` of ``rank`` once ``ratio`` of its masters and states is on the host."""
+    if not ratio:
+        return memory
     names = pieces_on_host(layout, rank, ratio, state_bytes=state_bytes)
-    masters, states, moved = memory.masters, memory.states, []
+    masters = memory.masters
+    states = memory.states
+    moved = []
     for bucket in layout.buckets:
-        there = [piece for piece in bucket.pieces(rank) if piece.name in names]
-        if not there:
+        pieces = bucket.pieces(rank)
+        numel = state_nbytes = 0
+        for piece in pieces:
+            if piece.name in names:
+                numel += piece.numel
+                state_nbytes += state_bytes(piece.name, piece.numel)
+        if not numel:
             continue
-        numel = sum(piece.numel for piece in there)
-        of_states = sum(state_bytes(piece.name, piece.numel) for piece in there)
         # The host's memory is a whole number of float32.
-        moved.append(-(-(numel * master_bytes(bucket) + of_states) // 4) * 4)
-        states -= of_states
+        moved.append(-(-(numel * master_bytes(bucket) + state_nbytes) // 4) * 4)
+        states -= state_nbytes
         # Masters that are left behind have memory of their own, without the padding of the shard.
         start, stop = bucket.shard(rank)
-        left = sum(piece.numel for piece in bucket.pieces(rank)) - numel
+        left = sum(piece.numel for piece in pieces) - numel
         masters -= master_bytes(bucket) * (stop - start - left)
     return replace(
         memory,
@@ -290,8 +273,7 @@ def traffic_bytes(
     reduction: Reduction = "ordered",
     links: Links | None = None,
 ) -> tuple[RankTraffic, ...]:
-    """What each rank holds at most while gradients are reduced, or parameters gathered, beside
-    :func:`memory_bytes`.
+    """Count what each rank holds at most beside :func:`memory_bytes` while buckets travel.
 
     Args:
         stored_as: what gradients accumulate in, by dtype of the layout.
@@ -305,73 +287,72 @@ def traffic_bytes(
     Not counted: at stage 2, where somebody asks for sums between two micro-batches, the next
     exchange adds what arrives, and so has memory for all of it.
     """
-    size = layout.world_size
     # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the
-    # sums of a node, of what is received, added up in parts, and added.
-    sent, sums = [0] * MAX_UNDER_WAY, [0] * MAX_UNDER_WAY
-    received, parts, added = (np.zeros((MAX_UNDER_WAY, size), np.int64) for _ in range(3))
+    # sums of a node, and by rank of what is received, of partial sums, and of what is added.
+    sent = [0] * MAX_UNDER_WAY
+    node_sums = [0] * MAX_UNDER_WAY
+    own = np.zeros((3, MAX_UNDER_WAY, layout.world_size), np.int64)
     gathered = 0
     rings = InLevels() if links is None else in_levels(layout.buckets, wires, links, reduction)
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         turn = bucket.index % MAX_UNDER_WAY
-        holders, wire_bytes = bucket.holders, itemsize(wire)
-        group = None if links is None else group_of(holders, links, bucket.ep_size)
-        copied = stage == 2 or (holders > 1 and stored_as[bucket.dtype] != wire)
-        if stage == 2:
-            _raise_to_own(added[turn], bucket, SUM_BYTES)
+        group = None if links is None else group_of(bucket.holders, links, bucket.ep_size)
+        for most, nbytes in zip(own, _own_bytes(bucket, wire, group, stage, reduction)):
+            _raise_to_own(most[turn], bucket, nbytes)
+        copies = int(stage == 2 or (bucket.holders > 1 and stored_as[bucket.dtype] != wire))
+        if group and (bucket.index in rings.reduce or _adds_in_nodes(bucket, group, reduction)):
+            # Sorted by the places of a node, at stage 2 beside the memory that it all comes from.
+            copies = stage
+            sum_bytes = itemsize(wire) if reduction == "native" else SUM_BYTES
+            node_sums[turn] = max(node_sums[turn], bucket.numel // group.local * sum_bytes)
+        if group and bucket.index in rings.gather:
+            numel = bucket.numel + bucket.numel // group.local
+            gathered = max(gathered, numel * itemsize(bucket.dtype))
+        sent[turn] = max(sent[turn], bucket.numel * itemsize(wire) * copies)
+    rounds = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
+    there = exchange_bytes(rounds, layout.world_size, owners_have="float32").tolist()
+    back = exchange_bytes(begun_backwards(layout.buckets), layout.world_size).tolist()
+    found = []
+    for rank, received in enumerate((own.sum(axis=(0, 1)) + sum(node_sums)).tolist()):
+        reduced = RankTraffic(sum(sent), received)
+        if links is None or links.on_host:
+            found.append(replace(reduced, exchanged=max(there[rank], back[rank])))
+            continue
+        returned = RankTraffic(0, gathered, back[rank])
+        moments = (reduced, RankTraffic(0, 0, there[rank]), returned)
+        found.append(max(moments, key=lambda traffic: traffic.total))
+    return tuple(found)
+
+
+def _adds_in_nodes(bucket: Bucket, group: Group, reduction: Reduction) -> bool:
+    return reduction == "ordered" and bucket.way != "ragged" and group.has_levels
+
+
+def _own_bytes(
+    bucket: Bucket, wire: str, group: Group | None, stage: int, reduction: Reduction
+) -> tuple[int, int, int]:
+    """Return the bytes for an element of a rank's own part: received, partial sums, added."""
+    added = SUM_BYTES if stage == 2 else 0
+    holders = bucket.holders
+    if holders == 1:
+        return 0, 0, added
+    received = itemsize(wire)
+    if reduction == "native":
         # The backend may write straight to where sums stay.
         stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
-        if holders > 1 and reduction == "ordered":
-            if group and not group.links.on_host:
-                inside = group.local if bucket.way != "ragged" and group.has_levels else 1
-                _raise_to_own(
-                    parts[turn], bucket, SUM_BYTES * most_partial_sums(holders, per_node=inside)
-                )
-            # Of two ranks each reads its own where they are.
-            _raise_to_own(received[turn], bucket, wire_bytes * (holders if holders > 2 else 1))
-        elif holders > 1 and (bucket.way == "ragged" or wire != stays):
-            _raise_to_own(received[turn], bucket, wire_bytes)
-        copies = int(copied)
-        if group and (
-            bucket.index in rings.reduce
-            if reduction == "native"
-            else bucket.way != "ragged" and group.has_levels
-        ):
-            # Sorted by the places of a node, beside the memory that it all comes from.
-            copies = 1 + (stage == 2)
-            of_node = (
-                bucket.numel // group.local * (wire_bytes if reduction == "native" else SUM_BYTES)
-            )
-            sums[turn] = max(sums[turn], of_node)
-        if group and bucket.index in rings.gather:
-            gathered = max(
-                gathered, (bucket.numel + bucket.numel // group.local) * itemsize(bucket.dtype)
-            )
-        sent[turn] = max(sent[turn], bucket.numel * wire_bytes * copies)
-    sums_moved, params_moved = _exchanged(layout, stage=stage, wires=wires, reduction=reduction)
-    reduced = [(sum(sent), sum(sums) + each) for each in (received + parts + added).sum(0).tolist()]
-    if links is None or links.on_host:
-        return tuple(
-            RankTraffic(*each, moved)
-            for each, moved in zip(
-                reduced, np.maximum(sums_moved, params_moved).tolist(), strict=True
-            )
-        )
-    return tuple(
-        max(
-            (RankTraffic(*each), RankTraffic(0, 0, there), RankTraffic(0, gathered, back)),
-            key=lambda traffic: traffic.total,
-        )
-        for each, there, back in zip(
-            reduced, sums_moved.tolist(), params_moved.tolist(), strict=True
-        )
-    )
+        if bucket.way != "ragged" and wire == stays:
+            received = 0
+        return received, 0, added
+    partial = 0
+    if group and not group.links.on_host:
+        inside = group.local if _adds_in_nodes(bucket, group, reduction) else 1
+        partial = SUM_BYTES * most_partial_sums(holders, per_node=inside)
+    # Of two ranks each reads its own where they are.
+    return received * (holders if holders > 2 else 1), partial, added
 
 
 def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
-    """Raise ``most``, by rank, to ``nbytes`` an element of the rank's own shard of ``bucket``, or
-    of its cut.
-    """
+    """Raise ``most``, by rank, to ``nbytes`` an element of the rank's own shard or cut."""
     if bucket.way != "ragged":
         np.maximum(most, bucket.cut_numel * nbytes, out=most)
         return
@@ -380,35 +361,9 @@ def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
     by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
 
 
-def _exchanged(
-    layout: Layout, *, stage: int, wires: Sequence[str], reduction: Reduction
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """By rank, the most bytes that the exchange of sums holds at a time, and that of parameters."""
-    there = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
-    return (
-        exchange_bytes(there, layout.world_size, owners_have="float32"),
-        exchange_bytes(begun_backwards(layout.buckets), layout.world_size),
-    )
-
-
-def _held(layout: Layout, *, only_whole: bool = False) -> Iterator[tuple[int, str, int]]:
-    """Yield rank, name and elements of what each rank holds of parameters, or ``only_whole`` ones,
-    without padding.
-    """
-    for bucket in layout.buckets:
-        if bucket.whole:
-            for slot in bucket.slots:
-                for owner in bucket.owners(slot):
-                    yield owner, slot.name, slot.numel
-        elif not only_whole:
-            for rank, _ in bucket.non_empty_shards():
-                for piece in bucket.pieces(rank):
-                    yield rank, piece.name, piece.numel
-
-
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """What there is to say about a layout before anything runs. Tuples are by rank."""
+    """Balance and padding of a layout. Tuples are by rank."""
 
     num_buckets: int
     numel: int
@@ -422,22 +377,15 @@ class LayoutReport:
 
     @classmethod
     def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
-        """The report on ``layout``, a plan of exactly these ``specs``.
-
-        Raises:
-            LayoutError: a parameter is in one of the two only.
-        """
+        """Report on ``layout``, a plan of exactly these ``specs``."""
         work_of = {spec.name: spec.work for spec in specs}
-        placed = {slot.name for bucket in layout.buckets for slot in bucket.slots}
-        if only_one := placed.symmetric_difference(work_of):
-            raise LayoutError(
-                f"{min(only_one)} is in only one of the layout ({len(placed)} parameters) and the "
-                f"specs ({len(work_of)})"
-            )
-        work, whole = ([0] * layout.world_size for _ in range(2))
-        for rank, name, numel in _held(layout, only_whole=True):
-            work[rank] += work_of[name]
-            whole[rank] += numel
+        work = [0] * layout.world_size
+        whole = [0] * layout.world_size
+        for bucket in layout.buckets:
+            for slot in bucket.slots if bucket.whole else ():
+                for owner in bucket.owners(slot):
+                    work[owner] += work_of[slot.name]
+                    whole[owner] += slot.numel
         numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
         return cls(
             num_buckets=len(layout.buckets),

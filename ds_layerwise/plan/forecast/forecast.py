@@ -1,18 +1,20 @@
-"""What a run costs each rank, from names, shapes and the config alone: the numbers of the start-up
-table.
+"""Costs of a run on each rank, from names, shapes and the config alone.
 
-Training and ``ds-layerwise plan`` both end in a :class:`Forecast`. What differs is where shapes
-come from: from the model there, from a file here.
+Training and ``ds-layerwise plan`` both end in a :class:`Forecast`. Shapes come from the model in
+training, and from a file in a plan.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import NamedTuple, TypedDict
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import RoutingError
@@ -43,7 +45,7 @@ def specs_of(
     wires: Mapping[str, str] | None = None,
     tp_size: int = 1,
 ) -> list[ParamSpec]:
-    """What the planner needs to know of the parameters that have a route.
+    """Return what the planner needs to know of the parameters that have a route.
 
     Args:
         params: name, shape and dtype of each, in model order.
@@ -60,51 +62,54 @@ def specs_of(
     def work(recipe: Recipe, shape: tuple[int, ...], axis: Axis | None) -> int:
         return recipe.work(whole_shape(shape, None if recipe.sees_tensor_shards else axis, tp_size))
 
-    def spec(name: str, shape: tuple[int, ...], dtype: str) -> ParamSpec:
-        route = routes[name]
+    specs = []
+    for name, shape, dtype in params:
+        route = routes.get(name)
+        if route is None:
+            continue
         seen = route.seen(math.prod(shape))
+        flops = 0
         for part, its in seen.items() if route.whole else ():
-            if why := route.recipe.refusal(
-                whole_shape(its, route.tp_axis, tp_size), cut_axis=route.tp_axis
-            ):
-                raise RoutingError(f"{name} {shape}{f', part {part} {its},' * bool(part)} {why}")
-        flops = sum(work(route.recipe, its, route.tp_axis) for its in seen.values() if route.whole)
-        return ParamSpec(
-            name=name,
-            shape=shape,
-            dtype=dtype,
-            whole=route.whole,
-            work=flops,
-            ep_size=(ep_size or {}).get(name, 1),
-            wire=(wires or {}).get(name, "float32"),
-            state_bytes=sum(route.recipe.state_bytes(its) for its in seen.values()),
+            whole = whole_shape(its, route.tp_axis, tp_size)
+            if why := route.recipe.refusal(whole, cut_axis=route.tp_axis):
+                of_part = f", part {part} {its}," if part else ""
+                raise RoutingError(f"{name} {shape}{of_part} {why}")
+            flops += work(route.recipe, its, route.tp_axis)
+        specs.append(
+            ParamSpec(
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                whole=route.whole,
+                work=flops,
+                ep_size=(ep_size or {}).get(name, 1),
+                wire=(wires or {}).get(name, "float32"),
+                state_bytes=sum(map(route.recipe.state_bytes, seen.values())),
+            )
         )
-
-    return [spec(*param) for param in params if param[0] in routes]
+    return specs
 
 
 class Sent(NamedTuple):
     """Bytes that each rank sends, by rank."""
 
     gradients: tuple[int, ...]
-    """In a step at stage 1, in a backward pass at stage 2."""
+    """Bytes in a step at stage 1, in a backward pass at stage 2."""
     parameters: tuple[int, ...]
-    """In a step."""
+    """Bytes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A layout and all that there is to say about its costs. Tuples are by rank, mappings by dtype
-    of the layout.
-    """
+    """A layout and its costs. Tuples are by rank, mappings by dtype of the layout."""
 
     layout: Layout
     stage: int
     reduction: Reduction
     stored_as: Mapping[str, str]
-    """What gradients are accumulated in."""
+    """The dtype that gradients accumulate in."""
     wires: tuple[str, ...]
-    """What gradients travel in, by bucket."""
+    """The dtype that gradients travel in, by bucket."""
     report: LayoutReport
     memory: tuple[RankMemory, ...]
     """Bytes held between two steps."""
@@ -112,8 +117,6 @@ class Forecast:
     """Bytes held for buckets under way, at most."""
     workspace: tuple[int, ...]
     """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
-    in_float32: tuple[RankMemory, ...]
-    """``memory``, if masters and states were kept in float32."""
     opened: tuple[int, ...]
     """Bytes in float32 of the bucket that has most of them, of what is kept in fewer bits; see
     :func:`opened_bytes`.
@@ -137,7 +140,7 @@ class Forecast:
         master_dtype: MasterDtype = "float32",
         max_waiting: int | None = None,
     ) -> Forecast:
-        """The forecast for ``layout``, a plan of exactly these ``specs``.
+        """Forecast the costs of ``layout``, a plan of exactly these ``specs``.
 
         Args:
             routes: by name, of at least these.
@@ -150,20 +153,28 @@ class Forecast:
         """
         wires = wires_of(layout, specs)
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
-        bytes_of = partial(
-            memory_bytes,
+        memory = memory_bytes(
             layout,
+            state_bytes=state_bytes_by(routes, specs),
             stage=stage,
             grads_stored_as=stored_as,
             wires=wires,
             reduction=reduction,
             host_ratio=host_ratio,
+            master_dtype=master_dtype,
         )
-        memory = in_float32 = bytes_of(
-            state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
+        traffic = traffic_bytes(
+            layout,
+            stage=stage,
+            stored_as=stored_as,
+            wires=wires,
+            reduction=reduction,
+            links=links,
         )
-        if any(opened):
-            in_float32 = bytes_of(state_bytes=state_bytes_by(routes, specs, in_float32=True))
+        most_opened = [0] * layout.world_size
+        for counts in opened:
+            for rank, nbytes in counts.items():
+                most_opened[rank] = max(most_opened[rank], nbytes)
         return cls(
             layout,
             stage,
@@ -172,38 +183,21 @@ class Forecast:
             wires,
             LayoutReport.of(layout, specs),
             memory,
-            traffic_bytes(
-                layout,
-                stage=stage,
-                stored_as=stored_as,
-                wires=wires,
-                reduction=reduction,
-                links=links,
-            ),
+            traffic,
             workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0),
-            in_float32,
-            _most_by_rank(opened, layout.world_size),
+            tuple(most_opened),
             max_waiting,
         )
 
     @property
-    def saved(self) -> tuple[int, ...]:
-        """Bytes that each rank holds less, on its device and on the host, than in float32."""
-        return tuple(
-            wide.total + wide.host - held.total - held.host
-            for wide, held in zip(self.in_float32, self.memory, strict=True)
-        )
-
-    @property
     def waiting(self) -> int:
-        """Bytes of gradients that wait for the reduction of others at most; at stage 1 they have a
-        buffer.
+        """Bytes of gradients that wait for the reduction of others at most.
+
+        At stage 1 they have a buffer.
         """
-        return (
-            sum(sorted(self._bucket_bytes, reverse=True)[: self.max_waiting])
-            if self.stage == 2
-            else 0
-        )
+        if self.stage == 1:
+            return 0
+        return sum(sorted(self._bucket_bytes, reverse=True)[: self.max_waiting])
 
     @property
     def _bucket_bytes(self) -> list[int]:
@@ -211,9 +205,11 @@ class Forecast:
 
     @property
     def start_up(self) -> tuple[int, ...]:
-        """Bytes held at most until the first step: parameters move into their buffer a bucket at a
-        time, the rest is made after that, and goes to the host, or into fewer bits, a bucket at a
-        time."""
+        """Bytes held at most until the first step.
+
+        Parameters move into their buffer a bucket at a time. The rest is made after that, and goes
+        to the host, or into fewer bits, a bucket at a time.
+        """
         bucket = max(self._bucket_bytes, default=0)
         return tuple(
             max(rank.params + bucket, rank.total + rank.staging + opened)
@@ -222,9 +218,7 @@ class Forecast:
 
     @property
     def in_step(self) -> tuple[int, ...]:
-        """Bytes that each rank's step takes at most: what an update works in, and what comes from
-        the host for it.
-        """
+        """Bytes that each rank's update works in at most, with what comes from the host for it."""
         return tuple(
             works + held.staging for works, held in zip(self.workspace, self.memory, strict=True)
         )
@@ -251,58 +245,42 @@ class Forecast:
         totals = [rank.total for rank in self.memory]
         return totals.index(max(totals))
 
+    def _by_wire(self, dtype: str) -> dict[str, set[int]]:
+        """Return the buckets of parameters of ``dtype`` by what their gradients travel in."""
+        found: dict[str, set[int]] = {}
+        for bucket, wire in zip(self.layout.buckets, self.wires, strict=True):
+            if bucket.dtype == dtype:
+                found.setdefault(wire, set()).add(bucket.index)
+        return found
+
     def wire_as(self, dtype: str) -> str:
-        """What gradients of parameters of ``dtype`` travel in."""
-        return " and ".join(
-            sorted(
-                {
-                    wire
-                    for bucket, wire in zip(self.layout.buckets, self.wires, strict=True)
-                    if bucket.dtype == dtype
-                }
-            )
-        )
+        """Name the dtypes that gradients of parameters of ``dtype`` travel in."""
+        return " and ".join(sorted(self._by_wire(dtype)))
 
     def sent(self) -> dict[str, Sent]:
-        """What each rank sends for parameters of each dtype; see the note on what travels in
-        :mod:`.plan.forecast.cost`.
+        """Return what each rank sends for parameters of each dtype.
+
+        See the note in :mod:`.plan.forecast.cost`.
         """
         found = {}
         for dtype in self.layout.dtypes:
-            reduced = gathered = [0] * len(self.memory)
-            for name in sorted(
-                {
-                    wire
-                    for bucket, wire in zip(self.layout.buckets, self.wires, strict=True)
-                    if bucket.dtype == dtype
-                }
-            ):
-                wire = wire_elements(
-                    self.layout, dtype, {i for i, other in enumerate(self.wires) if other == name}
-                )
+            gradients = parameters = np.zeros(self.layout.world_size, np.int64)
+            for name, buckets in self._by_wire(dtype).items():
+                wire = wire_elements(self.layout, buckets)
                 sum_bytes = DTYPE_BYTES[sum_dtype(name, self.reduction, self.stage)]
-                reduced = [
-                    total + reduce * DTYPE_BYTES[name] + forward * sum_bytes
-                    for total, reduce, forward in zip(
-                        reduced, wire.reduce, wire.forward, strict=True
-                    )
-                ]
-                gathered = [
-                    total + gather * DTYPE_BYTES[dtype]
-                    for total, gather in zip(gathered, wire.gather, strict=True)
-                ]
-            found[dtype] = Sent(tuple(reduced), tuple(gathered))
+                gradients = gradients + np.array(wire.reduce) * DTYPE_BYTES[name]
+                gradients += np.array(wire.forward) * sum_bytes
+                parameters = parameters + np.array(wire.gather) * DTYPE_BYTES[dtype]
+            found[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
         return found
 
     def sent_by_busiest(self) -> dict[str, tuple[int, int]]:
-        """Bytes of gradients and of parameters of each dtype, sent by the rank that sends most of
-        all together.
+        """Return the bytes of gradients and of parameters of each dtype on the busiest rank.
+
+        That is the rank which sends most of all together.
         """
         sent = self.sent()
-        totals = [
-            sum(each.gradients[rank] + each.parameters[rank] for each in sent.values())
-            for rank in range(len(self.memory))
-        ]
+        totals = [sum(counts) for counts in zip(*itertools.chain(*sent.values()), strict=True)]
         busiest = totals.index(max(totals))
         return {
             dtype: (each.gradients[busiest], each.parameters[busiest])
@@ -311,7 +289,7 @@ class Forecast:
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
-    """What gradients travel in, by bucket of a plan of ``specs``."""
+    """Return the dtype that gradients travel in, by bucket of a plan of ``specs``."""
     wire_of = {spec.name: spec.wire for spec in specs}
     return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
 
@@ -319,32 +297,22 @@ def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
 def opened_bytes(
     bucket: Bucket, routes: Mapping[str, Route], master_dtype: MasterDtype
 ) -> Counter[int]:
-    """By rank, what is float32 of its shard of ``bucket`` while that is updated, and is kept in
-    fewer bits.
+    """Return by rank what is float32 of its shard of ``bucket`` while that is updated, and is kept
+    in fewer bits.
     """
     opened: Counter[int] = Counter()
     if (master_dtype, bucket.dtype) == ("bfloat16+remainder", "bfloat16"):
         opened.update({rank: 4 * numel for rank, numel in bucket.non_empty_shards()})
-    keeps = any(
-        spec.kept_as for slot in bucket.slots for spec in routes[slot.name].states(1).values()
-    )
-    for rank, _ in bucket.non_empty_shards() if keeps else ():
-        opened[rank] += sum(
-            spec.rule_nbytes
-            for piece in bucket.pieces(rank)
-            for spec in routes[piece.name].states(piece.numel).values()
-            if spec.kept_as
-        )
+    if not any(_opened_states(routes[slot.name], 1) for slot in bucket.slots):
+        return opened
+    for rank, _ in bucket.non_empty_shards():
+        for piece in bucket.pieces(rank):
+            opened[rank] += _opened_states(routes[piece.name], piece.numel)
     return opened
 
 
-def _most_by_rank(counts: Iterable[Counter[int]], world_size: int) -> tuple[int, ...]:
-    """The most of each rank. Few are in each of ``counts``, of which there may be ten thousand."""
-    most = [0] * world_size
-    for each in counts:
-        for rank, nbytes in each.items():
-            most[rank] = max(most[rank], nbytes)
-    return tuple(most)
+def _opened_states(route: Route, numel: int) -> int:
+    return sum(spec.rule_nbytes for spec in route.states(numel).values() if spec.kept_as)
 
 
 class _Kind(NamedTuple):
@@ -354,13 +322,17 @@ class _Kind(NamedTuple):
     rows: int
     cols: int
     alone: str
-    """The parameter that is updated alone; else empty."""
+    """The name of a parameter that is updated alone; else empty."""
     copied: int
     """Bytes of what is copied for its update."""
 
+    def works_in(self, count: int) -> int:
+        """Return the bytes that an update of so many matrices works in."""
+        return self.recipe.workspace((count, self.rows, self.cols)) + self.copied
+
 
 def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, int]]:
-    """What an owner of ``slot`` updates, and how many matrices of it."""
+    """Yield what an owner of ``slot`` updates, and how many matrices of it."""
     # What is copied for its update is updated alone.
     alone = slot.name if route.copied else ""
     for seen in route.seen(slot.numel).values():
@@ -376,8 +348,7 @@ def workspace_bytes(
     tp_size: int = 1,
     hosted: bool = False,
 ) -> tuple[int, ...]:
-    """What each rank takes at most while it updates what it owns, beside parameters, gradients,
-    masters and states.
+    """Count what each rank's update takes at most, beside :func:`memory_bytes`.
 
     Buckets are updated one after another, and in them matrices of each shape, with those of other
     buckets that are taken along, see :mod:`.plan.planner.update_batches`; all pieces of split
@@ -385,79 +356,40 @@ def workspace_bytes(
 
     Args:
         opened: by bucket, see :func:`opened_bytes`; None if all is kept in float32.
-        hosted: whether masters or states live on the host, so that nothing is taken along.
+        hosted: True if masters or states live on the host, so that nothing is taken along.
     """
     opened = opened or [Counter() for _ in layout.buckets]
     most = [0] * layout.world_size
-    # There may be ten thousand buckets, and recipes take long to tell apart: once a slot.
-    kinds: list[_Kind] = []
-    number_of: dict[_Kind, int] = {}
-    along: Counter[tuple[int, int]] = Counter()
+    along: dict[_Kind, Counter[int]] = {}
 
-    @cache
-    def works_in(number: int, count: int) -> int:
-        kind = kinds[number]
-        return kind.recipe.workspace((count, kind.rows, kind.cols)) + kind.copied
+    def take(owner: int, nbytes: int) -> None:
+        most[owner] = max(most[owner], nbytes)
 
     for bucket in layout.buckets:
         own = opened[bucket.index]
         if not bucket.whole:
             recipes = {routes[slot.name].recipe for slot in bucket.slots}
             for rank, numel in bucket.non_empty_shards():
-                most[rank] = max(
-                    most[rank], own[rank] + max(recipe.workspace((numel,)) for recipe in recipes)
-                )
+                take(rank, own[rank] + max(recipe.workspace((numel,)) for recipe in recipes))
             continue
-        together: Counter[tuple[int, int]] = Counter()
+        # There may be ten thousand buckets, and recipes take long to compare: once a slot.
+        together: dict[_Kind, Counter[int]] = {}
         for slot in bucket.slots:
-            owners = bucket.owners(slot)
             for kind, count in _kinds_of(slot, routes[slot.name], tp_size):
-                number = number_of.setdefault(kind, len(kinds))
-                if number == len(kinds):
-                    kinds.append(kind)
-                for owner in owners:
-                    together[owner, number] += count
-        for (owner, number), count in together.items():
-            most[owner] = max(most[owner], works_in(number, count) + own[owner])
-            if not (hosted or own[owner]):
-                along[owner, number] += count
-    for (owner, number), count in along.items():
-        kind = kinds[number]
-        most[owner] = max(
-            most[owner],
-            works_in(
-                number, most_together(count, kind.rows * kind.cols, kind.recipe.full_batch_numel)
-            ),
-        )
+                counts = together.setdefault(kind, Counter())
+                for owner in bucket.owners(slot):
+                    counts[owner] += count
+        for kind, counts in together.items():
+            taken_along = along.setdefault(kind, Counter())
+            for owner, count in counts.items():
+                take(owner, kind.works_in(count) + own[owner])
+                if not (hosted or own[owner]):
+                    taken_along[owner] += count
+    for kind, counts in along.items():
+        for owner, count in counts.items():
+            numel = kind.rows * kind.cols
+            take(owner, kind.works_in(most_together(count, numel, kind.recipe.full_batch_numel)))
     return tuple(most)
-
-
-class Placing(TypedDict):
-    """The settings of a run that :func:`.plan.planner.planner.plan_layout` takes."""
-
-    policy: str
-    alignment: int
-    stage: int
-
-
-def placing(run: RunConfig) -> Placing:
-    """Those of ``run``."""
-    return {
-        "policy": run.layerwise.layout,
-        "alignment": run.layerwise.alignment,
-        "stage": run.stage,
-    }
-
-
-def on_the_wire(specs: Iterable[ParamSpec], run: RunConfig) -> list[ParamSpec]:
-    """``specs`` with the dtype that ``run`` sends their gradients in; those that have it are not
-    copied.
-    """
-    sent_as = cache(run.sent_as)
-    return [
-        spec if spec.wire == sent_as(spec.dtype) else replace(spec, wire=sent_as(spec.dtype))
-        for spec in specs
-    ]
 
 
 def forecast(
@@ -471,7 +403,7 @@ def forecast(
     reduction: Reduction = "ordered",
     tp_size: int = 1,
 ) -> Forecast:
-    """Place ``specs`` over ``num_ranks`` as training would, and say what that costs.
+    """Place ``specs`` over ``num_ranks`` as training would, and forecast the costs.
 
     Args:
         bucket_numel: the run's own if None.
@@ -481,14 +413,16 @@ def forecast(
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
     """
-    specs = on_the_wire(specs, run)
+    specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     layout = plan_layout(
         specs,
         num_ranks,
         bucket_numel=bucket_numel or run.bucket_numel,
         links=links,
         reduction=reduction,
-        **placing(run),
+        policy=run.layerwise.layout,
+        alignment=run.layerwise.alignment,
+        stage=run.stage,
     )
     return Forecast.of(
         layout,

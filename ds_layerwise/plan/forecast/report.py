@@ -1,5 +1,5 @@
-"""The start-up table, as text or for a program: who trains what and why, and what it costs each
-rank.
+"""The start-up table as text, and its numbers for a program: which recipe trains which parameters,
+and the costs of each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ds_layerwise.config.sections import Hyper, OptimizerConfig
 from ds_layerwise.plan.forecast.cost import max_over_mean
-from ds_layerwise.plan.forecast.forecast import Forecast, Sent
+from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, WireTime
@@ -38,7 +38,7 @@ def start_up_table(
     without_effect: Sequence[str] = (),
     products: Mapping[Recipe, str] | None = None,
 ) -> str:
-    """Plain text for a log, without colours.
+    """Return plain text for a log, without colours.
 
     Args:
         forecast: for exactly these ``specs``.
@@ -47,11 +47,8 @@ def start_up_table(
         without_effect: keys of the config that are accepted, but change nothing.
         products: what recipes multiply matrices in, where a device is there to say.
     """
-    return _rendered(
-        *_head(routes, specs, optimizer, groups, without_effect, products or {}),
-        _costs(forecast),
-        *_hint(forecast),
-    )
+    head = _head(routes, specs, optimizer, groups, without_effect, products or {})
+    return _rendered([*head, _costs(forecast), *_hint(forecast)])
 
 
 def plan_table(
@@ -63,86 +60,77 @@ def plan_table(
     without_effect: Sequence[str] = (),
     predictions: Sequence[Prediction] = (),
 ) -> str:
-    """The start-up table for several numbers of ranks, one row each. For one it is
-    :func:`start_up_table` itself.
+    """Return the start-up table for several numbers of ranks, one row each.
+
+    For one number of ranks it begins with :func:`start_up_table` itself.
 
     Args:
-        predictions: what each of ``forecasts`` takes, told below; nothing if empty.
+        predictions: one for each of ``forecasts``, to print below; nothing if empty.
     """
-    below = _below(forecasts, predictions)
+    below: list[Table | str] = []
+    if predictions:
+        if predictions[0].memory_bytes is not None:
+            below += _fitting(forecasts, predictions, predictions[0].memory_bytes)
+        below += _predicted(forecasts, predictions)
     if len(forecasts) == 1:
-        one = start_up_table(routes, specs, forecasts[0], optimizer, without_effect=without_effect)
-        return "\n".join([one, *([_rendered(*below, width=_PLAN_WIDTH)] if below else [])])
-    saves = any(any(forecast.saved) for forecast in forecasts)
-    table = _table(
-        "memory of the fullest rank, and what the busiest rank sends",
-        "ranks",
-        "layout",
-        "buckets",
-        "NS max/mean",
-        "total",
-        "params",
-        "grads",
-        "masters",
-        "states",
-        *["saved"] * saves,
-        "host",
-        "under way",
-        "in a step",
-        "at start",
-        "padding",
-        "sent",
-    )
-    for forecast in forecasts:
-        held, sent = forecast.memory[forecast.fullest], forecast.sent_by_busiest().values()
-        table.add_row(
-            str(forecast.layout.world_size),
-            forecast.layout.digest(),
-            str(forecast.report.num_buckets),
-            f"{forecast.report.work_max_over_mean:.3f}",
-            *(
-                _size(n)
-                for n in (
-                    held.total,
-                    held.params,
-                    held.grads,
-                    held.masters,
-                    held.states,
-                    *[forecast.saved[forecast.fullest]] * saves,
-                    held.host,
-                )
-            ),
-            _size(max(traffic.total for traffic in forecast.traffic)),
-            _size(max(forecast.workspace)),
-            _size(max(forecast.start_up)),
-            f"{100 * forecast.report.padding_fraction:.3f} %",
-            _size(sum(map(sum, sent))),
+        table = start_up_table(
+            routes, specs, forecasts[0], optimizer, without_effect=without_effect
         )
+        return f"{table}\n{_rendered(below, _PLAN_WIDTH)}".rstrip()
+    title = "memory of the fullest rank, and what the busiest rank sends"
     what = (
         "gradients and parameters in a step"
         if forecasts[0].stage == 1
         else "gradients in one backward pass and parameters in a step"
     )
-    return _rendered(
+    parts = [
         *_head(routes, specs, optimizer, (), without_effect, {}),
-        table,
+        _numbers(title, [_row(forecast) for forecast in forecasts]),
         f"sent: {what}{_waiting(forecasts[0])}",
         *below,
-        width=_PLAN_WIDTH,
-    )
+    ]
+    return _rendered(parts, _PLAN_WIDTH)
+
+
+def _row(forecast: Forecast) -> dict[str, str]:
+    report = forecast.report
+    fullest = forecast.memory[forecast.fullest]
+    return {
+        "ranks": str(forecast.layout.world_size),
+        "layout": forecast.layout.digest(),
+        "buckets": str(report.num_buckets),
+        "NS max/mean": f"{report.work_max_over_mean:.3f}",
+        "total": _size(fullest.total),
+        "params": _size(fullest.params),
+        "grads": _size(fullest.grads),
+        "masters": _size(fullest.masters),
+        "states": _size(fullest.states),
+        "host": _size(fullest.host),
+        "under way": _size(max(traffic.total for traffic in forecast.traffic)),
+        "in a step": _size(max(forecast.workspace)),
+        "at start": _size(max(forecast.start_up)),
+        "padding": f"{100 * report.padding_fraction:.3f} %",
+        "sent": _size(sum(map(sum, forecast.sent_by_busiest().values()))),
+    }
 
 
 def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
-    """A plan's numbers for a program: bytes, elements and FLOPs, memory of every rank; seconds
-    where predicted.
-    """
-    report, layout, sent, most = (
-        forecast.report,
-        forecast.layout,
-        forecast.sent(),
-        forecast.sent_by_busiest(),
-    )
-    return {
+    """Return a plan's numbers for a program: bytes, elements, FLOPs, and predicted seconds."""
+    report = forecast.report
+    layout = forecast.layout
+    sent = forecast.sent()
+    most = forecast.sent_by_busiest()
+    keys = ("gradients", "parameters")
+    dtypes = {}
+    for dtype in layout.dtypes:
+        means = [sum(by_rank) / layout.world_size for by_rank in sent[dtype]]
+        dtypes[dtype] = {
+            "gradients_accumulate_in": forecast.stored_as[dtype],
+            "gradients_travel_in": forecast.wire_as(dtype),
+            "sent_bytes": dict(zip(keys, means, strict=True)),
+            "sent_by_busiest_bytes": dict(zip(keys, most[dtype], strict=True)),
+        }
+    found = {
         "ranks": layout.world_size,
         "layout": layout.policy,
         "digest": layout.digest(),
@@ -154,68 +142,56 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "newton_schulz_max_over_mean": report.work_max_over_mean,
         "owned_matrix_elements": list(report.whole_numel),
         "fullest_rank": forecast.fullest,
-        "memory_bytes": [{**asdict(held), "total": held.total} for held in forecast.memory],
-        "saved_bytes": list(forecast.saved),
+        "memory_bytes": _with_totals(forecast.memory),
         "start_up_bytes": list(forecast.start_up),
         "step_bytes": list(forecast.workspace),
         "waiting_bytes": forecast.waiting,
-        "under_way_bytes": [
-            {**asdict(traffic), "total": traffic.total} for traffic in forecast.traffic
-        ],
-        "dtypes": {
-            dtype: {
-                "gradients_accumulate_in": forecast.stored_as[dtype],
-                "gradients_travel_in": forecast.wire_as(dtype),
-                "sent_bytes": {
-                    key: sum(by_rank) / layout.world_size
-                    for key, by_rank in sent[dtype]._asdict().items()
-                },
-                "sent_by_busiest_bytes": dict(zip(Sent._fields, most[dtype], strict=True)),
-            }
-            for dtype in layout.dtypes
-        },
+        "under_way_bytes": _with_totals(forecast.traffic),
+        "dtypes": dtypes,
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
         "sent_by_busiest_bytes": sum(map(sum, most.values())),
-        **(
-            {
-                "device_memory_bytes": prediction.memory_bytes,
-                "needed_bytes": list(forecast.needed),
-                **_fit_json(prediction.own),
-            }
-            if prediction and prediction.memory_bytes is not None
-            else {}
-        ),
-        **({"predicted": _prediction_json(prediction)} if prediction else {}),
     }
+    if prediction is None:
+        return found
+    if prediction.memory_bytes is not None:
+        found["device_memory_bytes"] = prediction.memory_bytes
+        found["needed_bytes"] = list(forecast.needed)
+    return {**found, **_fit_json(prediction.own), "predicted": _prediction_json(prediction)}
+
+
+def _with_totals(ranks: Iterable[Any]) -> list[dict[str, int]]:
+    return [{**asdict(rank), "total": rank.total} for rank in ranks]
 
 
 def _prediction_json(prediction: Prediction) -> dict[str, Any]:
-    def seconds(wire: WireTime) -> dict[str, float]:
-        return {
-            "reduce": (wire.reduce + wire.sums) / 1e9,
-            "after_last_gradient": wire.tail / 1e9,
-            "gather": (wire.params + wire.gather) / 1e9,
+    sizes = [
+        {
+            "elements": size.bucket_numel,
+            "buckets": size.num_buckets,
+            "seconds": _seconds(size.wire),
+            **_fit_json(size),
         }
-
+        for size in prediction.sizes
+    ]
     return {
         "links": prediction.links.model_dump(),
         "reduction": prediction.reduction,
         "ways": dict(prediction.ways),
         "seconds": {
-            **seconds(prediction.wire),
+            **_seconds(prediction.wire),
             "update": prediction.update / 1e9,
             "all": prediction.total / 1e9,
         },
         "best_bucket_elements": prediction.best.bucket_numel if prediction.best else None,
-        "bucket_sizes": [
-            {
-                "elements": size.bucket_numel,
-                "buckets": size.num_buckets,
-                "seconds": seconds(size.wire),
-                **_fit_json(size),
-            }
-            for size in prediction.sizes
-        ],
+        "bucket_sizes": sizes,
+    }
+
+
+def _seconds(wire: WireTime) -> dict[str, float]:
+    return {
+        "reduce": (wire.reduce + wire.sums) / 1e9,
+        "after_last_gradient": wire.tail / 1e9,
+        "gather": (wire.params + wire.gather) / 1e9,
     }
 
 
@@ -223,71 +199,46 @@ def _fit_json(size: BucketSize) -> dict[str, Any]:
     return {} if size.left is None else {"fits": size.fits, "left_bytes": size.left}
 
 
-def _below(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> list[Table | str]:
-    """What is told below the costs of plans: whether they fit, if somebody says into what, and what
-    a step takes.
-    """
-    if not predictions:
-        return []
-    memory = predictions[0].memory_bytes
-    fitting = [] if memory is None else _fitting(forecasts, predictions, memory)
-    return [*fitting, *_predicted(forecasts, predictions)]
-
-
 def _fitting(
     forecasts: Sequence[Forecast], predictions: Sequence[Prediction], memory: int
 ) -> list[Table | str]:
-    """Whether the rank that needs most has it on a device with ``memory`` bytes, for each number of
-    ranks.
-    """
-    table = _table(
-        f"the rank that needs most, on a device with {_size(memory)}",
-        "ranks",
-        "rank",
-        "between steps",
-        "under way",
-        "in a step",
-        "at start",
-        "needed",
-        "fits",
-    )
+    """Tell for each number of ranks whether the rank that needs most fits on its device."""
+    rows = []
     for forecast, prediction in zip(forecasts, predictions, strict=True):
         most = max(forecast.needed)
         rank = forecast.needed.index(most)
-        table.add_row(
-            str(forecast.layout.world_size),
-            str(rank),
-            *(
-                _size(each)
-                for each in (
-                    forecast.memory[rank].total,
-                    forecast.traffic[rank].total,
-                    forecast.in_step[rank],
-                    forecast.start_up[rank],
-                    most,
-                )
-            ),
-            _fit(prediction.own),
+        rows.append(
+            {
+                "ranks": str(forecast.layout.world_size),
+                "rank": str(rank),
+                "between steps": _size(forecast.memory[rank].total),
+                "under way": _size(forecast.traffic[rank].total),
+                "in a step": _size(forecast.in_step[rank]),
+                "at start": _size(forecast.start_up[rank]),
+                "needed": _size(most),
+                "fits": _fit(prediction.own),
+            }
         )
-    told = [
+    parts: list[Table | str] = [
+        _numbers(f"the rank that needs most, on a device with {_size(memory)}", rows),
         "needed: between steps, under way and in a step together, or at start if that is more. Not "
         "counted: what the forward and the backward pass keep, activations above all, and what "
-        "drivers and libraries take for themselves."
+        "drivers and libraries take for themselves.",
     ]
-    if not all(prediction.own.fits for prediction in predictions):
-        told.append(
+    fit = [prediction.own.fits for prediction in predictions]
+    if not all(fit):
+        parts.append(
             "too much: more ranks, zero_optimization.stage 2, a smaller reduce_bucket_size, "
             "offload_optimizer, fewer bits (layerwise.master_dtype, momentum_dtype) or tensor "
             "parallelism need less of a device"
         )
-    if not any(prediction.own.fits for prediction in predictions):
-        ranks = ", ".join(str(forecast.layout.world_size) for forecast in forecasts)
-        other = any(size.fits for prediction in predictions for size in prediction.sizes)
-        told.append(
-            "none of the numbers of ranks asked for fits: "
-            f"{ranks}{'; with another bucket size it does, see below' * other}"
-        )
-    return [table, *told]
+    if not any(fit):
+        ranks = ", ".join(row["ranks"] for row in rows)
+        mended = "; with another bucket size it does, see below"
+        if all(prediction.best is None for prediction in predictions):
+            mended = ""
+        parts.append(f"none of the numbers of ranks asked for fits: {ranks}{mended}")
+    return parts
 
 
 def _fit(size: BucketSize) -> str:
@@ -298,118 +249,99 @@ def _fit(size: BucketSize) -> str:
 def _predicted(
     forecasts: Sequence[Forecast], predictions: Sequence[Prediction]
 ) -> list[Table | str]:
-    """What a step takes, and with which bucket sizes it would take what."""
-    links, reduction, asked = (
-        predictions[0].links,
-        predictions[0].reduction,
-        predictions[0].memory_bytes is not None,
-    )
-    table = _table(
-        f"predicted a step, {reduction} sums",
-        "ranks",
-        "elements a bucket",
-        "buckets",
-        "ways",
-        "reduce",
-        "of it at the end",
-        "update",
-        "gather",
-        "all",
-        *["fits"] * asked,
-        "",
-    )
+    """Show the seconds of a step, with the plan's bucket size and with others."""
+    rows = []
+    none_fits = []
+    rates: dict[str, list[str]] = {}
     for forecast, prediction in zip(forecasts, predictions, strict=True):
-        own, best = prediction.own, prediction.best
-        for size in prediction.sizes:
-            ways = (
-                ", ".join(f"{count} {way}" for way, count in prediction.ways.items())
-                if size is own
-                else ""
-            )
-            wire = size.wire
-            table.add_row(
-                str(forecast.layout.world_size),
-                f"{size.bucket_numel:,}",
-                str(size.num_buckets),
-                ways,
-                _time(wire.reduce + wire.sums),
-                _time(wire.tail),
-                _time(prediction.update),
-                _time(wire.params + wire.gather),
-                _time(wire.total + prediction.update),
-                *[_fit(size)] * asked,
-                " and ".join(["this plan"] * (size is own) + ["best"] * (size is best)),
-            )
+        ranks = str(forecast.layout.world_size)
+        rates.setdefault(prediction.links.summary(), []).append(ranks)
+        if prediction.best is None:
+            none_fits.append(f"{ranks} ranks: none of the sizes fits, so none is best")
+        rows += [_size_row(ranks, prediction, size) for size in prediction.sizes]
+    at = ", or ".join(
+        f"{rate} ({', '.join(ranks)} ranks)" if len(rates) > 1 else rate
+        for rate, ranks in rates.items()
+    )
+    first = predictions[0]
     every = "" if forecasts[0].stage == 1 else " once in each backward pass at stage 2,"
-    return [
-        table,
+    parts: list[Table | str] = [
+        _numbers(f"predicted a step, {first.reduction} sums", rows),
         f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; "
-        f"collectives one after another, at {_rates(forecasts, predictions)}; update: the matrices "
-        f"of the busiest rank at {links.tflops:g} TFLOP/s",
-        *["best: of the sizes that fit"] * asked,
-        *(
-            f"{forecast.layout.world_size} ranks: none of the sizes fits, so none is best"
-            for forecast, prediction in zip(forecasts, predictions, strict=True)
-            if prediction.best is None
-        ),
+        f"collectives one after another, at {at}; update: the matrices of the busiest rank at "
+        f"{first.links.tflops:g} TFLOP/s",
     ]
+    if first.memory_bytes is not None:
+        parts.append("best: of the sizes that fit")
+    return [*parts, *none_fits]
 
 
-def _rates(forecasts: Sequence[Forecast], predictions: Sequence[Prediction]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for forecast, prediction in zip(forecasts, predictions, strict=True):
-        ranks.setdefault(prediction.links.summary(), []).append(str(forecast.layout.world_size))
-    return ", or ".join(
-        f"{rates} ({', '.join(numbers)} ranks)" if len(ranks) > 1 else rates
-        for rates, numbers in ranks.items()
-    )
+def _size_row(ranks: str, prediction: Prediction, size: BucketSize) -> dict[str, str]:
+    wire = size.wire
+    ways = ""
+    marks = []
+    if size is prediction.own:
+        ways = ", ".join(f"{count} {way}" for way, count in prediction.ways.items())
+        marks.append("this plan")
+    if size is prediction.best:
+        marks.append("best")
+    row = {
+        "ranks": ranks,
+        "elements a bucket": f"{size.bucket_numel:,}",
+        "buckets": str(size.num_buckets),
+        "ways": ways,
+        "reduce": _time(wire.reduce + wire.sums),
+        "of it at the end": _time(wire.tail),
+        "update": _time(prediction.update),
+        "gather": _time(wire.params + wire.gather),
+        "all": _time(wire.total + prediction.update),
+    }
+    if size.left is not None:
+        row["fits"] = _fit(size)
+    row[""] = " and ".join(marks)
+    return row
 
 
 def _time(nanoseconds: float) -> str:
-    return (
-        f"{nanoseconds / 1e9:,.2f} s"
-        if nanoseconds >= 1e9
-        else f"{nanoseconds / 1e6:.1f} ms"
-        if nanoseconds >= 1e6
-        else f"{nanoseconds / 1e3:.1f} us"
-    )
-
-
-def _table(title: str, *headers: str) -> Table:
-    """A table without rows, of numbers, which are not cut off."""
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
-
-
-def _rendered(*parts: Table | str, width: int = _WIDTH) -> str:
-    console = Console(file=io.StringIO(), width=width, no_color=True, markup=False, emoji=False)
-    for part in parts:
-        console.print(part)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
+    if nanoseconds >= 1e9:
+        return f"{nanoseconds / 1e9:,.2f} s"
+    if nanoseconds >= 1e6:
+        return f"{nanoseconds / 1e6:.1f} ms"
+    return f"{nanoseconds / 1e3:.1f} us"
 
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of numbers, which are not cut off."""
+    table = Table(title=title, title_justify="left")
+    for header in rows[0]:
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
+
+
+def _rendered(parts: Iterable[Table | str], width: int = _WIDTH) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=width, no_color=True, markup=False, emoji=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
 def _hint(forecast: Forecast) -> list[str]:
-    idle = (
-        sum(1 for numel in forecast.report.whole_numel if not numel)
-        if any(forecast.report.whole_numel)
-        else 0
-    )
-    return (
-        [
-            f"{idle} of {forecast.layout.world_size} ranks own no matrix: there are fewer matrices "
-            "than ranks, or one is larger than a rank's share. Splitting fused projections into "
-            "their parts (layerwise.overrides, split or num_heads) makes more of them."
-        ]
-        if idle
-        else []
-    )
+    owned = forecast.report.whole_numel
+    idle = owned.count(0)
+    if idle in (0, len(owned)):
+        return []
+    return [
+        f"{idle} of {len(owned)} ranks own no matrix: there are fewer matrices than ranks, or one "
+        "is larger than a rank's share. Splitting fused projections into their parts "
+        "(layerwise.overrides, split or num_heads) makes more of them."
+    ]
 
 
 def _head(
@@ -420,55 +352,58 @@ def _head(
     without_effect: Sequence[str],
     products: Mapping[Recipe, str],
 ) -> list[Table | str]:
-    """What trains which parameters, with which rates."""
+    """Describe which recipe trains which parameters, and its rates."""
     groups = groups or [chosen.group()]
     used = [groups[i] for i in sorted({route.group for route in routes.values()})]
 
     def text(recipe: Recipe, key: str) -> str:
-        mine = [routes[spec.name] for spec in specs if routes[spec.name].recipe == recipe]
+        mine = [route for route in trained if route.recipe == recipe]
         if key == "eps":
             return _span(route.hyper(groups[route.group])["eps"] for route in mine)
-        own = [getattr(route, key) for route in mine]
-        values = [group[key] for group in used if None in own] + [
-            value for value in own if value is not None
-        ]
+        own = {getattr(route, key) for route in mine}
+        values = own - {None}
+        if None in own:
+            values |= {group[key] for group in used}
         if key == "betas":
-            return " and ".join(sorted({f"[{first:g}, {second:g}]" for first, second in values}))
+            return " and ".join(sorted(f"[{first:g}, {second:g}]" for first, second in values))
         return _span(values)
 
-    lines = [
-        f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
-        f"{f', matrix products in {products[recipe]}' if recipe in products else ''}"
-        for recipe in _recipes(routes, specs)
-    ]
-    told = [f"preset {chosen.preset}: {_preset(chosen)}"] if chosen.preset else []
-    told += [f"without effect here: {', '.join(without_effect)}"] if without_effect else []
-    return [_parameters(routes, specs, chosen, groups), "; ".join(lines), *told]
+    trained = [routes[spec.name] for spec in specs]
+    lines = []
+    for recipe in _recipes(routes, specs):
+        line = f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
+        if recipe in products:
+            line += f", matrix products in {products[recipe]}"
+        lines.append(line)
+    head: list[Table | str] = [_parameters(routes, specs, chosen, groups), "; ".join(lines)]
+    if chosen.preset:
+        head.append(f"preset {chosen.preset}: {_preset(chosen)}")
+    if without_effect:
+        head.append(f"without effect here: {', '.join(without_effect)}")
+    return head
 
 
 def _preset(chosen: OptimizerConfig) -> str:
-    """What a preset has given, and what the config says itself in its place."""
+    """List what a preset has given, and what the config sets itself in its place."""
     given = {**chosen.for_the_run(), **{key: getattr(chosen, key) for key in Hyper.keys()}}
     own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
-    told = ", ".join(
-        f"{key} {list(given[key]) if isinstance(given[key], tuple) else given[key]}"
-        for key in chosen.from_preset
-        if key in given
-    )
+    taken = []
+    for key in chosen.from_preset:
+        if key in given:
+            value = given[key]
+            taken.append(f"{key} {list(value) if isinstance(value, tuple) else value}")
     left_out = f"; without its {', '.join(own)}, where the config has its own" if own else ""
-    return f"{told or 'nothing'}{left_out}"
+    return f"{', '.join(taken) or 'nothing'}{left_out}"
 
 
 def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Recipe]:
-    """The recipes in use: first those of whole parameters, then by name."""
-    found = dict.fromkeys(routes[spec.name].recipe for spec in specs)
-    return sorted(found, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
+    """Return the recipes in use: first those of whole parameters, then by name."""
+    used = {routes[spec.name].recipe for spec in specs}
+    return sorted(used, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
 
 
 def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
-    """A name for ``recipe``, with what an override has changed of it, and how weights decay unless
-    by default.
-    """
+    """Name ``recipe``, with what an override has changed of it, and an unusual weight decay."""
     # One class may be both, with arguments of its own for each.
     run = next((each for each in chosen.recipes if type(each) is type(recipe)), type(recipe)())
     changed = [
@@ -476,14 +411,16 @@ def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
         for key, value in recipe.settings().items()
         if value != run.settings()[key] and key not in Recipe.keys()
     ]
-    changed += [f"weight decay {recipe.decay_summary()}"] * bool(recipe.decay_summary())
-    changed += [recipe.kept_summary()] * bool(recipe.kept_summary())
-    return " ".join([recipe.rule, *(["with", ", ".join(changed)] if changed else [])])
+    if decay := recipe.decay_summary():
+        changed.append(f"weight decay {decay}")
+    if kept := recipe.kept_summary():
+        changed.append(kept)
+    return f"{recipe.rule} with {', '.join(changed)}" if changed else recipe.rule
 
 
 def _span(values: Iterable[float]) -> str:
-    found = sorted({f"{float(value):g}" for value in {*values}}, key=float)
-    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    texts = sorted({f"{float(value):g}" for value in values}, key=float)
+    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
 def _parameters(
@@ -498,35 +435,25 @@ def _parameters(
         route = routes[spec.name]
         rows.setdefault((place[route.recipe], route.reason, route.bare), []).append(spec)
     table = Table(title="parameters", title_justify="left")
-    for header in (
-        "optimizer",
-        "because",
-        "tensors",
-        "elements",
-        "lr",
-        "weight decay",
-        "for example",
-    ):
-        table.add_column(
-            header,
-            justify="left" if header in ("optimizer", "because", "for example") else "right",
-            overflow="fold",
-        )
+    for header in ("optimizer", "because", "tensors", "elements", "lr", "weight decay"):
+        side: Any = "left" if header in ("optimizer", "because") else "right"
+        table.add_column(header, justify=side, overflow="fold")
+    table.add_column("for example", overflow="fold")
     for (_, reason, bare), members in sorted(rows.items()):
-        # Layers number the same few.
-        names = (
-            dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members)
-            if bare
-            else [members[0].name]
-        )
+        names = [members[0].name]
+        if bare:
+            # Layers number the same few.
+            names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members))
         mine = [routes[spec.name] for spec in members]
-        recipe, hypers = mine[0].recipe, [route.hyper(groups[route.group]) for route in mine]
+        hypers = [route.hyper(groups[route.group]) for route in mine]
+        recipe = mine[0].recipe
         table.add_row(
             f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
-            f"{reason}{', bare' * bare}",
+            f"{reason}, bare" if bare else reason,
             str(len(members)),
             f"{sum(spec.numel for spec in members):,}",
-            *(_span(each[key] for each in hypers) for key in ("lr", "weight_decay")),
+            _span(hyper["lr"] for hyper in hypers),
+            _span(hyper["weight_decay"] for hyper in hypers),
             ", ".join(names),
         )
     return table
@@ -543,45 +470,36 @@ def _waiting(forecast: Forecast) -> str:
 
 
 def _costs(forecast: Forecast) -> Table:
-    report, layout, held = forecast.report, forecast.layout, forecast.memory[forecast.fullest]
+    report = forecast.report
+    layout = forecast.layout
+    held = forecast.memory[forecast.fullest]
+    totals = [rank.total for rank in forecast.memory]
     rows = {
         "ranks, buckets": f"{layout.world_size}, {report.num_buckets}",
         "matrix updates a step": f"{max(report.work) / 1e9:,.3g} GFLOP on the busiest rank, "
         f"{report.work_max_over_mean:.3f} x the mean",
         "owned matrices": f"{max(report.whole_numel):,} elements on the fullest rank, "
         f"{report.whole_max_over_mean:.3f} x the mean",
-        "memory of the fullest rank": f"{_size(held.total)}, "
-        f"{max_over_mean([rank.total for rank in forecast.memory]):.3f} x the mean: "
-        f"parameters {_size(held.params)}, gradients {_size(held.grads)}, masters "
-        f"{_size(held.masters)}, states "
-        f"{_size(held.states)}",
+        "memory of the fullest rank": f"{_size(held.total)}, {max_over_mean(totals):.3f} x the "
+        f"mean: parameters {_size(held.params)}, gradients {_size(held.grads)}, masters "
+        f"{_size(held.masters)}, states {_size(held.states)}",
     }
-    if any(forecast.saved):
-        wide = forecast.in_float32[forecast.fullest]
-        rows["fewer bits save"] = (
-            f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
-            f"{_size(wide.masters - held.masters)}, states {_size(wide.states - held.states)}; "
-            f"{_size(min(forecast.saved))} at least of any rank's"
-        )
-    if any(rank.host for rank in forecast.memory):
-        host, staging = (
-            max(getattr(rank, key) for rank in forecast.memory) for key in ("host", "staging")
-        )
+    if host := max(rank.host for rank in forecast.memory):
+        staging = max(rank.staging for rank in forecast.memory)
         rows["on the host"] = (
             f"{_size(host)} more of masters and states on the fullest rank; a step takes "
             f"{_size(staging)} of its device to work on them (less with a smaller "
             "reduce_bucket_size)"
         )
-    rows |= {
-        "beside it, at "
-        "most": f"{_size(max(traffic.total for traffic in forecast.traffic))} for buckets under "
-        "way, and "
-        f"their exchange, {MAX_UNDER_WAY} at a time{_waiting(forecast)}",
-        "in a step, at most": f"{_size(max(forecast.workspace))} that an update works in",
-        "at start, at "
-        "most": f"{_size(max(forecast.start_up))}, while parameters move into their buffer",
-        "padding": f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %",
-    }
+    under_way = max(traffic.total for traffic in forecast.traffic)
+    rows["beside it, at most"] = (
+        f"{_size(under_way)} for buckets under way, and their exchange, {MAX_UNDER_WAY} at a "
+        f"time{_waiting(forecast)}"
+    )
+    rows["in a step, at most"] = f"{_size(max(forecast.workspace))} that an update works in"
+    start_up = _size(max(forecast.start_up))
+    rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
+    rows["padding"] = f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %"
     for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
         sent = (
             f"{_size(reduced + gathered)} a step"
