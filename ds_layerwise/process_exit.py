@@ -61,10 +61,10 @@ def _flush_open_files() -> None:
         except Exception as error:
             # A text and the bytes below it fail both.
             lost.setdefault(repr(getattr(file, "name", type(file))), error)
-    for name, error in lost.items():
+    for name, reason in lost.items():
         # Nobody may be left to read it.
         with Attempt():
-            sys.stderr.write(f"ds_layerwise: {name} could not be written at the end: {error}\n")
+            sys.stderr.write(f"ds_layerwise: {name} could not be written at the end: {reason}\n")
             sys.stderr.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
