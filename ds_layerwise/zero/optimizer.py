@@ -203,8 +203,6 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
             self._grad_sync = EagerGradSync(
-                self.layout,
-                self.rank,
                 self._params,
                 reduced,
                 wires=wires,
@@ -214,11 +212,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
             )
         else:
             self._grad_sync = GradSync(
-                self.layout,
-                self.rank,
                 self._params,
-                self._grads,
                 reduced,
+                self._grads,
                 wires=wires,
                 divide_by=s.divide_by,
                 wire_dtype=self._wire_dtype,

@@ -68,13 +68,8 @@ class FlatBuffer:
 
     def shard(self, bucket: Bucket, rank: int) -> Tensor:
         """Return the shard of ``rank`` in ``bucket``, 1-D, a view; padding included."""
-        return shard_of(self.tensors[bucket.index], bucket, rank)
-
-
-def shard_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
-    """Return the shard of ``rank`` in ``memory``, the whole of ``bucket``, 1-D, a view."""
-    start, stop = bucket.shard(rank)
-    return memory[start - bucket.start : stop - bucket.start]
+        start, stop = bucket.shard(rank)
+        return self.tensors[bucket.index][start - bucket.start : stop - bucket.start]
 
 
 def cut_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
