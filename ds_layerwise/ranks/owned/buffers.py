@@ -21,7 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class FlatBuffer:
-    """One 1-D tensor a bucket of a Layout, and views into it.
+    """The memory of a Layout: a 1-D tensor a bucket, and views into it.
 
     Args:
         stored_as: the dtype to allocate for each dtype of the layout; the layout's own where

@@ -156,20 +156,22 @@ class Owned:
             for piece in pieces:
                 self._init_states(piece, masters[piece.name])
             del masters
-            moving = {
-                (name, key): self.states[name][key]
-                for name in hosted
-                for key, spec in self._state_specs(name).items()
-                if not spec.on_host
-            }
-            moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
-            if moving:
-                for (name, key), tensor in self.host.put(index, moving).items():
-                    if key == MASTER:
-                        apart[name] = tensor
-                    else:
-                        self.states[name][key] = tensor
+            self._move_to_host(index, hosted, apart)
         self._masters = ShardBuffer(self.layout, self.rank, shards, apart)
+
+    def _move_to_host(self, index: int, names: Sequence[str], apart: dict[str, Tensor]) -> None:
+        """Move states of bucket ``index``, and masters that are ``apart``, to the host."""
+        moving = {(name, MASTER): apart[name] for name in names if name in apart}
+        for name in names:
+            for key, spec in self._state_specs(name).items():
+                if not spec.on_host:
+                    moving[name, key] = self.states[name][key]
+        if moving:
+            for (name, key), tensor in self.host.put(index, moving).items():
+                if key == MASTER:
+                    apart[name] = tensor
+                else:
+                    self.states[name][key] = tensor
 
     def _init_states(self, piece: Piece, master: Tensor) -> None:
         """Start the states of a piece."""

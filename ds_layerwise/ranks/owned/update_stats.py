@@ -75,7 +75,10 @@ class Watch:
         if self._momentum_norm:
             momenta = []
             for i in counted:
-                momenta += [states[i][key] for key in _MOMENTA if key in states[i]][:1]
+                for key in _MOMENTA:
+                    if key in states[i]:
+                        momenta.append(states[i][key])
+                        break
             self._add("momentum", rule, momenta)
 
     def _add(self, kind: str, rule: str, values: list[Tensor]) -> None:
@@ -96,7 +99,8 @@ class Watch:
         # Filled on the device: a copy would wait for it.
         sums = [torch.full_like(none, failed)]
         for key in keys:
-            sums.append(torch.stack(self._squares.get(key, [none])).sum())
+            squares = self._squares.get(key)
+            sums.append(torch.stack(squares).sum() if squares else none)
             sums.append(torch.full_like(none, self._numels[key]))
         total = torch.stack(sums)
         self._sum_over_ranks(total)

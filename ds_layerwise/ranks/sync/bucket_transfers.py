@@ -44,8 +44,6 @@ from ds_layerwise.ranks.comm.scratch import Turn
 #: gloo.
 _BROADCASTS_UP_TO = 8
 
-_NO_RINGS = InLevels()
-
 
 @dataclass(slots=True, eq=False)
 class Wire:
@@ -68,7 +66,7 @@ class Wire:
     inside: Group = None
     across: Group = None
     one_node: bool = False
-    rings: InLevels = _NO_RINGS
+    rings: InLevels = InLevels()
     rank: int = field(init=False)
     size: int = field(init=False)
     per_node: int = field(init=False)
@@ -302,15 +300,16 @@ def make_wires(
     *,
     native: bool,
     device: torch.device,
-    rings: InLevels = _NO_RINGS,
+    rings: InLevels | None = None,
 ) -> dict[int, Wire]:
     """Make the wires of ``groups``. Every rank of the world must call this at the same point.
 
     Args:
         where: by rank of the world, its node; see :func:`.ranks.comm.nodes.node_of_each_rank`.
-        rings: see :class:`Wire`.
+        rings: see :class:`Wire`; none if None.
     """
     on_host = device.type == "cpu"
+    rings = rings or InLevels()
     wants = not native or bool(rings.reduce or rings.gather)
     levels = nodes.make_levels(groups, where, wants=wants)
     if on_host:

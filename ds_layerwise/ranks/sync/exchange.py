@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One all-to-all of an :class:`Exchange`, as one rank sees it."""
+    """An all-to-all of an :class:`Exchange`, as one rank sees it."""
 
     ep_size: int
     dtype: str
