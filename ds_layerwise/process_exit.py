@@ -2,8 +2,8 @@
 
 Note: threads under an interpreter that ends
     A gloo group has threads, which live as long as anything refers to it, ended or not; DeepSpeed's
-    modules do. One that lets go of a tensor of Python's while the interpreter is taken apart ends
-    the process with SIGABRT ("terminate called without an active exception"), and the launcher
+    modules do. A thread that lets go of a tensor of Python's while the interpreter is taken apart
+    ends the process with SIGABRT ("terminate called without an active exception"), and the launcher
     reports a finished run as failed. So a script that comes to its end, or to ``sys.exit(0)``, is
     ended by :func:`leave`, after which nothing is taken apart. An error that other ranks may not
     have goes its own way: ending a group may wait for ranks that wait for this one.
@@ -22,10 +22,10 @@ from typing import NoReturn
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End the process once its threads, and what ``atexit`` knows of, are done, groups ended and
-    open files written.
+    """End the process after its threads and its ``atexit`` functions.
 
-    For the last line of a script. The interpreter is not taken apart: no destructor runs.
+    For the last line of a script. Groups are ended and open files are written, but the interpreter
+    is not taken apart: no destructor runs.
 
     Args:
         code: the exit code; every rank leaves, with whatever code.
@@ -42,41 +42,36 @@ def leave(code: int = 0) -> NoReturn:
             stream.flush()
         except (OSError, ValueError):
             code = code or 120  # as the interpreter's own
-    _write_out()
+    _flush_open_files()
     os._exit(code)
 
 
-def _write_out() -> None:
-    """Write what files hold back; what goes through a compressed file or an archive needs that
-    one's ``close``.
-
-    What cannot be written is told on stderr; the interpreter's end would lose it in silence.
-    """
+def _flush_open_files() -> None:
+    """Write what open files still have in memory, and report on stderr what cannot be written."""
     gc.unfreeze()
-    # By the class: isinstance() asks a proxy for what it stands for, which may run anything.
-    files = [thing for thing in gc.get_objects() if io.IOBase.__base__ in type(thing).__mro__]
-    lost: dict[str, str] = {}
-    # A text goes through bytes, and fails once more there.
-    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOBase)):
-        with (attempt := Attempt()):
+    lost: dict[str, Exception] = {}
+    for file in gc.get_objects():
+        # The class is asked: isinstance() asks a proxy, which may run anything.
+        if not issubclass(type(file), io.IOBase.__base__):  # type: ignore[arg-type]
+            continue
+        try:
             file.flush()
-        # The process at the other end of a pipe has what it wanted; what is detached from its file
-        # has nothing.
-        if attempt.error is not None and not isinstance(
-            attempt.error, (BrokenPipeError, ValueError)
-        ):
-            lost.setdefault(repr(getattr(file, "name", type(file))), str(attempt.error))
-    for name, why in lost.items():
-        # There may be nobody left to tell.
+        except (BrokenPipeError, ValueError):
+            pass  # nobody reads a pipe any more, or the file is closed
+        except Exception as error:
+            # A text and the bytes below it fail both.
+            lost.setdefault(repr(getattr(file, "name", type(file))), error)
+    for name, reason in lost.items():
+        # Nobody may be left to read it.
         with Attempt():
-            sys.stderr.write(f"ds_layerwise: {name} could not be written at the end: {why}\n")
+            sys.stderr.write(f"ds_layerwise: {name} could not be written at the end: {reason}\n")
             sys.stderr.flush()
     if os.name == "posix":
         ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
 
 
 class Attempt:
-    """Files of other packages fail with anything; none of it goes any further."""
+    """A block whose exception goes no further, and is kept as ``error``."""
 
     error: Exception | None = None
 

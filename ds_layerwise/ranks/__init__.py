@@ -1,1 +1,1 @@
-"""What a rank holds and what travels between ranks."""
+"""The memory of a rank, and the traffic between ranks."""

@@ -20,7 +20,7 @@ from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
-from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import Wires, make_wires
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
@@ -146,19 +146,20 @@ class LayerWiseZeroOptimizer(StatesOutside):
         )
         peers = None if s.tensor_group is None else comm.Peers(s.tensor_group)
         self._owned = Owned(
-            layout,
             self.rank,
             self.routes,
             self._values,
             self._grads,
             rules_of(self.routes, peers, fast_dtypes=self._products.dtypes),
-            names=self._planned.names,
-            batch_matrices=config.batch_matrices,
-            on_host=on_host,
-            pin_memory=s.pin_memory,
-            tp_size=s.tp_size,
-            master_dtype=config.master_dtype,
-            rounding_seed=config.rounding_seed,
+            OwnedSettings(
+                names=self._planned.names,
+                batch_matrices=config.batch_matrices,
+                on_host=on_host,
+                pin_memory=s.pin_memory,
+                tp_size=s.tp_size,
+                master_dtype=config.master_dtype,
+                rounding_seed=config.rounding_seed,
+            ),
         )
         self.optimizer.hold(
             Held(
@@ -202,8 +203,6 @@ class LayerWiseZeroOptimizer(StatesOutside):
         self._grad_sync: GradSync | EagerGradSync
         if self._grads is None:
             self._grad_sync = EagerGradSync(
-                self.layout,
-                self.rank,
                 self._params,
                 reduced,
                 wires=wires,
@@ -213,11 +212,9 @@ class LayerWiseZeroOptimizer(StatesOutside):
             )
         else:
             self._grad_sync = GradSync(
-                self.layout,
-                self.rank,
                 self._params,
-                self._grads,
                 reduced,
+                self._grads,
                 wires=wires,
                 divide_by=s.divide_by,
                 wire_dtype=self._wire_dtype,

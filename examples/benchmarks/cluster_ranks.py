@@ -173,11 +173,9 @@ class Syncs:
             ],
         )
         self._grads = GradSync(
-            layout,
-            rank,
             params,
-            grads,
             self._reduced,
+            grads,
             wires=wires,
             divide_by=float(layout.world_size),
             wire_dtype=lambda bucket: dtype,

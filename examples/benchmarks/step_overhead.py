@@ -159,11 +159,9 @@ class Step:
             ],
         )
         self._grad_sync = GradSync(
-            layout,
-            rank,
             self._params,
-            grads,
             reduced,
+            grads,
             wires=wires,
             divide_by=float(size),
             wire_dtype=lambda bucket: torch.bfloat16,

@@ -66,8 +66,8 @@ def syncs(layout, rank, stage, wires):
         bucket.shard(rank) for bucket in layout.buckets)])
     kwargs = {"wires": wires, "divide_by": 2.0, "wire_dtype": lambda bucket: (
         torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
-    grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs) if stage == 2 else GradSync(
-        layout, rank, params, FlatBuffer(layout, META), reduced, **kwargs)
+    grad_sync = EagerGradSync(params, reduced, **kwargs) if stage == 2 else GradSync(
+        params, reduced, FlatBuffer(layout, META), **kwargs)
     param_sync = ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires)
     param_sync.overlap_with_forward(nn.ParameterList(params.values()))
     return grad_sync, param_sync, params

@@ -18,7 +18,7 @@ from ds_layerwise.optimizers.split_masters import merge_, split_
 from ds_layerwise.plan.forecast.forecast import forecast, opened_bytes, specs_of
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.ranks.owned.low_bit_states import KeptStates
+from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
 from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW, Lion
 from ds_layerwise.recipes.rules.muon_recipe import Muon
@@ -253,7 +253,7 @@ def drifted(recipe, hyper, steps=150, numel=512, fades_at=None):
     runs = []
     for narrow in (True, False):
         g = torch.Generator().manual_seed(12)
-        kept = KeptStates(0)
+        kept = LowBitStates(0)
         param = torch.zeros(shape)
         specs, state = recipe.states(shape), rule.init_state(param)
         if narrow:

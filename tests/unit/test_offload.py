@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from ds_layerwise.ranks.comm import streams
 from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from tests.support.rooms import rooms
@@ -57,7 +58,7 @@ class Accelerator:
         return self.streams[-1]
 
     def current_stream(self):
-        return self.compute
+        return self.inside
 
     @contextmanager
     def stream(self, stream):
@@ -76,7 +77,8 @@ class Accelerator:
 @pytest.fixture
 def accelerator(monkeypatch):
     fake = Accelerator()
-    monkeypatch.setattr(host_memory, "get_accelerator", lambda: fake)
+    for module in (host_memory, streams):
+        monkeypatch.setattr(module, "get_accelerator", lambda: fake)
     monkeypatch.setattr(host_memory, "transfer", fake.transfer)
     return fake
 

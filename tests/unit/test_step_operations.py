@@ -20,7 +20,7 @@ from ds_layerwise.optimizers.rule_registry import rules_of
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
-from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.routing.routing_rules import route_parameters
@@ -68,9 +68,8 @@ def owned(dtype, accumulation, **params):
     specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes)
     layout = plan_layout(specs, 2, bucket_numel=600)
     grads = None if accumulation is None else FlatBuffer(layout, META, {dtype_name(dtype): accumulation})
-    return optimizer, Owned(layout, 0, routes, FlatBuffer(layout, META), grads,
-                            rules_of(routes, None),
-                            names={spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
+    settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
+    return optimizer, Owned(0, routes, FlatBuffer(layout, META), grads, rules_of(routes, None), settings)
 
 
 @pytest.mark.parametrize("wide", [True, False])

@@ -101,8 +101,8 @@ def make_syncs(stage, way, how, wire_dtype=torch.bfloat16, **of_stage_2):
     reduced = ShardBuffer(layout, rank, [grads.shard(bucket, rank) if stage == 1 else torch.zeros(
         bucket.shard(rank)[1] - bucket.shard(rank)[0]) for bucket in layout.buckets])
     kwargs = {"wires": by_ep_size, "divide_by": 2.0, "wire_dtype": lambda bucket: wire_dtype}
-    grad_sync = EagerGradSync(layout, rank, params, reduced, **kwargs, **of_stage_2) if stage == 2 else GradSync(
-        layout, rank, params, grads, reduced, **kwargs)
+    grad_sync = EagerGradSync(params, reduced, **kwargs, **of_stage_2) if stage == 2 else GradSync(
+        params, reduced, grads, **kwargs)
     values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
         params[name], "data", place.view(SHAPES[name])))
     return grad_sync, ParamSync(layout, rank, params, values, wires=by_ep_size), params, values

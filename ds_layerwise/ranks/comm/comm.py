@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.comm as dist
@@ -30,16 +31,16 @@ from torch import Tensor
 from ds_layerwise.errors import LayerWiseError, LayoutError
 from ds_layerwise.ranks.comm import object_gather
 
-#: What a process group is to this package: torch's, or None for the whole world.
+#: A process group: torch's, or None for the whole world.
 Group = Any
 
-#: By a bucket's ep_size, the ranks that hold the same experts; by 1, all.
+#: The ranks that hold the same experts, by a bucket's ep_size; by 1, all.
 Groups = Mapping[int, Group]
 
 #: Notes on an error that every rank knows of it.
 _AGREED = "_layerwise_agreed"
 
-#: By group, another of the same ranks in the same order; see the note on both directions.
+#: Another group of the same ranks in the same order, by group; see the note on both directions.
 _opposite: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
 
@@ -53,8 +54,6 @@ class Pending:
         is_chained: whether ``finish`` begins another collective.
     """
 
-    __slots__ = ("_works", "_finish", "_keep", "is_chained")
-
     def __init__(
         self,
         works: Sequence[Any] = (),
@@ -63,17 +62,20 @@ class Pending:
         keep: Tensor | None = None,
         is_chained: bool = False,
     ) -> None:
-        self._works, self._finish, self._keep, self.is_chained = works, finish, keep, is_chained
+        self._works = works
+        self._finish = finish
+        self._keep = keep
+        self.is_chained = is_chained
 
     def advance(self) -> bool:
-        """Go on as far as it goes without waiting for another rank, and say whether all is over."""
+        """Go on as far as it goes without waiting for another rank; tell whether all is over."""
         # DeepSpeed's work of a device without a backend of its own does not say.
         while all(hasattr(work, "is_completed") and work.is_completed() for work in self._works):
             if not self._go_on():
                 return True
         return False
 
-    #: By this name it may be one of the transfers of another.
+    #: The name by which it may be one of the transfers of another.
     is_completed = advance
 
     def wait(self) -> None:
@@ -82,20 +84,17 @@ class Pending:
             pass
 
     def _go_on(self) -> bool:
-        """Wait for the transfer at hand, do what follows it, and say whether that is another
+        """Wait for the transfer at hand, do what follows it, and tell whether that is another
         transfer.
         """
         for work in self._works:
             work.wait()
-        self._works, self._keep = (), None
+        self._works = ()
+        self._keep = None
         # Before it is forgotten: it may find no memory, and who waits again is not to miss it.
-        following = None if self._finish is None else self._finish()
-        self._finish, self.is_chained = None, False
-        if following is None:
-            return False
-        self._works, self._finish, self._keep = following._works, following._finish, following._keep
-        self.is_chained = following.is_chained
-        return True
+        following = self._finish and self._finish()
+        self.__dict__.update(vars(following or Pending()))
+        return following is not None
 
     def begin_last(self) -> None:
         """Wait until the last of its collectives has begun."""
@@ -103,12 +102,12 @@ class Pending:
             self._go_on()
 
     def then(self, more: Callable[[], object]) -> Pending:
-        """This collective, with ``more`` to do locally at the end."""
+        """Return this collective, with ``more`` to do locally at the end."""
         finish = self._finish
 
         def finish_and_more() -> Pending | None:
-            following = None if finish is None else finish()
-            if following is not None:
+            following = finish and finish()
+            if following:
                 return following.then(more)
             more()
             return None
@@ -118,18 +117,17 @@ class Pending:
 
 
 def rank_of(group: Group) -> int:
-    """This process's rank within ``group``."""
+    """Return this process's rank within ``group``."""
     return int(dist.get_rank(group=group))
 
 
 def size_of(group: Group) -> int:
-    """The number of ranks of ``group``."""
+    """Return the number of ranks of ``group``."""
     return int(dist.get_world_size(group=group))
 
 
 def take_over_timeout(group: Group) -> None:
-    """Let collectives of ``group`` wait as long as those of the whole world: what the user said
-    when it was made.
+    """Let collectives of ``group`` wait as long as those of the whole world, as the user has said.
 
     DeepSpeed makes its groups without one, so that after a rank has stopped the others would wait
     for torch's default.
@@ -138,10 +136,11 @@ def take_over_timeout(group: Group) -> None:
     if group is None or group is world:
         return
     for device in group._device_types:
-        backend, own = world._get_backend(device), group._get_backend(device)
+        own = group._get_backend(device)
         # Not every backend has one, or says what it is.
-        if hasattr(backend, "options") and hasattr(own, "_set_default_timeout"):
-            own._set_default_timeout(backend.options._timeout)
+        timeout = object_gather.timeout_of(world, [device])
+        if timeout is not None and hasattr(own, "_set_default_timeout"):
+            own._set_default_timeout(timeout)
 
 
 def send_both_ways(group: Group, opposite: Group) -> None:
@@ -150,17 +149,13 @@ def send_both_ways(group: Group, opposite: Group) -> None:
 
     Every rank of ``group`` must do so at the same point.
     """
-    _opposite[_world_for_none(group)] = opposite
+    _opposite[group or torch.distributed.group.WORLD] = opposite
 
 
 def opposite_of(group: Group) -> Group:
-    """What :func:`send_both_ways` was told of ``group``, or None."""
-    group = _world_for_none(group)
-    return None if group is None else _opposite.get(group)
-
-
-def _world_for_none(group: Group) -> Group:
-    return torch.distributed.group.WORLD if group is None else group
+    """Return the opposite of :func:`send_both_ways`, or None."""
+    group = group or torch.distributed.group.WORLD
+    return group and _opposite.get(group)
 
 
 def all_to_all(
@@ -179,29 +174,29 @@ def all_to_all(
     """
     opposite = opposite_of(group)
     if opposite is None:
-        return _all_to_all(out, sent, received and list(received), sent_to and list(sent_to), group)
-    size, rank = size_of(group), rank_of(group)
-    received = [out.numel() // size] * size if received is None else list(received)
-    sent_to = [sent.numel() // size] * size if sent_to is None else list(sent_to)
-    from_lower, to_lower = sum(received[: rank + 1]), sum(sent_to[:rank])
-    return Pending(
-        [
-            _all_to_all(
-                out[:from_lower],
-                sent[to_lower:],
-                received[: rank + 1] + [0] * (size - rank - 1),
-                [0] * rank + sent_to[rank:],
-                group,
-            ),
-            _all_to_all(
-                out[from_lower:],
-                sent[:to_lower],
-                [0] * (rank + 1) + received[rank + 1 :],
-                sent_to[:rank] + [0] * (size - rank),
-                opposite,
-            ),
-        ]
+        return _all_to_all(out, sent, received, sent_to, group)
+    size = size_of(group)
+    rank = rank_of(group)
+    received = list(received or [out.numel() // size] * size)
+    sent_to = list(sent_to or [sent.numel() // size] * size)
+    from_lower = sum(received[: rank + 1])
+    to_lower = sum(sent_to[:rank])
+    none = [0] * size
+    upwards = _all_to_all(
+        out[:from_lower],
+        sent[to_lower:],
+        received[: rank + 1] + none[rank + 1 :],
+        none[:rank] + sent_to[rank:],
+        group,
     )
+    downwards = _all_to_all(
+        out[from_lower:],
+        sent[:to_lower],
+        none[: rank + 1] + received[rank + 1 :],
+        sent_to[:rank] + none[rank:],
+        opposite,
+    )
+    return Pending([upwards, downwards])
 
 
 def _all_to_all(
@@ -214,8 +209,8 @@ def _all_to_all(
     return dist.all_to_all_single(
         out,
         sent,
-        output_split_sizes=received,
-        input_split_sizes=sent_to,
+        output_split_sizes=received and list(received),
+        input_split_sizes=sent_to and list(sent_to),
         group=group,
         async_op=True,
     )
@@ -267,25 +262,27 @@ def receive(out: Tensor, *, out_of: int) -> None:
 
 
 def ranks_of(group: Group) -> list[int]:
-    """The ranks in the whole world of those in ``group``, in its order."""
+    """Return the ranks in the whole world of those in ``group``, in its order."""
     return [global_rank(group, rank) for rank in range(size_of(group))]
 
 
 def global_rank(group: Group, rank: int) -> int:
-    """The rank in the whole world of ``rank`` in ``group``."""
+    """Return the rank in the whole world of ``rank`` in ``group``."""
     return rank if group is None else int(dist.get_global_rank(group, rank))
 
 
 def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
-    """The sum of ``value`` over ``group``, the same on every rank. ``value`` is overwritten."""
+    """Return the sum of ``value`` over ``group``, the same on every rank. ``value`` is
+    overwritten.
+    """
     if size_of(group) > 1:
         dist.all_reduce(value, group=group)
     return value
 
 
 def max_over_ranks(value: Tensor, *, group: Group) -> Tensor:
-    """The largest of ``value`` over ``group``, element by element. ``value``, which has no NaN, is
-    overwritten.
+    """Return the largest of ``value`` over ``group``, element by element. ``value``, which has no
+    NaN, is overwritten.
     """
     if size_of(group) > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
@@ -293,7 +290,7 @@ def max_over_ranks(value: Tensor, *, group: Group) -> Tensor:
 
 
 class Peers:
-    """What an update of parts of matrices asks of the ranks with the others; see
+    """The ranks with the other parts of this rank's matrices, as an update of parts asks them; see
     :mod:`.orthogonalize.tensor_shards`.
 
     Args:
@@ -301,16 +298,18 @@ class Peers:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group, self.size, self.rank = group, size_of(group), rank_of(group)
+        self._group = group
+        self.size = size_of(group)
+        self.rank = rank_of(group)
 
     def gather(self, value: Tensor) -> Tensor:
-        """Everyone's contiguous ``value``, stacked along a new first axis."""
+        """Return everyone's contiguous ``value``, stacked along a new first axis."""
         everyone = value.new_empty((self.size, *value.shape))
         dist.all_gather_into_tensor(everyone.view(-1), value.view(-1), group=self._group)
         return everyone
 
     def sum_(self, value: Tensor) -> Tensor:
-        """The sum of everyone's ``value``, which is overwritten with it."""
+        """Return the sum of everyone's ``value``, which is overwritten with it."""
         return sum_over_ranks(value, group=self._group)
 
 
@@ -325,10 +324,9 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
         LayerWiseError: another rank failed, or does not come here, and this one has no error of its
             own.
     """
+    message = None if error is None else f"{type(error).__name__}: {error}"
     try:
-        messages = gather_objects(
-            None if error is None else f"{type(error).__name__}: {error}", group=group
-        )
+        messages = gather_objects(message, group=group)
     except LayerWiseError as missed:
         raise error or missed
     if error is not None:
@@ -340,40 +338,35 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether every rank has raised because of ``error``, by :func:`raise_alike`."""
+    """Tell whether every rank has raised because of ``error``, by :func:`raise_alike`."""
     return hasattr(error, _AGREED)
 
 
-class Alike:
-    """A block that raises on every rank if it raises on any; see :func:`raise_alike`.
+@contextmanager
+def Alike(group: Group) -> Iterator[None]:
+    """Raise on every rank at the end of a block if it raises on any; see :func:`raise_alike`.
 
-    Every rank must enter it, and it must hold no collective: a rank that failed is not there for
-    it.
+    Every rank must enter it. A collective inside must be one that a rank which failed takes part
+    in, too. A block that is left by something else than an Exception, such as Ctrl-C, is left at
+    once.
     """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __enter__(self) -> None:
-        """Nothing is agreed on before the end."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Agree. A block that is left by something else than an Exception, such as Ctrl-C, is left
-        at once.
-        """
-        if error is None or isinstance(error, Exception):
-            raise_alike(error, group=self._group)
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    raise_alike(error, group=group)
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
-    """``value`` of every rank, in rank order. It is pickled, so keep it small. No device takes
-    part.
+    """Return ``value`` of every rank, in rank order. It is pickled, so keep it small. No device
+    takes part.
     """
     return object_gather.gather(value, group=group)
 
 
 def digest_of(items: Sequence[str]) -> str:
-    """A short hash of ``items``, the same in every process."""
+    """Return a short hash of ``items``, the same in every process."""
     return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]
 
 
@@ -389,17 +382,17 @@ def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -
         LayoutError: the digests differ.
     """
     digests = gather_objects(digest, group=group)
-    if len(set(digests)) == 1:
-        return
-    other = next(r for r, d in enumerate(digests) if d != digests[0])
-    raise LayoutError(
-        f"{what} differs between ranks: {_first_difference(items, other, group)}; "
-        f"{digests.count(digests[0])} of {len(digests)} ranks are like rank 0, and all have to be"
-    )
+    like_first = digests.count(digests[0])
+    if like_first < len(digests):
+        other = next(rank for rank, own in enumerate(digests) if own != digests[0])
+        raise LayoutError(
+            f"{what} differs between ranks: {_first_difference(items, other, group)}; "
+            f"{like_first} of {len(digests)} ranks are like rank 0, and all have to be"
+        )
 
 
 def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
-    """Where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must call
+    """Say where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must call
     this.
 
     It is found by halves, by digests: there may be as many items as a model has parameters, and
@@ -410,22 +403,25 @@ def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
         everyone = gather_objects(value, group=group)
         return everyone[0], everyone[other]
 
-    same, different = 0, max(of_both(len(items))) + 1
+    same = 0
+    different = max(of_both(len(items))) + 1
     while different - same > 1:
         middle = (same + different) // 2
         first, second = of_both((digest_of(items[:middle]), len(items[:middle])))
-        same, different = (middle, different) if first == second else (same, middle)
+        if first == second:
+            same = middle
+        else:
+            different = middle
     first, second = of_both(items[same] if same < len(items) else None)
-    if first is None and second is None:
+    if first == second:
         return "same entries, different placement"
-    if first is None or second is None:
-        return f"only rank {other if first is None else 0} has {second if first is None else first}"
     # What one of them lacks shifts all that follows: what stands in the same place there is about
     # something else.
     names = {item.partition(" ")[0] for item in items}
-    (_, knows_second), (knows_first, _) = of_both(
-        [item.partition(" ")[0] in names for item in (first, second)]
-    )
-    if knows_first != knows_second:
-        return f"only rank {other if knows_first else 0} has {second if knows_first else first}"
+    lacks = [item is not None and item.partition(" ")[0] not in names for item in (first, second)]
+    (_, lacks_second), (lacks_first, _) = of_both(lacks)
+    if lacks_first and not lacks_second:
+        return f"only rank 0 has {first}"
+    if lacks_second and not lacks_first:
+        return f"only rank {other} has {second}"
     return f"rank 0 has {first}, rank {other} has {second}"

@@ -31,29 +31,32 @@ class _Seat:
         return self.group() is None or (self.user is not None and self.user() is not None)
 
 
-#: By process group, that one and its copies, in the same order on all of its ranks.
+#: A process group and its copies, in the same order on all of its ranks, by group.
 _seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary()
 
 
 def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups:
-    """``groups``, or copies where others have those, for the reductions of ``user`` until
+    """Return ``groups``, or copies where others have those, for the reductions of ``user`` until
     :func:`release`.
 
     Every rank of the world must call this at the same point.
     """
     if device.type != "cpu":
         return groups
-    mine = {
-        tuple(comm.ranks_of(group)): _seats_of(distributed.group.WORLD if group is None else group)
-        for group in groups.values()
-        if comm.size_of(group) > 1
-    }
-    taken = {ranks: [seat.is_taken for seat in seats] for ranks, seats in mine.items()}
+    mine: dict[tuple[int, ...], list[_Seat]] = {}
+    for group in groups.values():
+        if comm.size_of(group) > 1:
+            original = group or distributed.group.WORLD
+            first = [_Seat(weakref.ref(original))]
+            mine[tuple(comm.ranks_of(group))] = _seats.setdefault(original, first)
+    taken: dict[tuple[int, ...], list[bool]] = {}
+    for ranks, seats in mine.items():
+        taken[ranks] = [seat.is_taken for seat in seats]
     if any(comm.gather_objects(any(map(any, taken.values())), group=None)):
         # One rank may still hold on to an engine that is gone on another.
         for other in comm.gather_objects(taken, group=None):
-            for ranks, seats in other.items():
-                taken[ranks] = [a or b for a, b in zip(taken.get(ranks, seats), seats, strict=True)]
+            for ranks, flags in other.items():
+                taken[ranks] = list(map(max, taken.get(ranks, flags), flags))
         for ranks in sorted(taken):
             if all(taken[ranks]):
                 taken[ranks].append(False)
@@ -63,14 +66,12 @@ def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups
                     mine[ranks].append(_Seat(weakref.ref(copy)))
     found = dict(groups)
     for key, group in groups.items():
-        if (ranks := tuple(comm.ranks_of(group))) in mine:
+        ranks = tuple(comm.ranks_of(group))
+        if ranks in mine:
             seat = mine[ranks][taken[ranks].index(False)]
-            seat.user, found[key] = weakref.ref(user), seat.group()
+            seat.user = weakref.ref(user)
+            found[key] = seat.group()
     return found
-
-
-def _seats_of(group: Any) -> list[_Seat]:
-    return _seats.setdefault(group, [_Seat(weakref.ref(group))])
 
 
 def release(user: object) -> None:

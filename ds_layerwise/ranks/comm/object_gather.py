@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +23,17 @@ from torch import distributed
 
 from ds_layerwise.errors import LayerWiseError
 
-#: What torch's own groups may talk over on a CPU; "fake" answers at once.
+#: The backends of torch's own groups on a CPU; "fake" answers at once.
 _ON_THE_HOST = ("gloo", "mpi", "fake")
 
-#: By default group, the group of all ranks over gloo. torch owns both, and drops both in
+#: The group of all ranks over gloo, by default group. torch owns both, and drops both in
 #: ``destroy_process_group``.
 _made: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def gather(value: Any, *, group: Any) -> list[Any]:
-    """``value`` of every rank of ``group``, in its order; None stands for all ranks. It is pickled,
-    so keep it small.
+    """Return ``value`` of every rank of ``group``, in its order; None stands for all ranks. It is
+    pickled, so keep it small.
 
     The first use in a process group is by all ranks, whatever ``group`` is.
 
@@ -41,7 +42,7 @@ def gather(value: Any, *, group: Any) -> list[Any]:
             this point.
     """
     try:
-        return _gathered(value, group)
+        return _gathered(value, group or distributed.group.WORLD)
     except RuntimeError as error:
         raise LayerWiseError(
             "another rank has ended, is elsewhere in the script, or has not come within the "
@@ -53,7 +54,6 @@ def gather(value: Any, *, group: Any) -> list[Any]:
 
 def _gathered(value: Any, group: Any) -> list[Any]:
     world: Any = distributed.group.WORLD
-    group = world if group is None else group
     ranks = distributed.get_process_group_ranks(group)
     if len(ranks) == 1:
         return [value]
@@ -66,18 +66,20 @@ def _gathered(value: Any, group: Any) -> list[Any]:
     return _of_some(value, ranks, hosts)
 
 
-def timeout_of(group: Any) -> timedelta | None:
-    """How long a collective of ``group`` may wait, None where its backend does not say."""
-    for device in group._device_types:
-        backend = group._get_backend(device)
-        if hasattr(backend, "options"):
-            timeout: timedelta = backend.options._timeout
+def timeout_of(group: Any, devices: Iterable[Any]) -> timedelta | None:
+    """Return how long a collective of ``group`` on one of ``devices`` may wait, None where no
+    backend says so.
+    """
+    for device in devices:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
             return timeout
     return None
 
 
 def _talks_on_the_host(group: Any) -> bool:
-    """Whether what is on the CPU travels as it is, as torch's object collectives prefer."""
+    """Tell whether what is on the CPU travels as it is, as torch's object collectives prefer."""
     by_device = dict(entry.split(":") for entry in distributed.get_backend_config(group).split(","))
     return by_device.get("cpu") in _ON_THE_HOST
 
@@ -85,18 +87,19 @@ def _talks_on_the_host(group: Any) -> bool:
 def _hosts(world: Any) -> Any:
     if _talks_on_the_host(world):
         return world
-    known = _made.get(world)
-    hosts = None if known is None else known()
+    hosts = _made[world]() if world in _made else None
     if hosts is None:
         # What is gathered goes round in a ring: each rank needs two others, not a connection to all
         # of them.
         is_ours = "TORCH_GLOO_LAZY_INIT" not in os.environ
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # The store, which knows the timeout, is all that the ranks share until the first object
             # travels.
             hosts = distributed.new_group(
-                backend="gloo", timeout=timeout_of(world), group_desc="ds_layerwise"
+                backend="gloo",
+                timeout=timeout_of(world, world._device_types),
+                group_desc="ds_layerwise",
             )
             _of_all(None, hosts)
         except RuntimeError as error:
@@ -128,17 +131,18 @@ def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:
     A group of gloo for each would be named after how many groups each of its ranks is in already,
     which may differ.
     """
-    first, rank, cpu = ranks[0], distributed.get_rank(), torch.device("cpu")
-    if rank != first:
+    first = ranks[0]
+    through: dict[str, Any] = {"group": hosts, "device": torch.device("cpu")}
+    if distributed.get_rank() != first:
         everyone: list[Any] = [None] * len(ranks)
-        distributed.send_object_list([value], dst=first, group=hosts, device=cpu)
-        distributed.recv_object_list(everyone, src=first, group=hosts, device=cpu)
+        distributed.send_object_list([value], dst=first, **through)
+        distributed.recv_object_list(everyone, src=first, **through)
         return everyone
     everyone = [value]
     for other in ranks[1:]:
         received: list[Any] = [None]
-        distributed.recv_object_list(received, src=other, group=hosts, device=cpu)
+        distributed.recv_object_list(received, src=other, **through)
         everyone += received
     for other in ranks[1:]:
-        distributed.send_object_list(everyone, dst=other, group=hosts, device=cpu)
+        distributed.send_object_list(everyone, dst=other, **through)
     return everyone

@@ -1,6 +1,4 @@
-"""What a profiler shows of a step: ranges of the names ``ds_layerwise.reduce``, ``.update`` and
-``.gather``.
-"""
+"""Ranges of a step in a profiler: ``ds_layerwise.reduce``, ``.update`` and ``.gather``."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ _NOTHING = nullcontext()
 
 
 def profiled(what: Literal["reduce", "update", "gather"]) -> AbstractContextManager[object]:
-    """A range of :mod:`torch.profiler` around the work on one bucket; nothing where no profiler
-    runs.
+    """Return a range of :mod:`torch.profiler` around the work on one bucket.
 
-    A range would take some microseconds there, too, and a step has three for each bucket.
+    Without a profiler it is nothing: a range takes some microseconds, and a step has three for each
+    bucket.
     """
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NOTHING

@@ -1,4 +1,4 @@
-"""Memory for what is on its way, and what arrives, of a few buckets in turns."""
+"""Memory for buckets on their way, in turns."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 class Turn:
-    """Memory for one bucket under way, by what it is for; it grows to what the largest needs, and
-    stays.
+    """Memory for one bucket on its way, by use; it grows to what the largest needs, and stays.
 
     Note: why it stays
         Large blocks of host memory go back to the system when they are let go of, and of the next
@@ -29,34 +28,33 @@ class Turn:
         self._most: dict[str, int] = {}
         # Most buckets of a model are as long as another, and a view takes as long as the rest of a
         # call.
-        self._views: dict[tuple[str, int | tuple[int, ...], torch.dtype], Tensor] = {}
+        self._views: dict[str, dict[object, Tensor]] = {}
 
     def empty(self, what: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of ``shape``, or 1-D, that holds anything. The next call with the same ``what``
-        gives its memory away again."""
-        found = self._views.get((what, shape, dtype))
+        """Return a tensor of ``shape``, or 1-D, that holds anything. The next call with the same
+        ``what`` gives its memory away again.
+        """
+        found = self._views.get(what, {}).get((shape, dtype))
         if found is None:
             numel = shape if isinstance(shape, int) else math.prod(shape)
-            found = self._bytes(what, numel * dtype.itemsize).view(dtype).view(shape)
-            self._views[what, shape, dtype] = found
+            memory = self._bytes(what, numel * dtype.itemsize)
+            found = self._views[what][shape, dtype] = memory.view(dtype).view(shape)
         return found
 
     def _bytes(self, what: str, nbytes: int) -> Tensor:
         if what not in self._memory or self._memory[what].numel() < nbytes:
             # The smaller one is gone before there is a larger.
             self._memory.pop(what, None)
-            self._views = {key: view for key, view in self._views.items() if key[0] != what}
-            self._most[what] = max(nbytes, self._most.get(what, 0))
-            self._memory[what] = torch.empty(
-                self._most[what], dtype=torch.uint8, device=self._device
-            )
+            self._views[what] = {}
+            most = self._most[what] = max(nbytes, self._most.get(what, 0))
+            self._memory[what] = torch.empty(most, dtype=torch.uint8, device=self._device)
         return self._memory[what][:nbytes]
 
     def cast(self, what: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """1-D ``value`` in ``dtype``: itself if it is, else a copy in memory of this."""
-        return (
-            value if value.dtype == dtype else self.empty(what, value.numel(), dtype).copy_(value)
-        )
+        """Return 1-D ``value`` itself if it is of ``dtype``, else a copy in memory of this turn."""
+        if value.dtype == dtype:
+            return value
+        return self.empty(what, value.numel(), dtype).copy_(value)
 
     def release(self) -> None:
         """Let go of all memory. What was handed out must not be in use any more."""

@@ -1,4 +1,4 @@
-"""What all ranks agree on before a step changes anything, in the small all-reduce that the norm
+"""The agreement of all ranks before a step changes anything, in the small all-reduce that the norm
 takes anyway.
 """
 
@@ -17,7 +17,7 @@ class Agreement:
     of an update.
 
     Args:
-        ep_size: by parameter, how many ranks in a row hold other experts under its name; in model
+        ep_size: the number of ranks in a row with other experts under a parameter's name; in model
             order.
         group: ranks with the same part of the model.
         model_group: ranks with its other parts; None where the model is whole on each.
@@ -34,7 +34,8 @@ class Agreement:
         tensor_group: comm.Group,
         tied: Sequence[tuple[str, comm.Group]],
     ) -> None:
-        self._group, self._model_group, self._tensor_group = group, model_group, tensor_group
+        self._groups = [group] if model_group is None else [group, model_group]
+        self._tensor_group = tensor_group
         self._tied = tied
         rank = comm.rank_of(group)
         self._place: dict[str, int] = {}
@@ -71,24 +72,22 @@ class Agreement:
         return summed, self._idle_everywhere(idle, values.device) if frozen else frozenset()
 
     def sum_over_everyone(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over all ranks of a model; they are overwritten with it. All must
-        call this alike.
+        """Return the sum of ``values`` over all ranks of a model, which all call this; ``values``
+        are overwritten.
         """
-        for group in (
-            (self._group,) if self._model_group is None else (self._group, self._model_group)
-        ):
+        for group in self._groups:
             comm.sum_over_ranks(values, group=group)
         return values
 
     def _idle_everywhere(self, idle: Collection[str], device: torch.device) -> frozenset[str]:
-        """The parameters of ``idle`` that are idle wherever they, or tensor shards of them, are
-        updated.
+        """Return the parameters of ``idle`` that are idle wherever they, or tensor shards of them,
+        are updated.
         """
         trained = torch.zeros(self._numel, dtype=torch.int32, device=device)
         for name, place in self._place.items():
             if name not in idle:
                 trained[place] = 1
-        comm.sum_over_ranks(trained, group=self._group)
+        comm.sum_over_ranks(trained, group=self._groups[0])
         if self._tensor_group is not None:
             comm.sum_over_ranks(trained, group=self._tensor_group)
         for name, group in self._tied:

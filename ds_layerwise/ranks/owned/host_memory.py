@@ -1,13 +1,14 @@
-"""Memory that is not on the device: for a while (:class:`Parking`), or between updates
+"""Host memory for tensors of a device: for a while (:class:`Parking`), or between updates
 (:class:`HostMemory`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.host_pieces import STAGING_SLOTS
+from ds_layerwise.ranks.comm.streams import Moment, SideStream
 
 #: By kind, storages and memory for what is in them.
 Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]
@@ -35,12 +37,12 @@ class Parking:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is away."""
+        """The kinds that are away."""
         return tuple(self._parked)
 
     def find_room(self, tensors: Mapping[str, Iterable[Tensor]], *, pin_memory: bool) -> Room:
-        """Host memory for the storages of ``tensors``, by kind, page-locked if asked and possible;
-        see :meth:`park`.
+        """Take host memory for the storages of ``tensors``, by kind, page-locked if asked and
+        possible; see :meth:`park`.
 
         Raises:
             LayerWiseError: the host has no such memory left.
@@ -56,20 +58,20 @@ class Parking:
                 if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     pin = pin_memory and tensor.device.type != "cpu"
-                    room[kind].append(
-                        (storage, host_memory(storage.nbytes(), torch.uint8, pin_memory=pin))
-                    )
+                    away = host_memory(storage.nbytes(), torch.uint8, pin_memory=pin)
+                    room[kind].append((storage, away))
         return room
 
     def park(self, room: Room) -> None:
-        """Move to the host what :meth:`find_room` has found room for."""
-        for storage, away in (pair for parked in room.values() for pair in parked):
-            away.copy_(_bytes(storage, storage.device))
-            storage.resize_(0)
+        """Move the storages of ``room`` to the host memory that :meth:`find_room` has taken."""
+        for parked in room.values():
+            for storage, away in parked:
+                away.copy_(_bytes(storage, storage.device))
+                storage.resize_(0)
         self._parked.update(room)
 
     def unpark(self) -> None:
-        """Bring everything back. What has come back before an error stays, and the rest can still
+        """Bring everything back. After an error, what has come back stays, and the rest can still
         come.
         """
         for kind, parked in list(self._parked.items()):
@@ -82,41 +84,35 @@ class Parking:
 
 
 def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-    """A 1-D tensor on the host, not filled, in page-locked memory if asked.
+    """Return a 1-D tensor on the host, not filled, in page-locked memory if asked.
 
     Raises:
         LayerWiseError: the host has no such memory left, or allows no more of it.
     """
     accelerator = get_accelerator()
     try:
-        if not pin_memory:
-            return torch.empty(numel, dtype=dtype, device="cpu")
-        if hasattr(accelerator, "pin_empty"):
+        if pin_memory and hasattr(accelerator, "pin_empty"):
             pinned: Tensor = accelerator.pin_empty(numel, dtype=dtype)
             return pinned
-        # The oldest release has to be given memory that is not locked, which is read but never
-        # written.
-        copied: Tensor = accelerator.pin_memory(torch.empty(numel, dtype=dtype, device="cpu"))
-        return copied
+        memory = torch.empty(numel, dtype=dtype, device="cpu")
+        # The oldest release has to be given memory that is not locked.
+        return accelerator.pin_memory(memory) if pin_memory else memory
     except (RuntimeError, MemoryError, OSError) as error:
-        kind, way_out = (
-            (
-                "page-locked ",
+        kind = way_out = ""
+        if pin_memory:
+            kind = "page-locked "
+            way_out = (
                 "; set pin_memory: false (of zero_optimization.offload_optimizer, or of "
-                "engine.offload_states), or raise the limit that ulimit -l shows",
+                "engine.offload_states), or raise the limit that ulimit -l shows"
             )
-            if pin_memory
-            else ("", "")
-        )
         raise LayerWiseError(
             f"{numel * dtype.itemsize:,} bytes of {kind}host memory cannot be had: {error}{way_out}"
         ) from error
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
+    memory = torch.empty(0, dtype=torch.uint8, device=device)
+    return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class HostMemory:
@@ -145,14 +141,18 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
-        self._device, self._pin = device, pin_memory
+        self._device = device
+        self._pin = pin_memory
         self._buckets: dict[int, _HostBucket] = {}
         self._following: dict[int, int | None] = {}
-        self._slots: list[_Slot] = []
+        self._incoming = SideStream()
+        self._outgoing = SideStream()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._slots: deque[_Slot] = deque()
         self._coming: dict[int, _Slot] = {}
         self._here: dict[int, _Slot] = {}
-        self._incoming: Any = None
-        self._outgoing: Any = None
 
     def put(
         self, index: int, tensors: Mapping[tuple[str, str], Tensor]
@@ -163,15 +163,11 @@ class HostMemory:
         Raises:
             LayerWiseError: the host has no such memory left.
         """
-        memory = host_memory(
-            -(-sum(t.nbytes for t in tensors.values()) // 4), torch.float32, pin_memory=self._pin
-        )
-        if self._incoming is None and not get_accelerator().is_synchronized_device():
-            self._incoming, self._outgoing = get_accelerator().Stream(), get_accelerator().Stream()
+        words = -(-sum(tensor.nbytes for tensor in tensors.values()) // 4)
+        memory = host_memory(words, torch.float32, pin_memory=self._pin)
         self._following[index] = next(reversed(self._buckets), None)
-        self._buckets[index] = bucket = _HostBucket(
-            memory, {key: (t.shape, t.dtype) for key, t in tensors.items()}
-        )
+        kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        self._buckets[index] = bucket = _HostBucket(memory, kinds)
         views = bucket.views(memory)
         for key, view in views.items():
             view.copy_(tensors[key])
@@ -184,90 +180,91 @@ class HostMemory:
 
     def __enter__(self) -> None:
         """Begin a step: take device memory for what comes."""
-        numel = max((memory.numel() for memory in self.tensors), default=0)
-        self._slots = [
-            _Slot(torch.empty(numel, dtype=torch.float32, device=self._device))
-            for _ in range(min(STAGING_SLOTS, len(self._buckets)))
-        ]
-        if self._incoming is not None:
-            # What had this memory before may still be at work.
-            self._incoming.wait_stream(get_accelerator().current_stream())
+        if not self._buckets:
+            return
+        numel = max(memory.numel() for memory in self.tensors)
+        for _ in range(min(STAGING_SLOTS, len(self._buckets))):
+            memory = torch.empty(numel, dtype=torch.float32, device=self._device)
+            self._slots.append(_Slot(memory, self._outgoing.moment()))
+        # What had this memory before may still be at work.
+        self._incoming.follow()
 
     def __exit__(self, *_: object) -> None:
         """End a step, also one that failed: wait until everything is back, and let go of the device
         memory.
         """
-        for stream in (self._incoming, self._outgoing):
-            if stream is not None:
-                stream.synchronize()
-        self._slots, self._coming, self._here = [], {}, {}
+        if self._buckets:
+            self._incoming.synchronize()
+            self._outgoing.synchronize()
+            self._reset()
 
     def bring(self, index: int) -> dict[tuple[str, str], Tensor]:
-        """The tensors of bucket ``index`` on the device; the next bucket starts on its way."""
+        """Return the tensors of bucket ``index`` on the device; the next bucket starts on its
+        way.
+        """
         if index not in self._buckets:
             return {}
         if index not in self._coming:
             self._start(index)
         slot = self._here[index] = self._coming.pop(index)
-        if slot.arrived is not None:
-            get_accelerator().current_stream().wait_event(slot.arrived)
-        if (following := self._following[index]) is not None:
+        slot.copied.wait()
+        following = self._following[index]
+        if following is not None:
             self._start(following)
         return self._buckets[index].views(slot.memory)
 
     def send_back(self, index: int) -> None:
-        """Write what :meth:`bring` gave of bucket ``index`` to the host, once the work on it is
-        done.
-        """
+        """Write what :meth:`bring` gave of bucket ``index`` to the host, after the work on it."""
         if index not in self._buckets:
             return
-        slot, home = self._here.pop(index), self._buckets[index].memory
-        if self._outgoing is not None:
-            self._outgoing.wait_stream(get_accelerator().current_stream())
-        with get_accelerator().stream(self._outgoing):
+        slot = self._here.pop(index)
+        home = self._buckets[index].memory
+        self._outgoing.follow()
+        with self._outgoing:
             transfer(home, slot.memory[: home.numel()])
-        slot.free = None if self._outgoing is None else self._outgoing.record_event()
-        self._slots.append(slot)
+        self._slots.append(_Slot(slot.memory, self._outgoing.moment()))
 
     def _start(self, index: int) -> None:
-        slot, home = self._slots.pop(0), self._buckets[index].memory
-        if self._incoming is not None and slot.free is not None:
-            self._incoming.wait_event(slot.free)
-        with get_accelerator().stream(self._incoming):
+        slot = self._slots.popleft()
+        home = self._buckets[index].memory
+        with self._incoming:
+            slot.copied.wait()
             transfer(slot.memory[: home.numel()], home)
-        slot.arrived = None if self._incoming is None else self._incoming.record_event()
-        self._coming[index] = slot
+        self._coming[index] = _Slot(slot.memory, self._incoming.moment())
 
 
 @dataclass(frozen=True, slots=True)
 class _HostBucket:
     memory: Tensor
-    kinds: Mapping[tuple[str, str], tuple[Sequence[int], torch.dtype]]
+    kinds: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
     def views(self, memory: Tensor) -> dict[tuple[str, str], Tensor]:
-        """``memory``, which may be longer, cut as this bucket's is."""
-        views, start, as_bytes = {}, 0, memory.view(torch.uint8)
-        for key, (shape, dtype) in sorted(self.kinds.items(), key=lambda item: -_steps(*item[1])):
-            stop = start + torch.Size(shape).numel() * dtype.itemsize
+        """Cut ``memory``, which may be longer, as this bucket's is.
+
+        In descending order of :func:`_steps` every tensor starts at a multiple of it, as it would
+        alone: where one starts changes last bits of a product on a CPU.
+        """
+        views = {}
+        start = 0
+        as_bytes = memory.view(torch.uint8)
+        for key in sorted(self.kinds, key=lambda key: -_steps(*self.kinds[key])):
+            shape, dtype = self.kinds[key]
+            stop = start + shape.numel() * dtype.itemsize
             views[key] = as_bytes[start:stop].view(dtype).view(shape)
             start = stop
         return {key: views[key] for key in self.kinds}
 
 
-def _steps(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The largest power of two, up to a cache line, that divides the bytes of a tensor. In
-    descending order of it every tensor starts at a multiple of it, as it would alone: where one
-    starts changes last bits of a product on a CPU."""
-    return math.gcd(torch.Size(shape).numel() * dtype.itemsize, 64)
+def _steps(shape: torch.Size, dtype: torch.dtype) -> int:
+    """Return the largest power of two, up to a cache line, that divides the bytes of a tensor."""
+    return math.gcd(shape.numel() * dtype.itemsize, 64)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """Device memory for one bucket: when what comes is there, and when what goes has gone."""
+class _Slot(NamedTuple):
+    """Device memory for one bucket, and the end of the last copy into it or out of it."""
 
     memory: Tensor
-    arrived: Any = None
-    free: Any = None
+    copied: Moment
 
 
 def transfer(into: Tensor, out_of: Tensor) -> None:

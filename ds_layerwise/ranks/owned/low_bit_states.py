@@ -1,6 +1,4 @@
-"""States of one rank in fewer bits than rules get them in: kept so between two updates, and float32
-in them.
-"""
+"""States of one rank in 8 or 16 bits between two updates, and in float32 inside updates."""
 
 from __future__ import annotations
 
@@ -18,23 +16,20 @@ from ds_layerwise.optimizers.low_bit import (
 )
 from ds_layerwise.recipes.base.recipe import StateSpec
 
-#: A parameter and one of its states.
-Key = tuple[str, str]
 
-
-class KeptStates:
-    """How the states of this rank are kept that are not kept as rules get them.
+class LowBitStates:
+    """The states of this rank that have fewer bits than their rules get.
 
     Args:
-        seed: what chance begins with, where states are rounded by chance.
+        seed: the seed for states that are rounded by chance.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._specs: dict[Key, StateSpec] = {}
-        self._of: dict[str, list[str]] = {}
-        self._by_chance: dict[Key, tuple[str, int]] = {}
-        self._scales: dict[Key, Tensor] = {}
+        self._signed: dict[tuple[str, str], bool] = {}
+        self._keys: dict[str, list[str]] = {}
+        self._by_chance: dict[tuple[str, str], tuple[str, int]] = {}
+        self._scales: dict[tuple[str, str], Tensor] = {}
 
     def keep(
         self,
@@ -45,7 +40,8 @@ class KeptStates:
         *,
         by_chance: tuple[str, int] | None,
     ) -> Tensor:
-        """``value``, a state before the first update, as it is kept from now on; of the same shape.
+        """Return ``value``, a state before the first update, in its form between updates; of the
+        same shape.
 
         Args:
             by_chance: the name of the parameter in a checkpoint, and which of its elements this
@@ -53,59 +49,57 @@ class KeptStates:
         """
         if spec.kept_as in (None, spec.dtype):
             return value
-        self._specs[name, key] = spec
-        self._of.setdefault(name, []).append(key)
+        self._signed[name, key] = spec.signed
+        self._keys.setdefault(name, []).append(key)
+        dtype = torch.bfloat16
         if spec.kept_as == "8bit":
+            dtype = torch.uint8
             self._scales[name, key] = scales_of(value.numel(), value.device)
-            kept = torch.zeros_like(value, dtype=torch.uint8, memory_format=torch.contiguous_format)
-        else:
-            if by_chance is not None:
-                self._by_chance[name, key] = by_chance
-            kept = torch.empty_like(
-                value, dtype=torch.bfloat16, memory_format=torch.contiguous_format
-            )
+        elif by_chance is not None:
+            self._by_chance[name, key] = by_chance
+        kept = torch.zeros_like(value, dtype=dtype, memory_format=torch.contiguous_format)
         self.write(name, key, kept, value)
         return kept
 
-    def __contains__(self, which: Key) -> bool:
-        """Whether a state is kept in another form than a rule gets."""
-        return which in self._specs
+    def __contains__(self, which: tuple[str, str]) -> bool:
+        """Tell whether a state, by parameter and name, has fewer bits than its rule gets."""
+        return which in self._signed
 
     def of(self, name: str) -> Sequence[str]:
-        """Those states of a parameter that are."""
-        return self._of.get(name, ())
+        """List the states of a parameter that have fewer bits."""
+        return self._keys.get(name, ())
 
     def is_codes(self, name: str, key: str) -> bool:
-        """Whether what is kept says nothing without its scales."""
+        """Tell whether a state says nothing without its scales."""
         return (name, key) in self._scales
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What there is beside what is kept: scales."""
+        """The memory of scales."""
         return tuple(self._scales.values())
 
     def read(self, name: str, key: str, kept: Tensor) -> Tensor:
-        """What a rule gets for ``kept``: float32, new memory, the same shape."""
-        if (scales := self._scales.get((name, key))) is None:
+        """Return the float32 state of ``kept``: new memory, the same shape."""
+        if not self.is_codes(name, key):
             return kept.float()
-        return of_codes(kept.view(-1), scales, signed=self._specs[name, key].signed).view_as(kept)
+        scales, signed = self._scales[name, key], self._signed[name, key]
+        return of_codes(kept.view(-1), scales, signed=signed).view_as(kept)
 
     def write(
         self, name: str, key: str, kept: Tensor, value: Tensor, step: int | None = None
     ) -> None:
-        """Write ``value`` as it is ``kept``.
+        """Write ``value`` into ``kept``.
 
         Args:
-            step: the number of the update that has made it; None for what none has, and is rounded
-                to the nearest.
+            step: the number of the update that made ``value``; without one it is rounded to the
+                nearest.
         """
-        if (scales := self._scales.get((name, key))) is not None:
+        if self.is_codes(name, key):
             flat = value.to(kept.device).reshape(-1).float()
-            to_codes_(kept.view(-1), scales, flat, signed=self._specs[name, key].signed)
-        elif step is not None and (drawn := self._by_chance.get((name, key))) is not None:
-            saved_as, first = drawn
-            round_by_chance_(
-                kept.view(-1), value.reshape(-1), chance_of(self._seed, step, saved_as, key), first
-            )
+            to_codes_(kept.view(-1), self._scales[name, key], flat, signed=self._signed[name, key])
+        elif step is not None and (name, key) in self._by_chance:
+            saved_as, first = self._by_chance[name, key]
+            chance = chance_of(self._seed, step, saved_as, key)
+            round_by_chance_(kept.view(-1), value.reshape(-1), chance, first)
         else:
             kept.copy_(value)

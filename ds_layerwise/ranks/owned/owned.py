@@ -1,11 +1,11 @@
-"""What one rank owns: masters, averaged gradients and optimizer states of its shards, and what
-updates them.
-"""
+"""Masters, averaged gradients and optimizer states of one rank's shards, and their update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,23 +16,53 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.part_views import Seen, first_state, seen_parts
-from ds_layerwise.plan.layout.layout import Layout
+from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.owned.host_memory import HostMemory
-from ds_layerwise.ranks.owned.low_bit_states import KeptStates
+from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.ranks.owned.split_master_store import Remaindered
-from ds_layerwise.ranks.owned.update_sets import update_sets
+from ds_layerwise.ranks.owned.split_master_store import SplitMasters
+from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
 from ds_layerwise.ranks.owned.update_stats import Watch
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.recipes.base.dtypes import MasterDtype
 from ds_layerwise.recipes.base.recipe import StateSpec
 from ds_layerwise.recipes.targets.fused_parts import whole_states
 
-#: Beside the names of states, what a master goes by on the host.
+#: The name of a master where states have theirs.
 MASTER = "fp32"
+
+#: Masters and states by parameter and name, where others than those that lie in place are meant.
+Opened = Mapping[tuple[str, str], Tensor]
+
+#: The mapping of a caller that has nothing to say.
+NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSettings:
+    """Settings of an :class:`Owned`."""
+
+    names: Mapping[str, Sequence[str]]
+    """The names that a parameter's experts have in a checkpoint, by parameter; see
+    :func:`.checkpoint.new_names.expert_names`.
+    """
+    batch_matrices: bool
+    """True where a rule gets whole parameters together, and not one by one."""
+    on_host: Collection[str] = ()
+    """The parameters whose masters and states live in host memory: a bucket at a time comes to the
+    device. The master of a float32 parameter is that parameter, which stays on the device.
+    """
+    pin_memory: bool = False
+    """True where that memory is page-locked."""
+    master_dtype: MasterDtype = "float32"
+    """The form of masters of bfloat16 parameters between two updates; float32 with ``on_host``."""
+    rounding_seed: int = 0
+    """The seed for states that are rounded by chance."""
+    tp_size: int = 1
+    """The number of parts into which tensor parallelism has cut matrices."""
 
 
 class Owned:
@@ -44,143 +74,98 @@ class Owned:
     Args:
         values: the parameter buffer; masters start as its shards.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
-        rules: by parameter, what updates it.
-        names: by parameter, those that its experts have in a checkpoint; see
-            :func:`.checkpoint.new_names.expert_names`.
-        batch_matrices: whether a rule gets whole parameters together, or one by one.
-        on_host: names of the parameters whose master and states are to live in host memory: who has
-            little memory works in little, too, a bucket at a time. The master of a float32
-            parameter is that, which stays on the device.
-        pin_memory: whether that memory is page-locked.
-        master_dtype: what masters of bfloat16 parameters are kept in between two updates; nothing
-            is ``on_host`` unless in float32.
-        rounding_seed: what chance begins with where states are rounded by chance.
-        tp_size: how many parts tensor parallelism has cut matrices into.
+        rules: the rule that updates a parameter, by its name.
     """
 
     def __init__(
         self,
-        layout: Layout,
         rank: int,
         routes: Mapping[str, Route],
         values: FlatBuffer,
         grads: FlatBuffer | None,
         rules: Mapping[str, UpdateRule],
-        *,
-        names: Mapping[str, Sequence[str]],
-        batch_matrices: bool,
-        on_host: Collection[str] = (),
-        pin_memory: bool = False,
-        master_dtype: MasterDtype = "float32",
-        rounding_seed: int = 0,
-        tp_size: int = 1,
+        settings: OwnedSettings,
     ) -> None:
-        self.layout, self.rank, self._rules = layout, rank, rules
-        self._routes, self._names = routes, names
-        self.saved_as = {name: own[rank % len(own)] for name, own in names.items()}
-        """By parameter, the name that a checkpoint has for what this rank holds of it."""
+        self.layout = layout = values.layout
+        self.rank = rank
+        self._rules = rules
+        self._routes = routes
+        self._names = settings.names
+        self.saved_as = {name: own[rank % len(own)] for name, own in settings.names.items()}
+        """The name that a checkpoint has for this rank's piece of a parameter."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
         self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
         self.pieces = self._values.pieces
-        """By bucket, what this rank holds, in memory order."""
-        self.reduced = ReducedGradients(
-            layout,
-            rank,
-            [
-                torch.zeros_like(self._values.bucket(b.index), dtype=torch.float32)
-                if grads is None
-                else _float32(grads.shard(b, rank))
-                for b in layout.buckets
-            ],
-        )
+        """This rank's pieces, by bucket, in memory order."""
+        reduced = []
+        for bucket, shard in zip(layout.buckets, self._values.tensors, strict=True):
+            if grads is None:
+                reduced.append(torch.zeros_like(shard, dtype=torch.float32))
+            else:
+                reduced.append(_float32(grads.shard(bucket, rank)))
+        self.reduced = ReducedGradients(layout, rank, reduced)
         self.device = self._values.bucket(0).device
-        """Where the work is done."""
-        self.host = HostMemory(self.device, pin_memory=pin_memory)
+        """The device that does the work."""
+        self.host = HostMemory(self.device, pin_memory=settings.pin_memory)
         self.states: dict[str, State] = {}
-        """By parameter name, shaped as the parameter's rule sees it, or like the whole of which it
-        sees parts.
+        """States by parameter, shaped as the parameter's rule sees it, or like the whole of which
+        it sees parts.
         """
-        self._kept, self._remaindered = (
-            KeptStates(rounding_seed),
-            Remaindered(
-                layout,
-                rank,
-                self._values,
-                [
-                    b.index
-                    for b in layout.buckets
-                    if (master_dtype, b.dtype) == ("bfloat16+remainder", "bfloat16")
-                ],
-            ),
+        self._low_bit = LowBitStates(settings.rounding_seed)
+        has_split_masters = settings.master_dtype == "bfloat16+remainder"
+        self._split = SplitMasters(
+            self._values,
+            [b.index for b in layout.buckets if has_split_masters and b.dtype == "bfloat16"],
         )
+        self._init_masters(settings.on_host)
+        self.written = torch.zeros((), dtype=torch.bool, device=self.device)
+        """True once masters have followed values, until somebody sets it to False."""
+        self._views_once = {
+            name: self._make_views(name, {})
+            for name in self.states
+            if name not in settings.on_host
+            and not self._split.has(name)
+            and not self._low_bit.of(name)
+        }
+        self._updates = update_sets(
+            self.pieces,
+            routes,
+            rules,
+            batch_matrices=settings.batch_matrices,
+            in_place=() if settings.on_host else self._views_once,
+            tp_size=settings.tp_size,
+            most=max_batch_numel(self.device),
+        )
+        self._begun: set[int] = set()
+
+    def _init_masters(self, on_host: Collection[str]) -> None:
+        """Make masters and first states, bucket by bucket; those ``on_host`` go there at once."""
         shards: list[Tensor | None] = []
         apart: dict[str, Tensor] = {}
         for index, pieces in enumerate(self.pieces):
             shard = self._values.bucket(index)
             hosted = [piece.name for piece in pieces if piece.name in on_host]
             if hosted and shard.dtype != torch.float32:
-                apart.update(
-                    {piece.name: _float32(self._values.piece(piece.name)) for piece in pieces}
-                )
-                masters = torch.empty(0, dtype=torch.float32, device=shard.device)
+                masters = {piece.name: _float32(self._values.piece(piece.name)) for piece in pieces}
+                apart.update(masters)
+                shards.append(None)
             else:
-                masters = _float32(shard)
-            self._init_states(index, hosted, masters, apart)
-            shards.append(None if index in self._remaindered else masters)
-        self._masters = ShardBuffer(layout, rank, shards, apart)
-        self.written = torch.zeros((), dtype=torch.bool, device=self.device)
-        """Whether masters had to follow values since somebody has set this to False."""
-        # Made before anybody counts who looks into the memory of the parameters, see ParamSync.
-        self._seen_once = {
-            piece.name: self._make_views(piece.name, {})
-            for pieces in self.pieces
-            for piece in pieces
-            if piece.name not in on_host
-            and not self._remaindered.has(piece.name)
-            and not any(self._kept.of(piece.name))
-        }
-        self._updates = update_sets(
-            self.pieces,
-            routes,
-            rules,
-            batch_matrices=batch_matrices,
-            in_place=() if on_host else self._seen_once,
-            tp_size=tp_size,
-            most=max_batch_numel(self.device),
-        )
-        self._begun: set[int] = set()
+                shard = _float32(shard)
+                masters = self._values.pieces_of(index, shard)
+                shards.append(None if index in self._split else shard)
+            for piece in pieces:
+                self._init_states(piece, masters[piece.name])
+            del masters
+            self._move_to_host(index, hosted, apart)
+        self._masters = ShardBuffer(self.layout, self.rank, shards, apart)
 
-    def _init_states(
-        self, index: int, hosted: Sequence[str], masters: Tensor, apart: dict[str, Tensor]
-    ) -> None:
-        """Start the states of bucket ``index``; those of ``hosted``, and their masters, go to the
-        host.
-        """
-        origin = self.layout.buckets[index].shard(self.rank)[0]
-        for piece in self.pieces[index]:
-            first = piece.start - origin
-            master = (
-                apart[piece.name] if piece.name in apart else masters[first : first + piece.numel]
-            )
-            route = self._routes[piece.name]
-            by_chance = (
-                (self.saved_as[piece.name], piece.param_start)
-                if route.recipe.rounds_by_chance
-                else None
-            )
-            specs = self._specs_of_states(piece.name)
-            started = self._first_state(piece.name, master.view(route.stored_shape or master.shape))
-            self.states[piece.name] = {
-                key: self._kept.keep(piece.name, key, specs[key], value, by_chance=by_chance)
-                for key, value in started.items()
-            }
-        moving = {
-            (name, key): self.states[name][key]
-            for name in hosted
-            for key, spec in self._specs_of_states(name).items()
-            if not spec.on_host
-        }
-        moving.update({(name, MASTER): apart[name] for name in hosted if name in apart})
+    def _move_to_host(self, index: int, names: Sequence[str], apart: dict[str, Tensor]) -> None:
+        """Move states of bucket ``index``, and masters that are ``apart``, to the host."""
+        moving = {(name, MASTER): apart[name] for name in names if name in apart}
+        for name in names:
+            for key, spec in self._state_specs(name).items():
+                if not spec.on_host:
+                    moving[name, key] = self.states[name][key]
         if moving:
             for (name, key), tensor in self.host.put(index, moving).items():
                 if key == MASTER:
@@ -188,41 +173,53 @@ class Owned:
                 else:
                     self.states[name][key] = tensor
 
-    def _specs_of_states(self, name: str) -> Mapping[str, StateSpec]:
-        """What the recipe of ``name`` keeps of this rank's piece, as its rule sees that."""
+    def _init_states(self, piece: Piece, master: Tensor) -> None:
+        """Start the states of a piece."""
+        name = piece.name
+        route = self._routes[name]
+        seed = (self.saved_as[name], piece.param_start) if route.recipe.rounds_by_chance else None
+        specs = self._state_specs(name)
+        first = self._first_state(name, master.view(route.stored_shape or master.shape))
+        self.states[name] = {
+            key: self._low_bit.keep(name, key, specs[key], value, by_chance=seed)
+            for key, value in first.items()
+        }
+
+    def _state_specs(self, name: str) -> Mapping[str, StateSpec]:
+        """Return the states that the recipe of ``name`` has for this rank's piece."""
         return self._routes[name].states(self._values.piece(name).numel())
 
     def _first_state(self, name: str, master: Tensor) -> State:
-        """The state before the first update. What is like the parameter lies in memory as that
-        does.
-        """
-        route, init = self._routes[name], self._rules[name].init_state
+        """Return the state before the first update, in the memory order of the parameter."""
+        route = self._routes[name]
+        init = self._rules[name].init_state
         if route.parts is not None:
-            return first_state(
-                master, route.parts.places(tuple(master.shape)), whole_states(route.recipe), init
-            )
-        seen = self._seen(name, master)
-        return {
-            key: value.transpose(0, 1).contiguous()
-            if route.by_columns and value.shape == seen.shape
-            else value
-            for key, value in init(seen).items()
-        }
+            places = route.parts.places(tuple(master.shape))
+            return first_state(master, places, whole_states(route.recipe), init)
+        seen = self._as_seen(name, master)
+        state = init(seen)
+        for key, value in state.items():
+            if route.by_columns and value.shape == seen.shape:
+                state[key] = value.transpose(0, 1).contiguous()
+        return state
 
-    def _shaped(self, shards: ShardBuffer, name: str) -> Tensor:
-        """This rank's piece of ``name``: a matrix, a batch of them, or 1-D; blocks of columns as
-        they lie.
-        """
+    def _as_seen(self, name: str, value: Tensor) -> Tensor:
+        """Return ``value`` as the rule of ``name`` sees it: blocks of columns are a batch, too."""
+        if self._routes[name].by_columns and value.dim() == 3:
+            return value.transpose(0, 1)
+        return value
+
+    def _gradient(self, name: str) -> Tensor:
+        """Return the gradient of ``name`` as it lies: a matrix, a batch of matrices, or 1-D."""
         shape = self._routes[name].stored_shape
-        return shards.piece(name) if shape is None else shards.piece(name).view(shape)
+        gradient = self.reduced.piece(name)
+        return gradient if shape is None else gradient.view(shape)
 
-    def _seen(self, name: str, value: Tensor) -> Tensor:
-        """``value``, shaped like the piece of ``name``, as its rule sees it: blocks of columns are
-        a batch, too.
-        """
-        return (
-            value.transpose(0, 1) if self._routes[name].by_columns and value.dim() == 3 else value
-        )
+    def _at(self, name: str, key: str, opened: Opened) -> Tensor:
+        """Return a state or a master: what is ``opened``, else what lies in its place."""
+        if (name, key) in opened:
+            return opened[name, key]
+        return self._masters.piece(name) if key == MASTER else self.states[name][key]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -239,80 +236,83 @@ class Owned:
         factor: float,
         *,
         step: int,
-        factors: Mapping[str, float] | None = None,
+        factors: Mapping[str, float] = NONE,
         leave_out: Collection[str] = (),
-        scaled: Mapping[str, Factors] | None = None,
+        scaled: Mapping[str, Factors] = NONE,
         watch: Watch | None = None,
     ) -> None:
         """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and
         write the values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.updating():``, last
-        bucket first: some parameters of others are updated with them. It is update number ``step``
-        of the run.
+        bucket first: some parameters of other buckets are updated with them.
 
         Args:
+            step: the number of this update in the run.
             factors: by parameter, what replaces ``factor``.
             scaled: by parameter, what masters are multiplied with after their update.
-            watch: what looks on.
+            watch: the statistics to add to.
 
         Raises:
-            StepError: a rule cannot update a parameter, which it names; others are updated.
+            StepError: a rule cannot update a parameter, which the error names; others are updated.
         """
         brought = self.host.bring(index)
-        self._begin(index, brought, factor, factors or {})
+        self._begin(index, brought, factor, factors)
         masters, opened = self._open(index, brought, leave_out)
         for update in self._updates[index]:
             for ahead in update.buckets:
-                self._begin(ahead, {}, factor, factors or {})
-            hyper = update.route.hyper(param_groups[update.route.group])
-            seen = [
-                (name, each)
-                for name in update.names
-                if name not in leave_out
-                # What is always the same is made once.
-                for each in self._seen_once.get(name) or self._make_views(name, opened)
-            ]
-            if not seen:
-                continue
-            copies = [each.copy() for _, each in seen]
-            params, grads, states, *_ = zip(*copies, strict=True)
-            names = [name for name, _ in seen]
-            before = None if watch is None else watch.before(names, params)
-            try:
-                update.rule.update_(params, grads, states, Hyper(**hyper))
-            except UpdateError as error:
-                raise StepError(f"{names[error.index]}: {error}") from error
-            if watch is not None and before is not None:
-                watch.after(update.route.recipe.rule, names, before, params, states)
-            for (_, each), copy in zip(seen, copies, strict=True):
-                each.take_back(copy)
+                self._begin(ahead, NONE, factor, factors)
+            self._run(update, param_groups, opened, leave_out, watch)
         for piece in self.pieces[index]:
-            if scaled and piece.name in scaled:
-                master = opened.get((piece.name, MASTER))
-                scaled[piece.name].scale_(
-                    self._masters.piece(piece.name) if master is None else master, piece.param_start
-                )
+            if piece.name in scaled:
+                master = self._at(piece.name, MASTER, opened)
+                scaled[piece.name].scale_(master, piece.param_start)
         for (name, key), value in opened.items():
             # What was brought for a parameter that is left out is there as it is kept.
-            if (name, key) in self._kept and name not in leave_out:
-                self._kept.write(
-                    name, key, brought.get((name, key), self.states[name][key]), value, step
-                )
+            if (name, key) in self._low_bit and name not in leave_out:
+                self._low_bit.write(name, key, self._at(name, key, brought), value, step)
         if masters is None:
-            self._write_values(index, brought)
+            self.masters_to_values(index, brought)
         else:
-            self._remaindered.close(index, masters)
+            self._split.close(index, masters)
         self.host.send_back(index)
 
-    def _begin(
+    def _run(
         self,
-        index: int,
-        brought: Mapping[tuple[str, str], Tensor],
-        factor: float,
-        factors: Mapping[str, float],
+        update: UpdateSet,
+        param_groups: Sequence[Mapping[str, Any]],
+        opened: Opened,
+        leave_out: Collection[str],
+        watch: Watch | None,
     ) -> None:
-        """Multiply the gradients of bucket ``index``, and let its masters follow, unless it was
+        """Let a rule update those of its parameters that are not left out."""
+        names: list[str] = []
+        views: list[Seen] = []
+        for name in update.names:
+            if name not in leave_out:
+                # What is always the same is made once.
+                own = self._views_once.get(name) or self._make_views(name, opened)
+                views += own
+                names += [name] * len(own)
+        if not views:
+            return
+        copies = [view.copy() for view in views]
+        params, grads, states, *_ = zip(*copies, strict=True)
+        before = [] if watch is None else watch.before(names, params)
+        hyper = update.route.hyper(param_groups[update.route.group])
+        try:
+            update.rule.update_(params, grads, states, Hyper(**hyper))
+        except UpdateError as error:
+            raise StepError(f"{names[error.index]}: {error}") from error
+        if watch is not None:
+            watch.after(update.route.recipe.rule, names, before, params, states)
+        for view, copy in zip(views, copies, strict=True):
+            view.take_back(copy)
+
+    def _begin(
+        self, index: int, brought: Opened, factor: float, factors: Mapping[str, float]
+    ) -> None:
+        """Multiply the gradients of bucket ``index``, and let its masters follow, unless that was
         done ahead.
         """
         if index not in self._begun:
@@ -321,175 +321,159 @@ class Owned:
             self.follow_values(index, brought)
 
     def _open(
-        self, index: int, brought: Mapping[tuple[str, str], Tensor], leave_out: Collection[str]
-    ) -> tuple[Tensor | None, dict[tuple[str, str], Tensor]]:
-        """What rules update of bucket ``index`` that is not where it lies between two updates: all
-        that was ``brought``, and what is kept in fewer bits; first the masters of the whole shard,
-        if they are."""
-        opened, masters = dict(brought), None
-        if index in self._remaindered:
-            masters, pieces, written = self._remaindered.open(index)
+        self, index: int, brought: Opened, leave_out: Collection[str]
+    ) -> tuple[Tensor | None, Opened]:
+        """Return what rules update of bucket ``index`` in memory of its own: all that was
+        ``brought``, and in float32 what has fewer bits between two updates.
+
+        Split masters are one tensor for the whole shard, which comes first, else None.
+        """
+        opened = dict(brought)
+        masters = None
+        if index in self._split:
+            masters, written = self._split.open(index)
             self.written |= written
-            opened.update({(name, MASTER): master for name, master in pieces.items()})
+            for name, master in self._values.pieces_of(index, masters).items():
+                opened[name, MASTER] = master
         for piece in self.pieces[index]:
-            for key in self._kept.of(piece.name) if piece.name not in leave_out else ():
-                kept = brought.get((piece.name, key), self.states[piece.name][key])
-                opened[piece.name, key] = self._kept.read(piece.name, key, kept)
+            if piece.name not in leave_out:
+                for key in self._low_bit.of(piece.name):
+                    kept = self._at(piece.name, key, brought)
+                    opened[piece.name, key] = self._low_bit.read(piece.name, key, kept)
         return masters, opened
 
-    def _make_views(self, name: str, brought: Mapping[tuple[str, str], Tensor]) -> list[Seen]:
-        """Master, gradient and state of ``name``, or of each of its parts, as its rule sees
+    def _make_views(self, name: str, opened: Opened) -> list[Seen]:
+        """Return master, gradient and state of ``name``, or of each of its parts, as its rule sees
         them.
         """
-        route, grad = self._routes[name], self._shaped(self.reduced, name)
-        found = brought.get((name, MASTER))
-        master = (self._masters.piece(name) if found is None else found).view_as(grad)
-        state = {key: brought.get((name, key), value) for key, value in self.states[name].items()}
+        route = self._routes[name]
+        grad = self._gradient(name)
+        master = self._at(name, MASTER, opened).view_as(grad)
+        state = {key: self._at(name, key, opened) for key in self.states[name]}
         if route.parts is not None:
-            return seen_parts(
-                master,
-                grad,
-                state,
-                route.parts.places(tuple(grad.shape)),
-                whole_states(route.recipe),
-            )
-        return [
-            Seen(
-                self._seen(name, master),
-                self._seen(name, grad),
-                {
-                    key: self._seen(name, value) if value.shape == route.stored_shape else value
-                    for key, value in state.items()
-                },
-            )
-        ]
+            places = route.parts.places(tuple(grad.shape))
+            return seen_parts(master, grad, state, places, whole_states(route.recipe))
+        for key, value in state.items():
+            if value.shape == route.stored_shape:
+                state[key] = self._as_seen(name, value)
+        return [Seen(self._as_seen(name, master), self._as_seen(name, grad), state)]
 
-    def masters_to_values(self, index: int) -> None:
+    def values(self, index: int) -> Tensor:
+        """Return this rank's shard of the parameter buffer."""
+        return self._values.bucket(index)
+
+    def masters_to_values(self, index: int, brought: Opened = NONE) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""
-        if index not in self._remaindered:
-            self._write_values(index, {})
-
-    def _write_values(self, index: int, brought: Mapping[tuple[str, str], Tensor]) -> None:
         for name, values, masters in self._homes(index):
             values.copy_(brought.get((name, MASTER), masters))
 
-    def values(self, index: int) -> Tensor:
-        """This rank's shard of the parameter buffer."""
-        return self._values.bucket(index)
+    def follow_values(self, index: int, brought: Opened = NONE) -> None:
+        """Let masters follow writes of others than :meth:`update` into this rank's shard of the
+        parameter buffer; see :mod:`.ranks.owned.weight_writes`.
 
-    def follow_values(
-        self, index: int, brought: Mapping[tuple[str, str], Tensor] | None = None
-    ) -> None:
-        """Let masters follow what somebody else than :meth:`update` has written into this rank's
-        shard of the parameter buffer; see :mod:`.ranks.owned.weight_writes`. States stay as they
-        are."""
-        # Those with remainders follow whenever they are read.
-        for name, values, masters in self._homes(index) if index not in self._remaindered else ():
-            self.written |= follow_((brought or {}).get((name, MASTER), masters), values).to(
-                self.device
-            )
-
-    def followed(self, name: str) -> Tensor:
-        """What the next update of a parameter starts from: its master, live, or a copy of it on the
-        host that has followed what was written into its value. The master waits: the old value may
-        come back before the update."""
-        master, value = self.value(name), self._values.piece(name)
-        return followed(master, value) if value.dtype != torch.float32 else master
+        States stay as they are. Split masters follow whenever they are read.
+        """
+        for name, values, masters in self._homes(index):
+            followed = follow_(brought.get((name, MASTER), masters), values)
+            self.written |= followed.to(self.device)
 
     def values_to_masters(self, index: int) -> None:
-        """Masters from this rank's shard of the parameter buffer."""
-        if index in self._remaindered:
-            self._remaindered.follow(index)
-            return
+        """Set masters to this rank's shard of the parameter buffer."""
+        if index in self._split:
+            self._split.follow(index)
         for _, values, masters in self._homes(index):
             masters.copy_(values)
 
     def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
-        """Values of bucket ``index`` and masters with memory of their own: by name, or all at once
-        if none is apart.
+        """List the values of bucket ``index`` and masters with memory of their own: by name, or all
+        at once, without a name, if none is apart.
         """
-        values, masters = self._values.bucket(index), self._masters.bucket(index)
-        homes = (
-            [("", values, masters)]
-            if values.numel() == masters.numel()
-            else [
-                (piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
-                for piece in self.pieces[index]
-            ]
-        )
-        return [home for home in homes if home[1].data_ptr() != home[2].data_ptr()]
+        values = self._values.bucket(index)
+        if values.dtype == torch.float32 or index in self._split:
+            return []
+        if self._masters.has(index):
+            return [("", values, self._masters.bucket(index))]
+        return [
+            (piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
+            for piece in self.pieces[index]
+        ]
 
-    def rule_records(self, elsewhere: Mapping[str, Route] | None = None) -> dict[str, RuleRecord]:
-        """By name in a checkpoint, over all ranks, what that needs to know of a parameter's
-        optimizer; also of those ``elsewhere``, which are not in this layout."""
-        here = {
-            saved: self._routes[slot.name]
-            for bucket in self.layout.buckets
-            for slot in bucket.slots
-            for saved in self._names[slot.name]
-        }
-        routes = {**(elsewhere or {}), **here}
-        # What a class that nobody here wrote keeps may depend on the shape, and what has parts
-        # keeps by part.
-        kinds = {
-            name: (route.recipe, route.parts, route.matrix_shape, route.is_cut)
-            for name, route in routes.items()
-        }
-        records = {kind: _rule_record(routes[name]) for name, kind in kinds.items()}
-        return {name: records[kind] for name, kind in kinds.items()}
+    def followed(self, name: str) -> Tensor:
+        """Return the master that the next update of a parameter starts from.
+
+        It is live, or a copy on the host that has followed a write into its value. The master
+        itself waits: the old value may come back before the update.
+        """
+        master = self.value(name)
+        value = self._values.piece(name)
+        return master if value.dtype == torch.float32 else followed(master, value)
+
+    def rule_records(self, elsewhere: Mapping[str, Route] = NONE) -> dict[str, RuleRecord]:
+        """Return what a checkpoint needs to know of optimizers: by a parameter's name in it, over
+        all ranks; also of those ``elsewhere``, which are not in this layout.
+        """
+        routes = dict(elsewhere)
+        for bucket in self.layout.buckets:
+            for slot in bucket.slots:
+                routes.update(dict.fromkeys(self._names[slot.name], self._routes[slot.name]))
+        records: dict[object, RuleRecord] = {}
+        found: dict[str, RuleRecord] = {}
+        for name, route in routes.items():
+            # The states of a foreign class may depend on the shape, and parts have states each.
+            kind = (route.recipe, route.parts, route.matrix_shape, route.is_cut)
+            if kind not in records:
+                records[kind] = RuleRecord(
+                    route.recipe.family,
+                    tuple(sorted(route.states(1))),
+                    route.recipe.gradient_average,
+                    route.meaning,
+                )
+            found[name] = records[kind]
+        return found
 
     def state_keys(self, name: str) -> tuple[str, ...]:
-        """The states of ``name`` that have one element for each of the parameter, and ``step`` if
-        there is one.
+        """List the states of ``name`` that have one element for each of the parameter, and ``step``
+        if there is one.
         """
         route = self._routes[name]
         shape = route.matrix_shape or (1,)
-        return tuple(
-            sorted(
-                key for key, spec in route.states(1).items() if spec.shape == shape or key == "step"
-            )
-        )
+        specs = route.states(1).items()
+        return tuple(sorted(key for key, spec in specs if spec.shape == shape or key == "step"))
 
     def record(self, *, to_save: bool = False) -> ShardRecord:
-        """Masters and states by name in a checkpoint, as views into live memory.
+        """Return masters and states by name in a checkpoint, as views into live memory.
 
-        What says nothing by itself, remainders and codes, is float32 on the host, which
+        Split masters and 8-bit codes say nothing by themselves: they are float32 on the host, which
         :meth:`take_back` takes. With ``to_save`` masters are :meth:`followed`, to be read alone.
         """
-        pieces = tuple(
-            PieceRecord(
-                self.saved_as[piece.name],
-                piece.param_start,
-                self._recorded(
-                    piece.name, MASTER, self.followed if to_save else self._masters.piece
-                ),
-                {key: self._recorded(piece.name, key) for key in self.states[piece.name]},
-            )
-            for pieces in self.pieces
-            for piece in pieces
-        )
+        records = []
+        for pieces in self.pieces:
+            for piece in pieces:
+                name = piece.name
+                follows = to_save and self._is_live(name, MASTER)
+                master = self.followed(name) if follows else self._recorded(name, MASTER)
+                state = {key: self._recorded(name, key) for key in self.states[name]}
+                records.append(PieceRecord(self.saved_as[name], piece.param_start, master, state))
         return ShardRecord(
             self.rank,
             self.layout.world_size,
             self.layout.to_json(),
             self.layout.digest(),
-            pieces,
+            tuple(records),
             {name: tuple(saved) for name, saved in self._names.items() if len(saved) > 1},
         )
 
-    def _recorded(
-        self, name: str, key: str, master: Callable[[str], Tensor] | None = None
-    ) -> Tensor:
-        if self._is_live(name, key):
-            value = self.states[name][key] if master is None else master(name)
-        else:
-            value = self.value(name, key).cpu()
-        return value.view(-1) if value.shape == self._shaped(self.reduced, name).shape else value
+    def _recorded(self, name: str, key: str) -> Tensor:
+        """Return a master or a state as :meth:`record` gives it."""
+        value = (
+            self._at(name, key, NONE) if self._is_live(name, key) else self.value(name, key).cpu()
+        )
+        return value.view(-1) if value.shape == self._gradient(name).shape else value
 
     def _is_live(self, name: str, key: str) -> bool:
-        return not (
-            self._remaindered.has(name) if key == MASTER else self._kept.is_codes(name, key)
-        )
+        if key == MASTER:
+            return not self._split.has(name)
+        return not self._low_bit.is_codes(name, key)
 
     def take_back(
         self, record: ShardRecord, written: Callable[[Tensor], bool], *, masters_win: bool
@@ -497,8 +481,8 @@ class Owned:
         """Take over what of :meth:`record` is no view of live memory, and was ``written`` since.
 
         Args:
-            masters_win: whether weights become what masters round to, or masters those weights that
-                they do not.
+            masters_win: True where weights become what masters round to, False where masters become
+                those weights that they do not round to.
         """
         for piece in record.pieces:
             name = self._known_as[piece.name]
@@ -509,67 +493,54 @@ class Owned:
                     self.set_value(name, key, value)
 
     def value(self, name: str, key: str = MASTER) -> Tensor:
-        """What this rank holds of the master of a parameter, or of one of its states; of what is
-        kept in fewer bits than say it by themselves a float32 copy, else live."""
+        """Return this rank's piece of the master of a parameter, or of one of its states: live, or
+        a float32 copy of what says nothing by itself.
+        """
         if self._is_live(name, key):
-            return self._masters.piece(name) if key == MASTER else self.states[name][key]
-        return (
-            self._remaindered.piece(name)
-            if key == MASTER
-            else self._kept.read(name, key, self.states[name][key])
-        )
+            return self._at(name, key, NONE)
+        if key == MASTER:
+            return self._split.piece(name)
+        return self._low_bit.read(name, key, self.states[name][key])
 
     def set_value(self, name: str, key: str, value: Tensor) -> None:
-        """Write what :meth:`value` gives; with remainders, the weights that a master rounds to as
-        well.
+        """Write what :meth:`value` gives; with split masters, the weights that a master rounds to
+        as well.
         """
         if key != MASTER:
-            self._kept.write(
-                name, key, self.states[name][key], value.view_as(self.states[name][key])
-            )
-        elif self._remaindered.has(name):
-            self._remaindered.set_piece(name, value)
+            state = self.states[name][key]
+            self._low_bit.write(name, key, state, value.view_as(state))
+        elif self._split.has(name):
+            self._split.set_piece(name, value)
         else:
             self._masters.piece(name).copy_(value)
 
     @property
     def masters(self) -> tuple[Tensor, ...]:
         """The memory of masters; what it shares with parameters is in it."""
-        return (*self._masters.tensors, *self._remaindered.tensors)
+        return (*self._masters.tensors, *self._split.tensors)
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
         """The memory of states that is not in them."""
-        return self._kept.tensors
+        return self._low_bit.tensors
 
     def restart(self, saved_as: str, keys: Iterable[str]) -> None:
         """Set states of a parameter, by its name in a checkpoint, back to what they are before the
         first update.
         """
         name = self._known_as[saved_as]
-        start = self._first_state(name, self.value(name).view_as(self._shaped(self.reduced, name)))
+        start = self._first_state(name, self.value(name).view_as(self._gradient(name)))
         for key in keys:
             self.set_value(name, key, start[key])
 
     def master_from_values(self, saved_as: str) -> None:
-        """The master of what this rank holds of a parameter from its place in the parameter
-        buffer.
-        """
+        """Set this rank's piece of a master, by its name in a checkpoint, to the value."""
         name = self._known_as[saved_as]
         values = self._values.piece(name)
-        if self._remaindered.has(name) or values.data_ptr() != self._masters.piece(name).data_ptr():
+        if values.dtype != torch.float32:
             self.set_value(name, MASTER, values)
 
 
-def _rule_record(route: Route) -> RuleRecord:
-    return RuleRecord(
-        route.recipe.family,
-        tuple(sorted(route.states(1))),
-        route.recipe.gradient_average,
-        route.meaning,
-    )
-
-
 def _float32(shard: Tensor) -> Tensor:
-    """A float32 copy of ``shard``, or ``shard`` itself where it is float32 already."""
+    """Return ``shard`` itself where it is float32, else a float32 copy."""
     return shard.detach().float()

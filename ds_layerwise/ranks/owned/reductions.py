@@ -1,6 +1,4 @@
-"""What many tensors of a rank add up to, in few operations, and without a copy of any as a
-whole.
-"""
+"""Sums over many tensors of a rank, in few operations, and without a copy of a whole tensor."""
 
 from __future__ import annotations
 
@@ -17,20 +15,17 @@ _SQUARED_AT_A_TIME = 1 << 22
 
 
 def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements of 1-D ``views``, 0-d, float64 where the device has
-    it.
+    """Return the sum of the squares of all elements of 1-D ``views``, 0-d, float64 where the device
+    has it.
 
     No finite float32 overflows it, and how parameters are cut does not show in the float32 norm.
     """
     wide = widest_float()
-    # Each part may be copied into the wide dtype.
-    parts = [
-        part
-        for view in views
-        for part in (
-            (view,) if view.numel() <= _SQUARED_AT_A_TIME else torch.split(view, _SQUARED_AT_A_TIME)
-        )
-    ]
+    parts: list[Tensor] = []
+    for view in views:
+        # Each part may be copied into the wide dtype.
+        small = view.numel() <= _SQUARED_AT_A_TIME
+        parts += [view] if small else torch.split(view, _SQUARED_AT_A_TIME)
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
@@ -42,15 +37,16 @@ class ReducedGradients(ShardBuffer):
     def sum_of_squares(
         self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None
     ) -> Tensor:
-        """See :func:`sum_of_squares`.
+        """Return :func:`sum_of_squares` of all parameters.
 
         Args:
-            leave_out, only: parameters that do not count, and those that do alone; None for all.
+            leave_out: parameters that do not count.
+            only: the only parameters that count; None for all.
         """
         return sum_of_squares(self._parts(leave_out, only), self.bucket(0).device)
 
     def number_of_zeros(self, *, leave_out: Collection[str]) -> Tensor:
-        """How many elements are zero, 0-d, in the widest float of the device; what is NaN is not.
+        """Count the elements that are zero, 0-d, in the widest float of the device; NaN is not.
 
         Args:
             leave_out: parameters that do not count.
@@ -65,19 +61,19 @@ class ReducedGradients(ShardBuffer):
         self, leave_out: Collection[str], only: Collection[str] | None = None
     ) -> list[Tensor]:
         return [
-            self.piece(piece.name)
-            for pieces in self.pieces
-            for piece in pieces
-            if piece.name not in leave_out and (only is None or piece.name in only)
+            view
+            for name, view in self._views.items()
+            if name not in leave_out and (only is None or name in only)
         ]
 
     def multiply_(self, index: int, factor: float, factors: Mapping[str, float]) -> None:
-        """Multiply those of bucket ``index`` by ``factor``, or by parameter with what ``factors``
-        has in its place.
+        """Multiply those of bucket ``index`` by ``factor``, or by what ``factors`` has for a
+        parameter in its place.
         """
-        alike: dict[float, list[Tensor]] = {}
+        by_factor: dict[float, list[Tensor]] = {}
         for piece in self.pieces[index]:
-            alike.setdefault(factors.get(piece.name, factor), []).append(self.piece(piece.name))
-        for each, gradients in alike.items():
-            if each != 1:
-                torch._foreach_mul_(gradients, each)
+            own = factors.get(piece.name, factor)
+            by_factor.setdefault(own, []).append(self.piece(piece.name))
+        for own, gradients in by_factor.items():
+            if own != 1:
+                torch._foreach_mul_(gradients, own)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What the outputs of a layer are multiplied with.
+    """Factors for the outputs of a layer.
 
     Args:
         values: 1-D float32, one for each output.
-        axis: which axis of the parameter the outputs are.
-        cols: how long its last axis is; 1 for a bias.
+        axis: the axis of the parameter that the outputs are.
+        cols: the length of its last axis; 1 for a bias.
     """
 
     values: Tensor

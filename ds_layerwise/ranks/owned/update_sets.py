@@ -1,4 +1,4 @@
-"""Which of a rank's parameters one call of a rule updates."""
+"""Parameters of a rank that one call of a rule updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UpdateSet:
     """The route of the first; the others' differ in nothing that an update asks for."""
     names: tuple[str, ...]
     buckets: tuple[int, ...]
-    """Those that they are in, last first."""
+    """The buckets of these parameters, last first."""
 
 
 def update_sets(
@@ -35,55 +35,40 @@ def update_sets(
     most: int,
     tp_size: int = 1,
 ) -> list[list[UpdateSet]]:
-    """By bucket, what is updated when it is its turn, last bucket first; see
+    """List by bucket what is updated when it is its turn, last bucket first; see
     :mod:`.plan.planner.update_batches`.
 
     Args:
-        pieces: by bucket, what the rank holds.
-        rules: by parameter, what updates it.
+        pieces: this rank's pieces by bucket.
+        rules: the rule that updates a parameter, by its name.
         batch_matrices: whether a rule gets whole parameters together, or one by one.
-        in_place: parameters that are updated where they lie. What is brought, or opened, for its
-            update takes memory meanwhile: a bucket that has such parameters is updated by itself.
+        in_place: parameters that are updated where they lie. Others take memory during their
+            update: a bucket that has one is updated by itself.
         most: elements of matrices of one shape that the device takes together.
-        tp_size: how many parts tensor parallelism has cut matrices into.
+        tp_size: the number of parts into which tensor parallelism has cut matrices.
     """
-    bucket_of = {piece.name: index for index, held in enumerate(pieces) for piece in held}
-    limits = [most if all(piece.name in in_place for piece in held) else 0 for held in pieces]
-    found = together(
-        [
-            [
-                _matrices(
-                    piece,
-                    routes[piece.name],
-                    batch_matrices=batch_matrices,
-                    most=limit,
-                    tp_size=tp_size,
-                )
-                for piece in held
-            ]
-            for held, limit in zip(pieces, limits, strict=True)
-        ]
-    )
-    named = [[tuple(each.name for each in update) for update in updates] for updates in found]
-    return [
-        [
-            UpdateSet(
-                rules[names[0]],
-                routes[names[0]],
-                names,
-                tuple(sorted({bucket_of[name] for name in names}, reverse=True)),
-            )
-            for names in updates
-        ]
-        for updates in named
-    ]
+    bucket_of: dict[str, int] = {}
+    matrices: list[list[Matrices]] = []
+    for index, own in enumerate(pieces):
+        limit = most if all(piece.name in in_place for piece in own) else 0
+        matrices.append([])
+        for piece in own:
+            route = routes[piece.name]
+            bucket_of[piece.name] = index
+            # Copies are as large as what is copied: one parameter after another.
+            alone = bool(route.copied) or (route.whole and not batch_matrices)
+            matrices[-1].append(_matrices(piece, route, alone, 0 if alone else limit, tp_size))
+    sets: list[list[UpdateSet]] = []
+    for updates in together(matrices):
+        sets.append([])
+        for update in updates:
+            names = tuple(member.name for member in update)
+            buckets = tuple(sorted({bucket_of[name] for name in names}, reverse=True))
+            sets[-1].append(UpdateSet(rules[names[0]], routes[names[0]], names, buckets))
+    return sets
 
 
-def _matrices(
-    piece: Piece, route: Route, *, batch_matrices: bool, most: int, tp_size: int
-) -> Matrices:
-    # Copies are as large as what is copied: one parameter after another.
-    alone = piece.name if route.copied or (route.whole and not batch_matrices) else None
+def _matrices(piece: Piece, route: Route, alone: bool, most: int, tp_size: int) -> Matrices:
     same = replace(
         route,
         name="",
@@ -95,9 +80,11 @@ def _matrices(
         by_user=False,
         sent_away=False,
     )
-    most = 0 if alone else min(most, route.recipe.full_batch_numel)
+    most = min(most, route.recipe.full_batch_numel)
     numels: Counter[tuple[int, int]] = Counter()
-    for seen in route.seen(piece.numel).values() if most else ():
-        shape = route.multiplied(seen, tp_size)
-        numels[shape[-2], shape[-1]] += math.prod(shape)
-    return Matrices(piece.name, (same, alone), sorted(numels.items()), most)
+    if most:
+        for seen in route.seen(piece.numel).values():
+            shape = route.multiplied(seen, tp_size)
+            numels[shape[-2], shape[-1]] += math.prod(shape)
+    key = (same, piece.name if alone else None)
+    return Matrices(piece.name, key, sorted(numels.items()), most)

@@ -1,10 +1,9 @@
-"""How far updates move weights, and how long momenta are, by optimizer: looked at while masters are
-where they work.
-"""
+"""Sizes of updates and of momenta by optimizer, measured while masters are where they work."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -19,12 +18,11 @@ _MOMENTA = ("momentum_buffer", "exp_avg")
 
 
 class Watch:
-    """Adds up over one update what it is told of each rule's parameters, and then over all ranks of
-    a model.
+    """Sums of squares of one update, by rule, over the ranks of a model.
 
     Args:
         rules: the names of all rules of the model, the same on every rank.
-        update_rms, momentum_norm: what is asked for.
+        update_rms, momentum_norm: the statistics to make.
         counted_elsewhere: parameters that another rank of the same model has, too, and counts.
         sum_over_ranks: adds up a tensor over all ranks of a model, in place.
     """
@@ -40,22 +38,21 @@ class Watch:
         device: torch.device,
     ) -> None:
         self._rules = sorted(rules)
-        self._update_rms, self._momentum_norm = update_rms, momentum_norm
-        self._elsewhere, self._sum_over_ranks, self._device = (
-            counted_elsewhere,
-            sum_over_ranks,
-            device,
-        )
+        self._update_rms = update_rms
+        self._momentum_norm = momentum_norm
+        self._elsewhere = counted_elsewhere
+        self._sum_over_ranks = sum_over_ranks
+        self._device = device
         self.restart()
 
     def restart(self) -> None:
         """Forget what was added up."""
-        # Of changes and of momenta: the sum of squares, and how many elements there are of them.
+        # Sums of squares and numbers of elements of changes and of momenta.
         self._squares: dict[tuple[str, str], list[Tensor]] = {}
-        self._numels: dict[tuple[str, str], int] = {}
+        self._numels: Counter[tuple[str, str]] = Counter()
 
     def before(self, names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
-        """What :meth:`after` compares with: copies of masters that are about to be updated."""
+        """Copy masters that are about to be updated, for :meth:`after`."""
         return [
             param.clone()
             for name, param in zip(names, params, strict=True)
@@ -70,53 +67,49 @@ class Watch:
         params: Sequence[Tensor],
         states: Sequence[State],
     ) -> None:
-        """Take note of an update by the rule of that name; ``before`` is overwritten."""
+        """Add up an update by the rule of that name; ``before`` is overwritten."""
         counted = [i for i, name in enumerate(names) if name not in self._elsewhere]
         if before:
             torch._foreach_sub_(before, [params[i] for i in counted])
             self._add("update", rule, before)
         if self._momentum_norm:
-            momenta = [
-                next((states[i][key] for key in _MOMENTA if key in states[i]), None)
-                for i in counted
-            ]
-            self._add("momentum", rule, [each for each in momenta if each is not None])
+            momenta = []
+            for i in counted:
+                for key in _MOMENTA:
+                    if key in states[i]:
+                        momenta.append(states[i][key])
+                        break
+            self._add("momentum", rule, momenta)
 
-    def _add(self, what: str, rule: str, values: list[Tensor]) -> None:
+    def _add(self, kind: str, rule: str, values: list[Tensor]) -> None:
         flat = [value.reshape(-1) for value in values]
-        self._squares.setdefault((what, rule), []).append(sum_of_squares(flat, self._device))
-        self._numels[what, rule] = self._numels.get((what, rule), 0) + sum(
-            value.numel() for value in flat
-        )
+        self._squares.setdefault((kind, rule), []).append(sum_of_squares(flat, self._device))
+        self._numels[kind, rule] += sum(value.numel() for value in flat)
 
     def settle(self, *, failed: bool = False) -> dict[str, float]:
-        """What the ranks have together, by name. Every rank of the world must call this at the same
-        point.
+        """Return the statistics over all ranks, by name. Every rank of the world must call this at
+        the same point.
 
         Args:
             failed: whether the update ended on this rank before its time: then no rank has
                 anything.
         """
-        keys = [(what, rule) for what in ("update", "momentum") for rule in self._rules]
+        keys = [(kind, rule) for kind in ("update", "momentum") for rule in self._rules]
         none = torch.zeros((), dtype=widest_float(), device=self._device)
-        squares = [
-            torch.stack(self._squares[key]).sum() if key in self._squares else none for key in keys
-        ]
         # Filled on the device: a copy would wait for it.
-        numels = [
-            torch.full_like(none, number)
-            for number in (*(self._numels.get(key, 0) for key in keys), failed)
-        ]
-        sums = torch.stack([*squares, *numels])
-        self._sum_over_ranks(sums)
+        sums = [torch.full_like(none, failed)]
+        for key in keys:
+            squares = self._squares.get(key)
+            sums.append(torch.stack(squares).sum() if squares else none)
+            sums.append(torch.full_like(none, self._numels[key]))
+        total = torch.stack(sums)
+        self._sum_over_ranks(total)
         self.restart()
-        *found, any_failed = sums.tolist()
-        told: dict[str, float] = {}
-        for (what, rule), square, numel in zip(
-            keys, found[: len(keys)], found[len(keys) :], strict=True
-        ):
+        any_failed, *rest = total.tolist()
+        stats: dict[str, float] = {}
+        for (kind, rule), square, numel in zip(keys, rest[::2], rest[1::2], strict=True):
             if numel and not any_failed:
-                told[f"{what}_{'rms' if what == 'update' else 'norm'}_{rule}"] = math.sqrt(
-                    square / numel if what == "update" else square
-                )
-        return told
+                is_update = kind == "update"
+                name = f"update_rms_{rule}" if is_update else f"momentum_norm_{rule}"
+                stats[name] = math.sqrt(square / numel if is_update else square)
+        return stats

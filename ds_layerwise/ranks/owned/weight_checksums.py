@@ -1,10 +1,11 @@
-"""Weights that are written between two steps have to be the same on all ranks: each holds to its
+"""A comparison over ranks of weights that are written between two steps: each rank steps from its
 own part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ _AT_A_TIME = 1 << 22
 
 
 class SameWeights:
-    """Notices what was written through a parameter, and compares that over ranks.
+    """A comparison over ranks of what was written through parameters.
 
     Note: what is noticed
         A parameter counts what is written through it (``load_state_dict``, any operation in place),
@@ -27,21 +28,21 @@ class SameWeights:
 
     Args:
         params: the trained parameters by name.
-        ep_size: by parameter, how many ranks in a row hold other experts under its name.
+        ep_size: the number of ranks in a row with other experts under a parameter's name.
         group: ranks with the same part of the model.
     """
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], ep_size: Mapping[str, int], *, group: comm.Group
     ) -> None:
-        self._params, self._group = params, group
-        rank = comm.rank_of(group)
-        self._ep_rank = {name: rank % count for name, count in ep_size.items()}
+        self._params = params
+        self._group = group
+        self._ep_size = ep_size
         self._seen = {name: param._version for name, param in params.items()}
         self._said = False
 
     def noticed(self, followed: Tensor) -> Tensor:
-        """What a sum over all ranks is for :meth:`settle`, 0 or 1.
+        """Return what is added up over all ranks for :meth:`settle`, 0 or 1 each.
 
         Args:
             followed: 0-d bool, whether masters had to follow weights on this rank.
@@ -49,23 +50,24 @@ class SameWeights:
         return torch.stack([followed, torch.full_like(followed, bool(self.written()))]).float()
 
     def settle(self, followed: bool, written: bool) -> None:
-        """Say once that masters followed weights on any rank, and compare what was written on any.
+        """Announce once that masters followed weights, and compare weights written on any rank.
 
         Raises:
             StepError: see :meth:`check`.
         """
-        if followed and not self._said and comm.rank_of(None) == 0:
-            # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
-            announce(
-                "ds_layerwise: weights were written between two steps; their float32 masters "
-                "followed, and momentum and averages stayed"
-            )
-        self._said = self._said or followed
+        if followed and not self._said:
+            self._said = True
+            if comm.rank_of(None) == 0:
+                # DeepSpeed's logger is silent below warnings by default.
+                announce(
+                    "ds_layerwise: weights were written between two steps; their float32 masters "
+                    "followed, and momentum and averages stayed"
+                )
         if written:
             self.check()
 
     def written(self) -> list[str]:
-        """The names of the parameters that were written on this rank since :meth:`check`."""
+        """List the parameters that were written on this rank since :meth:`check`."""
         return [name for name, param in self._params.items() if param._version != self._seen[name]]
 
     def check(self) -> None:
@@ -75,36 +77,34 @@ class SameWeights:
         Raises:
             StepError: ranks have different values for it, of which most would be lost.
         """
-        anywhere = dict.fromkeys(
-            name
-            for names in comm.gather_objects(self.written(), group=self._group)
-            for name in names
-        )
+        everywhere = comm.gather_objects(self.written(), group=self._group)
+        anywhere = dict.fromkeys(chain(*everywhere))
         with comm.Alike(None):
-            mine = {name: (self._ep_rank[name], checksum(self._params[name])) for name in anywhere}
+            mine = {name: checksum(self._params[name]) for name in anywhere}
         everyone = comm.gather_objects(mine, group=self._group)
         with comm.Alike(None):
             for name in anywhere:
-                seen: dict[int, tuple[int, object]] = {}
-                for rank, (ep_rank, value) in enumerate(each[name] for each in everyone):
-                    first, expected = seen.setdefault(ep_rank, (rank, value))
-                    if value != expected:
-                        raise StepError(
-                            f"{name} was written since the last step, and is not the same on ranks "
-                            f"{first} and {rank}; write the same values on every rank, or "
-                            "broadcast them"
-                        )
+                self._compare(name, [sums[name] for sums in everyone])
         self._seen = {name: param._version for name, param in self._params.items()}
+
+    def _compare(self, name: str, sums: Sequence[object]) -> None:
+        ep_size = self._ep_size[name]
+        for rank, value in enumerate(sums):
+            first = rank % ep_size
+            if value != sums[first]:
+                raise StepError(
+                    f"{name} was written since the last step, and is not the same on ranks "
+                    f"{first} and {rank}; write the same values on every rank, or broadcast them"
+                )
 
 
 @torch.no_grad()
 def checksum(values: Tensor) -> tuple[int, int]:
-    """Two whole numbers that tell tensors of one shape and dtype apart, also by where in them a
-    value stands.
+    """Return two whole numbers that tell tensors of one shape and dtype apart, also by where in
+    them a value stands.
     """
-    bits = (
-        values.detach().reshape(-1).view(torch.int32 if values.element_size() == 4 else torch.int16)
-    )
+    dtype = torch.int32 if values.element_size() == 4 else torch.int16
+    bits = values.detach().reshape(-1).view(dtype)
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
     for start in range(0, bits.numel(), _AT_A_TIME):
         some = bits[start : start + _AT_A_TIME].long()

@@ -1,7 +1,7 @@
-"""Weights that somebody else than the optimizer has written, such as ``load_state_dict`` or an
-average that is tried.
+"""Writes into weights by others than the optimizer, such as ``load_state_dict`` or an average that
+is tried.
 
-Masters are what a step starts from, and would undo the write without a word.
+A step starts from masters, which would undo the write without a word.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _AT_A_TIME = 1 << 22
 
 
 def followed(masters: Tensor, values: Tensor) -> Tensor:
-    """``masters`` itself where it rounds to ``values``, else a copy on the host that has followed
-    them.
+    """Return ``masters`` itself where it rounds to ``values``, else a copy on the host that has
+    followed them.
     """
     if not any(_differs(*some).any() for some in _some_at_a_time(masters, values)):
         return masters
@@ -50,8 +50,8 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
 
 
 def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, masters.numel(), _AT_A_TIME):
-        master, value = (t[start : start + _AT_A_TIME] for t in (masters, values))
+    parts = (torch.split(flat, _AT_A_TIME) for flat in (masters, values))
+    for master, value in zip(*parts, strict=True):
         yield master, value.to(master.device)
 
 

@@ -1,10 +1,9 @@
-"""In which order buckets of gradients start on their way to their owners, and what may be waited
-for.
-"""
+"""The order in which buckets of gradients start on their way to their owners, and their waits."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
@@ -13,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.plan.network.reduction import sum_dtype
 from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.comm.streams import Moment, SideStream
-from ds_layerwise.ranks.owned.buffers import DTYPES, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer, cut_of, dtype_name
 from ds_layerwise.ranks.sync.bucket_transfers import Wires
 from ds_layerwise.ranks.sync.exchange import Exchange
 
 
 def late_gradient(name: str, bucket: int) -> StepError:
-    """The error for a gradient that comes when its bucket is gone."""
+    """Return the error for a gradient that comes when its bucket is gone."""
     return StepError(
         f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; call "
         "engine.step() after every micro-batch, also of those that accumulate. Where the loss of "
@@ -37,8 +37,17 @@ def late_gradient(name: str, bucket: int) -> StepError:
     )
 
 
+def nothing_reduced() -> StepError:
+    """Return the error for a step without gradients."""
+    return StepError(
+        "step() before the gradients were reduced: no backward pass reached the boundary of "
+        "gradient accumulation; call engine.backward(loss) first, and engine.step() after every "
+        "micro-batch, also of those that accumulate: it counts them, and updates after the last"
+    )
+
+
 class Gradients(Enum):
-    """What there is of the gradients of a step."""
+    """The state of the gradients of a step."""
 
     NONE = auto()
     """No backward pass has left any."""
@@ -54,9 +63,8 @@ class Gradients(Enum):
     """The averages over all ranks, at their owners: nothing is to come before the step."""
 
 
-class BucketOrder:
-    """When a bucket starts: once its gradients and all buckets before it are there, and a few at a
-    time at most.
+class BucketOrder(ABC):
+    """Starts a bucket once its gradients and all buckets before it are there, a few at a time.
 
     Note: what a backward pass may wait for
         Nothing that depends on the backward pass of another rank: that one may not use a parameter,
@@ -80,37 +88,84 @@ class BucketOrder:
         stream of reductions: so the next bucket is copied while this one travels, and is inside its
         node while this one is between nodes. The next but one, whose turn it is then, waits for
         both.
+
+    Args:
+        params: the trainable parameters by name.
+        reduced: the memory of the averaged gradient of this rank's shards, float32; may alias
+            ``grads``.
+        grads: the memory in which micro-batches accumulate, laid out like the parameters, if any.
+        divide_by: the sum over ranks over this is the average.
+        wire_dtype: returns the dtype that the gradients of a bucket travel in.
+        max_waiting: the number of buckets that may have all their gradients and wait, before the
+            backward pass waits for them; None for any number.
     """
 
     def __init__(
         self,
-        layout: Layout,
-        rank: int,
         params: Mapping[str, nn.Parameter],
         reduced: ShardBuffer,
+        grads: FlatBuffer | None = None,
         *,
         wires: Wires,
         divide_by: float,
         wire_dtype: Callable[[Bucket], torch.dtype],
         max_waiting: int | None = None,
     ) -> None:
-        self.layout, self.rank, self.reduced = layout, rank, reduced
-        self._params, self._wires = params, wires
-        self._divide_by, self._wire_dtype = divide_by, wire_dtype
-        # Of a device, where a number may wait: gradients, and when they have been copied.
+        self.layout = reduced.layout
+        self.rank = reduced.rank
+        self.reduced = reduced
+        self._params = params
+        self._grads = grads
+        self._wires = wires
+        self._divide_by = divide_by
+        self._wire_dtype = wire_dtype
+        # On a device, where a number may wait: gradients, and when they have been copied.
         self._copied: deque[tuple[Moment, list[Tensor]]] = deque()
         self._max_waiting = math.inf if max_waiting is None else max_waiting
-        self._exchange = Exchange(layout.buckets, rank, wires, self._sum_dtype)
-        self._cuts = self._make_cuts()
-        self._bucket_of = {
-            slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots
+        self._exchange = Exchange(self.layout.buckets, self.rank, wires, self._sum_dtype)
+        self._cuts = {
+            bucket.index: self._make_cut(bucket)
+            for bucket in self.layout.buckets
+            if bucket.way == "cuts"
         }
+        self._bucket_of: dict[str, int] = {}
+        for bucket in self.layout.buckets:
+            self._bucket_of.update((slot.name, bucket.index) for slot in bucket.slots)
         self._pending: deque[comm.Pending] = deque()
         self._side = SideStream()
         self._ends = [SideStream() for _ in range(MAX_UNDER_WAY)]
-        self._turns = [Turn(self._device) for _ in self._ends]
+        self._turns = [Turn(reduced.bucket(0).device) for _ in self._ends]
         self._ready = self._launched = 0
         self.reset()
+
+    def _sum_dtype(self, bucket: Bucket) -> str:
+        """Return the layout's name for the dtype of sums of a bucket in cuts, until they are at
+        their owners.
+        """
+        wire_dtype = dtype_name(self._wire_dtype(bucket))
+        native = self._wires[bucket.ep_size].native
+        stage = 2 if self._grads is None else 1
+        return sum_dtype(wire_dtype, "native" if native else "ordered", stage=stage)
+
+    def _make_cut(self, bucket: Bucket) -> Tensor:
+        """Return memory for this rank's cut of ``bucket``: that of gradients, if it has the dtype
+        of sums.
+        """
+        dtype = DTYPES[self._sum_dtype(bucket)]
+        if self._grads is not None and self._grads.dtype(bucket.dtype) == dtype:
+            return cut_of(self._grads.bucket(bucket), bucket, self.rank)
+        device = self.reduced.bucket(0).device
+        return torch.zeros(bucket.cut_numel, dtype=dtype, device=device)
+
+    @property
+    def cuts(self) -> tuple[Tensor, ...]:
+        """The memory of this rank's cuts, which may be that of gradients."""
+        return tuple(self._cuts.values())
+
+    @property
+    @abstractmethod
+    def gradients(self) -> Gradients:
+        """The state of the gradients of the step at hand."""
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
@@ -122,11 +177,9 @@ class BucketOrder:
         self._start_pass()
         self._finished = False
         self.got: set[str] = set()
-        """Parameters that got a gradient on this rank in this step, whichever micro-batch it came
-        from.
-        """
+        """Parameters that got a gradient on this rank in this step, in any micro-batch."""
         self.by_hand = False
-        """Whether some gradients of this step come from elsewhere than from backward passes."""
+        """True once a gradient of this step comes from elsewhere than from a backward pass."""
         self._late: StepError | None = None
 
     def _start_pass(self) -> None:
@@ -158,20 +211,21 @@ class BucketOrder:
             return
         self.got.add(name)
         self._take(name, grad)
-        if launch and name not in self._arrived:
+        if not launch:
+            return
+        if name not in self._arrived:
             self._arrived.add(name)
             self._missing[bucket] -= 1
             while self._ready < len(self._missing) and not self._missing[self._ready]:
                 self._ready += 1
-        if launch:
-            self._side.follow()
-            self._advance(wait=False)
+        self._side.follow()
+        self._advance(wait=False)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce what is left, including parameters without a gradient, and wait."""
         for name, param in self._params.items():
-            # One that waits for the start of its bucket is no new one.
+            # A gradient that waits for the start of its bucket is no new one.
             if param.grad is not None and not self._launched <= self._bucket_of[name] < self._ready:
                 self.accumulate(name, launch=False)
         self._ready = len(self.layout.buckets)
@@ -183,16 +237,13 @@ class BucketOrder:
             # next pass.
             for turn in self._turns:
                 turn.release()
-        self._end_pass()
-        self._side.join()
 
     def finish(self, *, aside: bool = False) -> None:
-        """Make sure that ``reduced`` holds the averages of this step. Every rank must call this at
+        """Make sure that ``reduced`` has the averages of this step. Every rank must call this at
         the same point.
 
         Args:
-            aside: take part in what others need, leave ``reduced`` alone, and be as unfinished as
-                before.
+            aside: take part in what others need, and be as unfinished as before.
 
         Raises:
             StepError: nothing was reduced, because no backward pass reached the boundary; or a
@@ -202,6 +253,25 @@ class BucketOrder:
             raise self._late
         # The step may be on another stream than the end of the backward pass.
         self._side.join()
+        if not (self._finished or aside):
+            raise nothing_reduced()
+
+    def divisor(self, *, to_write: bool = False) -> float:
+        """Return what ``reduced`` must be divided by to hold the averages of the step so far.
+
+        Args:
+            to_write: whether somebody is to write them.
+
+        Raises:
+            StepError: it holds none now.
+        """
+        if self.gradients is not Gradients.AVERAGES:
+            raise StepError(
+                "averaged gradients are there between the backward pass that reaches the boundary "
+                "of gradient accumulation (at stage 2, any backward pass) and the step, not now"
+            )
+        self.by_hand |= to_write
+        return 1.0
 
     def _advance(self, *, wait: bool) -> None:
         """Start buckets that may start; without ``wait``, as far as that takes no waiting for
@@ -240,62 +310,17 @@ class BucketOrder:
         for pending in self._pending:
             pending.begin_last()
 
-    def _to_owners(self, shard: Callable[[int], Tensor], *, add: bool = False) -> None:
-        """Let what buckets in cuts hold go on to its owners: into ``shard`` of a bucket, or with
-        ``add`` on top.
-        """
+    def _to_owners(self, *, add: bool = False) -> None:
+        """Send sums of buckets in cuts on to ``reduced`` of their owners, with ``add`` on top."""
         self._side.follow()
         with self._side:
-            self._exchange.to_owners(self._cuts, shard, add=add)
+            self._exchange.to_owners(self._cuts, self.reduced.bucket, add=add)
         self._side.join()
 
-    def _make_cuts(self) -> dict[int, Tensor]:
-        """Where what this rank adds up of buckets in cuts goes, by index, for the length of the
-        run.
-        """
-        kinds: dict[str, list[Bucket]] = {}
-        cuts: dict[int, Tensor] = {}
-        for bucket in self.layout.buckets:
-            if bucket.way == "cuts":
-                dtype = self._sum_dtype(bucket)
-                found = self._cut_in_place(bucket, dtype)
-                if found is not None:
-                    cuts[bucket.index] = found
-                else:
-                    kinds.setdefault(dtype, []).append(bucket)
-        for dtype, alike in kinds.items():
-            numels = [bucket.cut_numel for bucket in alike]
-            memory = torch.zeros(sum(numels), dtype=DTYPES[dtype], device=self._device)
-            cuts.update(
-                {
-                    bucket.index: cut
-                    for bucket, cut in zip(alike, memory.split_with_sizes(numels), strict=True)
-                }
-            )
-        return dict(sorted(cuts.items()))
-
-    def _sum_dtype(self, bucket: Bucket) -> str:
-        """The layout's name for what sums of a bucket in cuts are in, until they are at their
-        owners.
-        """
-        return "float32"
-
-    def _cut_in_place(self, bucket: Bucket, dtype: str) -> Tensor | None:
-        """Memory of ``dtype`` that is there for this rank's cut of ``bucket`` already."""
-        return None
-
-    @property
-    def cuts(self) -> tuple[Tensor, ...]:
-        """The memory of :meth:`_make_cuts`, which may be that of gradients."""
-        return tuple(self._cuts.values())
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._params.values())).device
-
     def _turn(self) -> Turn:
-        """Memory for the next bucket, which the one whose turn it was has left: no more are under
-        way than turns; ``with self._side``."""
+        """Return memory for the next bucket, which the one whose turn it was has left; ``with
+        self._side``.
+        """
         turn = self._launched % len(self._turns)
         self._ends[turn].join()
         return self._turns[turn]
@@ -313,11 +338,10 @@ class BucketOrder:
             self._pending.append(pending)
         self._launched += 1
 
+    @abstractmethod
     def _take(self, name: str, grad: Tensor) -> None:
-        """Do what must be done with a gradient before its bucket starts."""
+        """Take a new gradient, whose bucket has not started."""
 
+    @abstractmethod
     def _launch(self) -> None:
         """Start the next bucket."""
-
-    def _end_pass(self) -> None:
-        """All buckets have arrived."""

@@ -1,4 +1,4 @@
-"""How the ranks of one group send a bucket: what travels between whom, and how sums are made.
+"""The transport of a bucket between the ranks of one group, and its sums.
 
 Note: two ways to add up
     ``native`` is the backend's reduce-scatter: on NCCL the fewest bytes out of a node; it adds in
@@ -40,7 +40,7 @@ from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.comm.comm import Group, Pending
 from ds_layerwise.ranks.comm.scratch import Turn
 
-#: Up to so many ranks of one node gather by broadcasts, which are a launch a rank; see the note on
+#: The most ranks of one node that gather by broadcasts, which are a launch a rank; see the note on
 #: gloo.
 _BROADCASTS_UP_TO = 8
 
@@ -51,12 +51,12 @@ class Wire:
 
     Args:
         group: all of them.
-        native: how sums are made, see the note.
-        on_host: whether what travels lies in host memory, where gloo sends it.
+        native: True where the backend makes sums, see the note.
+        on_host: True where what travels lies in host memory, where gloo sends it.
         inside, across: the ranks of this node, and those in this rank's place on every node; both
             None where a node has one rank, or all, or nothing goes in two levels.
-        one_node: whether all of them are on one node.
-        rings: which buckets the backend reduces, and gathers on a device, in two levels; see the
+        one_node: True where all of them are on one node.
+        rings: the buckets that the backend reduces, and gathers on a device, in two levels; see the
             note.
     """
 
@@ -73,7 +73,8 @@ class Wire:
     """Ranks of ``inside``; 1 where there is none."""
 
     def __post_init__(self) -> None:
-        self.rank, self.size = comm.rank_of(self.group), comm.size_of(self.group)
+        self.rank = comm.rank_of(self.group)
+        self.size = comm.size_of(self.group)
         self.per_node = 1 if self.inside is None else comm.size_of(self.inside)
 
     def connect(self, device: torch.device) -> None:
@@ -83,10 +84,10 @@ class Wire:
         NCCL connects two ranks when one first sends to the other: that takes seconds, and memory,
         and may fail, and would do so in the first backward pass, when memory is fullest.
         """
-        for group in (
-            self.group,
-            *(level for level in (self.inside, self.across) if level is not None),
-        ):
+        groups = [self.group]
+        if self.inside is not None:
+            groups += [self.inside, self.across]
+        for group in groups:
             some = torch.zeros(comm.size_of(group), dtype=torch.float32, device=device)
             if len(some) > 1:
                 comm.all_to_all(torch.empty_like(some), some, group=group).wait()
@@ -116,56 +117,41 @@ class Wire:
             turn: memory for what travels, which nobody else has until the result has been waited
                 for; None for new.
         """
-        turn = Turn(memory.device) if turn is None else turn
+        turn = turn or Turn(memory.device)
         if self.size == 1:
             return Pending(finish=lambda: _add_up([memory], out, divide_by))
-        room = room_in(wire_dtype, self.size) if self.native or self.inside is not None else 1
-        if room != 1:
-            memory.mul_(room)
-            divide_by = divide_by if out.dtype == wire_dtype else divide_by * room
-        if bucket.way == "ragged":
-            return self._reduce_ragged(
-                turn, memory, tuple(bucket.shard_numels), out, divide_by, wire_dtype
-            )
-        if self.inside is not None and (not self.native or bucket.index in self.rings.reduce):
+        if self.native or self.inside is not None:
+            room = room_in(wire_dtype, self.size)
+            if room != 1:
+                memory.mul_(room)
+                if out.dtype != wire_dtype:
+                    divide_by *= room
+        ragged = bucket.way == "ragged"
+        in_levels = not self.native or bucket.index in self.rings.reduce
+        if self.inside is not None and in_levels and not ragged:
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
-        if self.native:
-            return self._reduce_natively(
-                turn, turn.cast("sent", memory, wire_dtype), out, divide_by, self.group
-            )
-        return self._reduce_at_owners(
-            turn, turn.cast("sent", memory, wire_dtype), None, out, divide_by
-        )
+        sent = turn.cast("sent", memory, wire_dtype)
+        if not self.native or (ragged and self.on_host):
+            numels = tuple(bucket.shard_numels) if ragged else None
+            return self._reduce_at_owners(turn, sent, numels, out, divide_by)
+        if not ragged:
+            return self._reduce_natively(turn, sent, out, divide_by, self.group)
+        received = turn.empty("received", out.numel(), wire_dtype)
+        parts = sent.split_with_sizes(tuple(bucket.shard_numels))
+        work = comm.reduce_scatter_ragged(received, parts, group=self.group)
+        return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
 
     def _reduce_natively(
         self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float, group: Group
     ) -> Pending:
-        """The backend's sum over ``group`` of equal parts, in the dtype of ``sent``."""
-        received = (
-            out if out.dtype == sent.dtype else turn.empty("received", out.numel(), sent.dtype)
-        )
+        """Begin the backend's sum over ``group`` of equal parts, in the dtype of ``sent``."""
+        received = out
+        if out.dtype != sent.dtype:
+            received = turn.empty("received", out.numel(), sent.dtype)
         work = comm.reduce_scatter(received, sent, group=group)
         if received is out and divide_by == 1:
             return Pending([work], keep=sent)
         return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
-
-    def _reduce_ragged(
-        self,
-        turn: Turn,
-        memory: Tensor,
-        shard_numels: tuple[int, ...],
-        out: Tensor,
-        divide_by: float,
-        wire_dtype: torch.dtype,
-    ) -> Pending:
-        sent = turn.cast("sent", memory, wire_dtype)
-        if self.native and not self.on_host:
-            received = turn.empty("received", out.numel(), wire_dtype)
-            work = comm.reduce_scatter_ragged(
-                received, sent.split_with_sizes(shard_numels), group=self.group
-            )
-            return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
-        return self._reduce_at_owners(turn, sent, shard_numels, out, divide_by)
 
     def _reduce_at_owners(
         self, turn: Turn, sent: Tensor, numels: Sequence[int] | None, out: Tensor, divide_by: float
@@ -176,15 +162,16 @@ class Wire:
         own = out.numel()
         if self.size == 2:
             # Only the summands of the other rank travel; this one's are read where they are.
-            other, of_other = 1 - self.rank, sent.numel() - own
-            both = list(sent.split_with_sizes([own, of_other] if other else [of_other, own]))
+            numels = numels or (own, own)
+            other = 1 - self.rank
+            both = list(sent.split_with_sizes(numels))
             received = turn.empty("received", own, sent.dtype)
+            from_each = [0, 0]
+            to_each = [0, 0]
+            from_each[other] = own
+            to_each[other] = numels[other]
             work = comm.all_to_all(
-                received,
-                both[other],
-                group=self.group,
-                received=[0, own] if other else [own, 0],
-                sent_to=[0, of_other] if other else [of_other, 0],
+                received, both[other], group=self.group, received=from_each, sent_to=to_each
             )
             both[other] = received
             return Pending([work], lambda: _add_up(both, out, divide_by), keep=sent)
@@ -201,22 +188,22 @@ class Wire:
         return Pending([work], lambda: average(rows, out, divide_by, spare), keep=sent)
 
     def _spare(self, turn: Turn, numel: int) -> Tensor | None:
-        """Memory for partial sums, as :func:`average` takes it."""
-        return (
-            turn.empty("partial sums", numel, torch.float32) if numel and not self.on_host else None
-        )
+        """Return memory for partial sums, as :func:`average` takes it."""
+        if self.on_host or not numel:
+            return None
+        return turn.empty("partial sums", numel, torch.float32)
 
     def _reduce_in_two_levels(
         self, turn: Turn, memory: Tensor, out: Tensor, divide_by: float, wire_dtype: torch.dtype
     ) -> Pending:
-        per_node, num_nodes, cut = self.per_node, self.size // self.per_node, out.numel()
+        cut = out.numel()
+        of_node = memory.numel() // self.per_node
         # All memory before the first collective: a rank that finds none between the two cannot
         # begin again.
-        sums = turn.empty("sums", num_nodes * cut, wire_dtype if self.native else out.dtype)
+        sums = turn.empty("sums", of_node, wire_dtype if self.native else out.dtype)
         sent = turn.empty("sent", memory.numel(), wire_dtype)
-        turn.empty("sent", (per_node, num_nodes, cut), wire_dtype).copy_(
-            self._by_place(memory, cut)
-        )
+        places = self._by_place(memory, cut)
+        turn.empty("sent", tuple(places.shape), wire_dtype).copy_(places)
         if self.native:
             if out.dtype != wire_dtype:
                 turn.empty("received", cut, wire_dtype)
@@ -227,31 +214,31 @@ class Wire:
                 is_chained=True,
             )
         received = turn.empty("received", memory.numel(), wire_dtype)
-        spare = self._spare(turn, cut * most_partial_sums(self.size, per_node=per_node))
+        spare = self._spare(turn, cut * most_partial_sums(self.size, per_node=self.per_node))
         work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:
-            average(turn.empty("received", (per_node, num_nodes * cut), wire_dtype), sums, 1, spare)
+            average(turn.empty("received", (self.per_node, of_node), wire_dtype), sums, 1, spare)
             # What the first level has sent, and received, nobody needs any more.
             rounded = turn.cast("received", sums, wire_dtype)
-            arrived = turn.empty("sent", num_nodes * cut, wire_dtype)
+            arrived = turn.empty("sent", of_node, wire_dtype)
+            rows = turn.empty("sent", (of_node // cut, cut), wire_dtype)
             return Pending(
                 [comm.all_to_all(arrived, rounded, group=self.across)],
-                lambda: average(
-                    turn.empty("sent", (num_nodes, cut), wire_dtype), out, divide_by, spare
-                ),
+                lambda: average(rows, out, divide_by, spare),
                 keep=rounded,
             )
 
         return Pending([work], between_nodes, keep=sent, is_chained=True)
 
     def _by_place(self, memory: Tensor, cut: int) -> Tensor:
-        """1-D ``memory`` as cuts by their place in a node, and then by node: what each rank of a
-        node, and those in its place on the other nodes, hold in the end. A view, in one call:
-        thousands a step are milliseconds of a host."""
-        return memory.as_strided(
-            (self.per_node, self.size // self.per_node, cut), (cut, self.per_node * cut, 1)
-        )
+        """View 1-D ``memory`` as cuts by their place in a node, and then by node.
+
+        So it lies as each rank of a node, and those in its place on the other nodes, get it. In one
+        call: thousands a step are milliseconds of a host.
+        """
+        shape = (self.per_node, self.size // self.per_node, cut)
+        return memory.as_strided(shape, (cut, self.per_node * cut, 1))
 
     def gather(self, memory: Tensor, bucket: Bucket, turn: Turn | None = None) -> Pending:
         """Fill every rank's ``memory`` in place with the shards, or the cuts, of all ranks; each
@@ -262,74 +249,48 @@ class Wire:
         """
         if self.size == 1:
             return Pending()
+        ragged = bucket.way == "ragged"
         cut = memory.numel() // self.size
+        numels = list(bucket.shard_numels) if ragged else [cut] * self.size
         if self.on_host and self.one_node and self.size <= _BROADCASTS_UP_TO:
-            shards = memory.split_with_sizes(
-                [*bucket.shard_numels] if bucket.way == "ragged" else [cut] * self.size
-            )
-            return Pending(
-                [
-                    comm.broadcast(shard, out_of=rank, group=self.group)
-                    for rank, shard in enumerate(shards)
-                    if shard.numel()
-                ]
-            )
-        if bucket.way == "ragged":
-            numels = [*bucket.shard_numels]
+            works = []
+            for rank, shard in enumerate(memory.split_with_sizes(numels)):
+                if shard.numel():
+                    works.append(comm.broadcast(shard, out_of=rank, group=self.group))
+            return Pending(works)
+        if ragged:
             shards = memory.split_with_sizes(numels)
             own = shards[self.rank]
             if not self.on_host:
                 return Pending([comm.all_gather_ragged(shards, own, group=self.group)])
-            copies = own.repeat(self.size)
-            return Pending(
-                [
-                    comm.all_to_all(
-                        memory,
-                        copies,
-                        group=self.group,
-                        received=numels,
-                        sent_to=[own.numel()] * self.size,
-                    )
-                ],
-                keep=copies,
-            )
+            return _send_copies(memory, own, self.group, numels)
         own = memory.narrow(0, self.rank * cut, cut)
         if self.inside is not None and (self.on_host or bucket.index in self.rings.gather):
-            return self._gather_in_two_levels(
-                Turn(memory.device) if turn is None else turn, memory, own
-            )
+            return self._gather_in_two_levels(turn or Turn(memory.device), memory, own)
         if self.one_node or not self.on_host:
             return Pending([comm.all_gather(memory, own, group=self.group)])
         return gather_between_nodes(memory, own, group=self.group)
 
     def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
-        per_node, num_nodes, cut = self.per_node, self.size // self.per_node, own.numel()
+        places = self._by_place(memory, own.numel())
         # Before the first collective, as for reductions.
-        of_my_place = turn.empty("of my place", num_nodes * cut, memory.dtype)
+        of_my_place = turn.empty("of my place", memory.numel() // self.per_node, memory.dtype)
         everything = turn.empty("everything", memory.numel(), memory.dtype)
+        sorted_ = turn.empty("everything", tuple(places.shape), memory.dtype)
+
+        def in_rank_order() -> None:
+            places.copy_(sorted_)
 
         def inside_the_node() -> Pending:
-            def in_rank_order() -> None:
-                self._by_place(memory, cut).copy_(
-                    turn.empty("everything", (per_node, num_nodes, cut), memory.dtype)
-                )
-
-            return Pending(
-                [comm.all_gather(everything, of_my_place, group=self.inside)],
-                in_rank_order,
-                keep=of_my_place,
-            )
+            work = comm.all_gather(everything, of_my_place, group=self.inside)
+            return Pending([work], in_rank_order, keep=of_my_place)
 
         gather = gather_between_nodes if self.on_host else comm.all_gather
-        return Pending(
-            [gather(of_my_place, own, group=self.across)],
-            inside_the_node,
-            keep=own,
-            is_chained=True,
-        )
+        work = gather(of_my_place, own, group=self.across)
+        return Pending([work], inside_the_node, keep=own, is_chained=True)
 
 
-#: By a bucket's ep_size, how those that hold the same experts send; by 1, all.
+#: The wires of a rank by a bucket's ep_size; by 1, the wire of all ranks.
 Wires = Mapping[int, Wire]
 
 
@@ -341,38 +302,42 @@ def make_wires(
     device: torch.device,
     rings: InLevels | None = None,
 ) -> dict[int, Wire]:
-    """The wires of ``groups``. Every rank of the world must call this at the same point.
+    """Make the wires of ``groups``. Every rank of the world must call this at the same point.
 
     Args:
         where: by rank of the world, its node; see :func:`.ranks.comm.nodes.node_of_each_rank`.
         rings: see :class:`Wire`; none if None.
     """
-    on_host, rings = device.type == "cpu", rings or InLevels()
-    levels = nodes.make_levels(
-        groups, where, wants=not native or bool(rings.reduce or rings.gather)
-    )
+    on_host = device.type == "cpu"
+    rings = rings or InLevels()
+    wants = not native or bool(rings.reduce or rings.gather)
+    levels = nodes.make_levels(groups, where, wants=wants)
     if on_host:
         nodes.send_both_ways([*groups.values(), *(across for _, across in levels.values())], where)
-    return {
-        key: Wire(
-            group,
-            native,
-            on_host,
-            *levels.get(key, (None, None)),
-            one_node=len({where[rank] for rank in comm.ranks_of(group)}) == 1,
-            rings=rings,
-        )
-        for key, group in groups.items()
-    }
+    wires = {}
+    for key, group in groups.items():
+        inside, across = levels.get(key, (None, None))
+        one_node = len({where[rank] for rank in comm.ranks_of(group)}) == 1
+        wires[key] = Wire(group, native, on_host, inside, across, one_node, rings)
+    return wires
 
 
 def gather_between_nodes(out: Tensor, own: Tensor, *, group: Group) -> Pending:
     """Begin to gather equal parts of ranks on a node each."""
+    if comm.size_of(group) == 2:
+        return _send_copies(out, own, group)
+    return Pending([comm.all_gather(out, own, group=group)], keep=own)
+
+
+def _send_copies(
+    out: Tensor, own: Tensor, group: Group, numels: Sequence[int] | None = None
+) -> Pending:
+    """Begin to gather by an all-to-all, ``numels`` elements from each rank; equal parts if None."""
     size = comm.size_of(group)
-    if size != 2:
-        return Pending([comm.all_gather(out, own, group=group)], keep=own)
     copies = own.repeat(size)
-    return Pending([comm.all_to_all(out, copies, group=group)], keep=copies)
+    sent_to = None if numels is None else [own.numel()] * size
+    work = comm.all_to_all(out, copies, group=group, received=numels, sent_to=sent_to)
+    return Pending([work], keep=copies)
 
 
 def room_in(dtype: torch.dtype, ranks: int) -> float:
@@ -385,7 +350,7 @@ def room_in(dtype: torch.dtype, ranks: int) -> float:
 
 
 def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = None) -> None:
-    """The sum of ``rows`` over ``divide_by``, into ``out``, float32.
+    """Write the sum of ``rows`` over ``divide_by`` into ``out``, float32.
 
     On a CPU it is made in the order of rows, a kernel a row: the kernel for many adds up the first
     elements of a row in another order than the last ones. On a device it is made in an order that
@@ -404,17 +369,15 @@ def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = 
 
 
 def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor | None) -> None:
+    numel = out.numel()
     if spare is None:
-        spare = out.new_empty(out.numel() * sum(partial_sums(rows.shape[0])))
+        spare = out.new_empty(numel * sum(partial_sums(rows.shape[0])))
     for count in partial_sums(rows.shape[0]):
-        sums, spare = spare[: count * out.numel()].view(count, -1), spare[count * out.numel() :]
+        sums = spare[: count * numel].view(count, -1)
+        spare = spare[count * numel :]
         whole, rest = divmod(rows.shape[0], ROWS_AT_ONCE)
-        torch.sum(
-            rows[: whole * ROWS_AT_ONCE].view(whole, ROWS_AT_ONCE, -1),
-            1,
-            dtype=out.dtype,
-            out=sums[:whole],
-        )
+        groups = rows[: whole * ROWS_AT_ONCE].view(whole, ROWS_AT_ONCE, -1)
+        torch.sum(groups, 1, dtype=out.dtype, out=sums[:whole])
         if rest:
             torch.sum(rows[-rest:], 0, dtype=out.dtype, out=sums[whole])
         rows = sums
@@ -422,7 +385,7 @@ def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor | None) -> None:
 
 
 def _add_up(rows: Sequence[Tensor], out: Tensor, divide_by: float) -> None:
-    """:func:`average`, a kernel a row. One of two rows may be ``out``."""
+    """Do as :func:`average`, a kernel a row. One of two rows may be ``out``."""
     first, *others = rows
     if others and first.dtype == out.dtype:
         torch.add(first, others.pop(0), out=out)

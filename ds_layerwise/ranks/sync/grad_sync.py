@@ -1,36 +1,24 @@
-"""From the gradients of a step to their averages at the owners: how they add up, and what there is
-of them when.
-"""
+"""The sums of gradients of a step, and their averages at the owners."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.plan.layout.layout import Bucket, Layout
-from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer, cut_of, dtype_name
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync.bucket_scheduler import BucketOrder, Gradients
-from ds_layerwise.ranks.sync.bucket_transfers import Wires, room_in
-
-
-def nothing_reduced() -> StepError:
-    """The error for a step without gradients."""
-    return StepError(
-        "step() before the gradients were reduced: no backward pass reached the boundary of "
-        "gradient accumulation; call engine.backward(loss) first, and engine.step() after every "
-        "micro-batch, also of those that accumulate: it counts them, and updates after the last"
-    )
+from ds_layerwise.ranks.sync.bucket_transfers import room_in
 
 
 def half_a_pass(*, outside: bool) -> StepError:
-    """The error for a step after a backward pass that was not reduced; ``outside`` where the engine
-    knew of none.
+    """Return the error for a step after a backward pass that was not reduced; ``outside`` where the
+    engine knew of none.
     """
     if outside:
         return StepError(
@@ -45,45 +33,27 @@ def half_a_pass(*, outside: bool) -> StepError:
     )
 
 
-def no_gradient() -> StepError:
-    """The error for a question about averaged gradients at a time when there are none."""
-    return StepError(
-        "averaged gradients are there between the backward pass that reaches the boundary of "
-        "gradient accumulation (at stage 2, any backward pass) and the step, not now"
-    )
-
-
 class GradSync(BucketOrder):
     """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners'
     shards.
 
-    Args:
-        params: the trainable parameters by name; ``param.grad`` is None after it was taken over.
-        grads: where micro-batches accumulate, laid out like the parameters.
-        reduced: where the averaged gradient of this rank's shards ends up, float32; may alias
-            ``grads``.
+    It needs ``grads``. ``param.grad`` is None after it was taken over.
 
     Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and
     ``finish`` once, ``reset``.
     """
 
+    _grads: FlatBuffer
+
     def __init__(
         self,
-        layout: Layout,
-        rank: int,
         params: Mapping[str, nn.Parameter],
-        grads: FlatBuffer,
         reduced: ShardBuffer,
-        *,
-        wires: Wires,
-        divide_by: float,
-        wire_dtype: Callable[[Bucket], torch.dtype],
+        grads: FlatBuffer,
+        **settings: Any,
     ) -> None:
-        self._grads = grads
         self._shaped = {name: grads.param(name).view(param.shape) for name, param in params.items()}
-        super().__init__(
-            layout, rank, params, reduced, wires=wires, divide_by=divide_by, wire_dtype=wire_dtype
-        )
+        super().__init__(params, reduced, grads, **settings)
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
@@ -92,7 +62,7 @@ class GradSync(BucketOrder):
 
     @property
     def gradients(self) -> Gradients:
-        """What there is of the gradients of the step at hand."""
+        """The state of the gradients of the step at hand."""
         if self._finished:
             return Gradients.AVERAGES
         if self._ready:
@@ -100,16 +70,16 @@ class GradSync(BucketOrder):
         return Gradients.SUMS if self._has_grad else Gradients.NONE
 
     def accumulated(self) -> dict[str, Tensor]:
-        """The gradients of a step that has not been reduced yet, by name, 1-D, as views; none once
-        it has begun to.
+        """Return the gradients of a step that has not been reduced yet, by name, 1-D, as views;
+        none once it has begun to.
         """
         if self.gradients is not Gradients.SUMS:
             return {}
         return {name: self._grads.param(name) for name in sorted(self._has_grad)}
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
-        """This rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros where it
-        has none so far.
+        """Return this rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros
+        where it has none so far.
 
         None where there is nothing to add up: no gradient at all yet, or reduced ones.
 
@@ -118,40 +88,28 @@ class GradSync(BucketOrder):
         """
         if self.gradients is not Gradients.SUMS:
             return None
-        whole = self._grads.param(name)
-        if name not in self._has_grad:
-            whole.zero_()
+        whole = self._started(name)
         if to_write:
             self._has_grad.add(name)
             self.got.add(name)
             self.by_hand = True
         return whole
 
-    def divisor(self, *, to_write: bool = False) -> float:
-        """What ``reduced`` must be divided by to hold the averages of the step so far.
-
-        Args:
-            to_write: whether somebody is to write them.
-
-        Raises:
-            StepError: it holds none now.
-        """
-        if self.gradients is not Gradients.AVERAGES:
-            raise no_gradient()
-        self.by_hand |= to_write
-        return 1.0
-
-    @torch.no_grad()
-    def sum_over(self, name: str, *, group: comm.Group) -> None:
-        """Add up what has accumulated of ``name`` on the ranks of ``group``, which hold it in their
-        layouts, too.
-        """
-        self.accumulate(name, launch=False)
+    def _started(self, name: str) -> Tensor:
+        """Return the sum of ``name`` so far, 1-D, a view; without gradients it is set to zeros."""
         whole = self._grads.param(name)
         if name not in self._has_grad:
             whole.zero_()
-            self._has_grad.add(name)
-        comm.sum_over_ranks(whole, group=group)
+        return whole
+
+    @torch.no_grad()
+    def sum_over(self, name: str, *, group: comm.Group) -> None:
+        """Add up what has accumulated of ``name`` on the ranks of ``group``, which have it in their
+        layouts, too.
+        """
+        self.accumulate(name, launch=False)
+        comm.sum_over_ranks(self._started(name), group=group)
+        self._has_grad.add(name)
 
     def _take(self, name: str, grad: Tensor) -> None:
         """Add the gradient into the bucket; None stays behind."""
@@ -163,60 +121,42 @@ class GradSync(BucketOrder):
             self._has_grad.add(name)
         self._params[name].grad = None
 
-    def _end_pass(self) -> None:
-        if not self._finished:
-            # Once a step: what comes after it, on this rank alone perhaps, sends nothing and leaves
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what is left, including parameters without a gradient, and wait."""
+        super().reduce()
+        if self._finished:
+            # What comes after the first time, on this rank alone perhaps, sends nothing and leaves
             # averages alone.
-            self._to_owners(self.reduced.bucket)
-            with self._side:
-                for index, cut in self._cuts.items():
-                    if cut.dtype != torch.float32:
-                        ranks = self._wires[self.layout.buckets[index].ep_size].size
-                        self.reduced.bucket(index).div_(self._divide_by * room_in(cut.dtype, ranks))
+            return
+        self._to_owners()
+        with self._side:
+            for index, cut in self._cuts.items():
+                if cut.dtype != torch.float32:
+                    ranks = self._wires[self.layout.buckets[index].ep_size].size
+                    self.reduced.bucket(index).div_(self._divide_by * room_in(cut.dtype, ranks))
+        self._side.join()
         self._finished = True
 
-    def finish(self, *, aside: bool = False) -> None:
-        """Make sure that ``reduced`` holds the averages of this step.
-
-        Raises:
-            StepError: nothing was reduced, because no backward pass reached the boundary; or a
-                gradient came too late.
-        """
-        super().finish(aside=aside)
-        if self.gradients is not Gradients.AVERAGES:
-            raise nothing_reduced()
-
     def _launch(self) -> None:
+        """Start the next bucket."""
         bucket = self.layout.buckets[self._launched]
         with self._side:
             for slot in bucket.slots:
-                if slot.name not in self._has_grad:
-                    self._grads.param(slot.name).zero_()
-            out = (
-                self._cuts[bucket.index]
-                if bucket.way == "cuts"
-                else self.reduced.bucket(bucket.index)
+                self._started(slot.name)
+            out = self._cuts.get(bucket.index)
+            if out is None:
+                out = self.reduced.bucket(bucket.index)
+            pending = self._wires[bucket.ep_size].reduce(
+                self._grads.bucket(bucket),
+                bucket,
+                out,
+                # What is not float32 yet is divided when it is.
+                divide_by=self._divide_by if out.dtype == torch.float32 else 1,
+                wire_dtype=self._wire_dtype(bucket),
+                turn=self._turn(),
             )
-            # What is not float32 yet is divided when it is.
-            divide_by = self._divide_by if out.dtype == torch.float32 else 1
-            self._start(
-                self._wires[bucket.ep_size].reduce(
-                    self._grads.bucket(bucket),
-                    bucket,
-                    out,
-                    divide_by=divide_by,
-                    wire_dtype=self._wire_dtype(bucket),
-                    turn=self._turn(),
-                )
-            )
-
-    def _sum_dtype(self, bucket: Bucket) -> str:
-        reduction: Reduction = "native" if self._wires[bucket.ep_size].native else "ordered"
-        return sum_dtype(dtype_name(self._wire_dtype(bucket)), reduction, stage=1)
-
-    def _cut_in_place(self, bucket: Bucket, dtype: str) -> Tensor | None:
-        same = self._grads.dtype(bucket.dtype) == DTYPES[dtype]
-        return cut_of(self._grads.bucket(bucket), bucket, self.rank) if same else None
+            self._start(pending)
 
 
 class EagerGradSync(BucketOrder):
@@ -229,28 +169,21 @@ class EagerGradSync(BucketOrder):
     other way round, so with several micro-batches the two round differently; of whole numbers they
     make the same sums.
 
-    Args:
-        params: the trainable parameters by name.
-        reduced: where the averaged gradient of this rank's shards is added up, float32.
-        wire_dtype: what the gradients of a bucket travel in.
-        max_waiting: how many buckets may have all their gradients and wait, before the backward
-            pass waits for them; None for any number.
-
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
         super().reset()
-        self._empty = [True] * len(self.layout.buckets)
         self._passes = 0
+        # Buckets that have sums: in cuts, not yet at their owners; and in ``reduced``.
         self._in_cuts: set[int] = set()
+        self._in_shards: set[int] = set()
         self._have_owners = False
-        self._aside: dict[int, Tensor] = {}
 
     @property
     def gradients(self) -> Gradients:
-        """What there is of the gradients of the step at hand."""
+        """The state of the gradients of the step at hand."""
         if self._ready:
             return Gradients.UNDER_WAY
         if self._finished:
@@ -258,11 +191,12 @@ class EagerGradSync(BucketOrder):
         return Gradients.SUMS if self._passes else Gradients.NONE
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
-        """None: every backward pass is reduced, and there are averages of the step so far."""
+        """Return None: after every backward pass there are averages of the step so far."""
         return None
 
     def divisor(self, *, to_write: bool = False) -> float:
-        """What ``reduced`` must be divided by to hold the averages of the step so far.
+        """Return what ``reduced`` must be divided by to hold the averages of the step so far. Every
+        rank must call this.
 
         Args:
             to_write: whether somebody is to write them.
@@ -270,57 +204,37 @@ class EagerGradSync(BucketOrder):
         Raises:
             StepError: it holds none now.
         """
-        if self.gradients not in (Gradients.SUMS, Gradients.AVERAGES):
-            raise no_gradient()
+        if self.gradients is not Gradients.SUMS:
+            return super().divisor(to_write=to_write)
         self.by_hand |= to_write
-        self._settle()
-        return 1.0 if self.gradients is Gradients.AVERAGES else self._divide_by
-
-    def _settle(self) -> None:
-        """Let the sums so far be at their owners, all of them. Every rank must call this."""
-        self._take_aside()
         if self._in_cuts:
-            self._exchange_sums(aside=False)
+            self._exchange_sums()
+        return self._divide_by
 
-    def _exchange_sums(self, *, aside: bool) -> None:
-        """Let what is in cuts be at its owners; with ``aside``, beside ``reduced`` until the next
-        time.
-        """
+    def _exchange_sums(self) -> None:
+        """Send sums in cuts to their owners."""
         if not self._in_cuts:
             for cut in self._cuts.values():
                 cut.zero_()
         self._in_cuts.clear()
-        if aside:
-            self._to_owners(self._make_aside, add=True)
-            return
-        self._take_aside()
-        self._to_owners(self.reduced.bucket, add=self._have_owners)
+        self._to_owners(add=self._have_owners)
         self._have_owners = True
 
-    def _take_aside(self) -> None:
-        """Let ``reduced`` have what it was spared."""
-        for index, values in self._aside.items():
-            kept = self.reduced.bucket(index)
-            kept.add_(values) if self._have_owners else kept.copy_(values)
-        self._have_owners |= bool(self._aside)
-        self._aside.clear()
+    def _take(self, name: str, grad: Tensor) -> None:
+        """Leave the gradient where it is."""
 
-    def _make_aside(self, index: int) -> Tensor:
-        if index not in self._aside:
-            bucket = self.layout.buckets[index]
-            self._aside[index] = torch.zeros(
-                bucket.shard_numels[self.rank // bucket.ep_size],
-                dtype=torch.float32,
-                device=self._device,
-            )
-        return self._aside[index]
-
-    def _end_pass(self) -> None:
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what is left, including parameters without a gradient, and wait."""
+        super().reduce()
         self._passes += 1
         self._start_pass()
 
     def finish(self, *, aside: bool = False) -> None:
         """Turn the sums of this step into averages.
+
+        Args:
+            aside: take part in what others need, and leave them sums.
 
         Raises:
             StepError: there was no backward pass; or a gradient came too late.
@@ -329,42 +243,40 @@ class EagerGradSync(BucketOrder):
         # Also on a rank that has lost its gradients, or has finished where another could not:
         # others count on it.
         if self._exchange.rounds:
-            self._exchange_sums(aside=aside)
+            self._exchange_sums()
         if self._passes and not (self._finished or aside):
-            for index in range(len(self.layout.buckets)) if self._divide_by != 1 else ():
-                self.reduced.bucket(index).div_(self._divide_by)
+            if self._divide_by != 1:
+                for shard in self.reduced.tensors:
+                    shard.div_(self._divide_by)
             self._finished = True
         super().finish(aside=aside)
-        if not (self._finished or aside):
-            raise nothing_reduced()
-
-    def _reopen(self) -> None:
-        """Let averages be sums again: the step that they were for was refused, and there is another
-        backward pass.
-        """
-        for index in range(len(self.layout.buckets)):
-            self.reduced.bucket(index).mul_(self._divide_by)
-        self._finished = False
 
     def _launch(self) -> None:
+        """Start the next bucket."""
         bucket = self.layout.buckets[self._launched]
         wire_dtype = self._wire_dtype(bucket)
         if bucket.way == "cuts":
-            total, is_first = self._cuts[bucket.index], bucket.index not in self._in_cuts
-            self._in_cuts.add(bucket.index)
+            total = self._cuts[bucket.index]
+            has_sums = self._in_cuts
         else:
-            total, is_first = self.reduced.bucket(bucket.index), self._empty[bucket.index]
+            total = self.reduced.bucket(bucket.index)
+            has_sums = self._in_shards
+        is_first = bucket.index not in has_sums
+        has_sums.add(bucket.index)
         with self._side:
             if self._finished:
-                self._reopen()
+                # The step that the averages were for was refused: they are sums again.
+                for shard in self.reduced.tensors:
+                    shard.mul_(self._divide_by)
+                self._finished = False
             turn = self._turn()
             travelling = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
             gradients = []
             for slot in bucket.slots:
                 param = self._params[slot.name]
                 if param.grad is not None:
-                    start = slot.start - bucket.start
-                    travelling[start : start + slot.numel].view(param.shape).copy_(param.grad)
+                    place = travelling.narrow(0, slot.start - bucket.start, slot.numel)
+                    place.view(param.shape).copy_(param.grad)
                     if math.isinf(self._max_waiting):
                         self._side.keep(param.grad)
                     else:
@@ -373,7 +285,6 @@ class EagerGradSync(BucketOrder):
             if gradients and self._side.exists:
                 self._copied.append((self._side.moment(), gradients))
             out = total if is_first else turn.empty("added", total.numel(), total.dtype)
-            self._empty[bucket.index] = False
             pending = self._wires[bucket.ep_size].reduce(
                 travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype, turn=turn
             )

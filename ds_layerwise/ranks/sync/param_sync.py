@@ -1,11 +1,11 @@
-"""When updated parameters are sent to all ranks, and when they are waited for."""
+"""The sending of updated parameters to all ranks, and the waits for them."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,13 +61,15 @@ class ParamSync:
         *,
         wires: Wires,
     ) -> None:
-        self.layout, self.rank = layout, rank
-        self._values, self._wires = values, wires
+        self.layout = layout
+        self.rank = rank
+        self._values = values
+        self._wires = wires
         self._exchange = Exchange(reversed(layout.buckets), rank, wires)
-        self._rounds: dict[int, list[int]] = {bucket.index: [] for bucket in layout.buckets}
-        for number, each in enumerate(self._exchange.rounds):
-            for index in each.buckets:
-                self._rounds[index].append(number)
+        self._rounds: dict[int, set[int]] = defaultdict(set)
+        for number, round_ in enumerate(self._exchange.rounds):
+            for index in round_.buckets:
+                self._rounds[index].add(number)
         self._start_rounds()
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
@@ -75,9 +77,9 @@ class ParamSync:
         self._turn = Turn(values.tensors[0].device)
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._index_of: dict[object, int] = {
-            params[slot.name]: bucket.index for bucket in layout.buckets for slot in bucket.slots
-        }
+        self._index_of: dict[object, int] = {}
+        for bucket in layout.buckets:
+            self._index_of.update((params[slot.name], bucket.index) for slot in bucket.slots)
         self._modules: list[nn.Module] = []
         self._modes: list[Any] = []
         self._overlaps = False
@@ -91,13 +93,12 @@ class ParamSync:
         It may find no memory for what travels, and goes on from there when it is called again.
         """
         bucket = self.layout.buckets[index]
-        memory = self._values.bucket(bucket)
         self._launched_on = LaunchStream()
         with profiled("gather"):
             if bucket.way == "cuts":
-                self._launch_in_cuts(bucket, memory)
+                self._launch_in_cuts(index)
             else:
-                self._gather(bucket, memory)
+                self._gather(bucket, self._values.bucket(bucket))
 
     def _gather(self, bucket: Bucket, memory: Tensor) -> None:
         wire = self._wires[bucket.ep_size]
@@ -112,37 +113,35 @@ class ParamSync:
             self._chained.append(pending)
 
     def _start_rounds(self) -> None:
-        self._memory: dict[int, Tensor] = {}
-        self._missing = [set(each.buckets) for each in self._exchange.rounds]
-        self._incomplete = {index: set(rounds) for index, rounds in self._rounds.items()}
-        self._under_way: deque[tuple[int, comm.Pending]] = deque()
+        self._in_cuts: set[int] = set()
         self._started: set[int] = set()
+        self._ended: set[int] = set()
+        self._under_way: deque[tuple[int, comm.Pending]] = deque()
 
-    def _launch_in_cuts(self, bucket: Bucket, memory: Tensor) -> None:
-        self._memory[bucket.index] = memory
+    def _launch_in_cuts(self, index: int) -> None:
+        rounds = self._exchange.rounds
+        self._in_cuts.add(index)
         self._end_rounds(but=1)
-        for number in self._rounds[bucket.index]:
-            self._missing[number].discard(bucket.index)
-            if not self._missing[number] and number not in self._started:
+        for number in sorted(self._rounds[index] - self._started):
+            if rounds[number].buckets <= self._in_cuts:
                 self._start_round(number)
                 self._end_rounds(but=1)
-        if len(self._started) == len(self._exchange.rounds):
+        if len(self._started) == len(rounds):
             self._end_rounds(but=0)
             self._start_rounds()
 
     def _start_round(self, number: int) -> None:
-        each = self._exchange.rounds[number]
-        some = self._memory[min(each.buckets)]
-        shard = some[:0]
-        if each.own is not None:
-            bucket = self.layout.buckets[each.own]
-            start, stop = bucket.shard(self.rank)
-            shard = self._memory[each.own][start - bucket.start : stop - bucket.start]
-        cuts = {
-            index: cut_of(self._memory[index], self.layout.buckets[index], self.rank)
-            for index in {run.bucket for run in each.held}
-        }
-        self._under_way.append((number, self._exchange.to_cuts(each, shard, cuts)))
+        round_ = self._exchange.rounds[number]
+        buckets = self.layout.buckets
+        if round_.own is None:
+            shard = self._values.bucket(buckets[min(round_.buckets)])[:0]
+        else:
+            shard = self._values.shard(buckets[round_.own], self.rank)
+        cuts = {}
+        for run in round_.held:
+            bucket = buckets[run.bucket]
+            cuts[run.bucket] = cut_of(self._values.bucket(bucket), bucket, self.rank)
+        self._under_way.append((number, self._exchange.to_cuts(round_, shard, cuts)))
         self._started.add(number)
 
     def _end_rounds(self, *, but: int) -> None:
@@ -150,10 +149,11 @@ class ParamSync:
         while len(self._under_way) > but:
             number, pending = self._under_way[0]
             pending.wait()
+            self._ended.add(number)
             for index in sorted(self._exchange.rounds[number].buckets, reverse=True):
-                self._incomplete[index].discard(number)
-                if not self._incomplete[index] and index not in self._pending:
-                    self._gather(self.layout.buckets[index], self._memory[index])
+                if index not in self._pending and self._rounds[index] <= self._ended:
+                    bucket = self.layout.buckets[index]
+                    self._gather(bucket, self._values.bucket(bucket))
             self._under_way.popleft()
 
     def send(self, indices: Iterable[int]) -> None:
@@ -174,18 +174,15 @@ class ParamSync:
 
     def wait_for(self, params: Iterable[object]) -> None:
         """Wait for those of ``params`` that are under way."""
-        self.wait(
-            sorted(
-                {self._index_of[param] for param in params if param in self._index_of}, reverse=True
-            )
-        )
+        indices = {self._index_of[param] for param in params if param in self._index_of}
+        self.wait(sorted(indices, reverse=True))
 
     def finish(self) -> None:
         """Wait for everything under way."""
         with self._lock:
             self.wait(sorted(self._pending, reverse=True))
         self._turn.release()
-        if self._memory:
+        if self._in_cuts:
             # An update that was left half-way launched some of the buckets of a round.
             self._start_rounds()
 
@@ -230,7 +227,9 @@ class ParamSync:
         if not self._overlaps:
             return
         # Hooks stay on copies of their module, and keep nobody alive.
-        this, pending, modes = weakref.ref(self), self._pending, self._modes
+        this = weakref.ref(self)
+        pending = self._pending
+        modes = self._modes
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def run(method: Callable[..., None], *args: object) -> None:
@@ -312,7 +311,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
         # Transforms of torch.func wrap what they are given.
         yield torch.func.debug_unwrap(value)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
+        for member in value:
+            yield from _tensors_in(member)
     elif isinstance(value, dict):
         yield from _tensors_in(list(value.values()))

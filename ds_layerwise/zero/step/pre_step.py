@@ -17,7 +17,8 @@ from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.buffers import FlatBuffer
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.owned.weight_checksums import SameWeights
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync, half_a_pass, nothing_reduced
+from ds_layerwise.ranks.sync.bucket_scheduler import nothing_reduced
+from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync, half_a_pass
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step.clip import Decision, Judge
