@@ -1,5 +1,5 @@
-"""``layerwise.dump_param_map``: what becomes of every parameter, in a file, as ``ds-layerwise
-plan`` tells it.
+"""The file of ``layerwise.dump_param_map``: what becomes of every parameter, as ``ds-layerwise
+plan`` prints it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ def write(optimizer: LayerWiseZeroOptimizer) -> None:
     ]
     settings = optimizer.settings
     if settings.model_group is not None and settings.tensor_group is None:
-        plans = [
-            plan
-            for of_stage in comm.gather_objects(plans, group=settings.model_group)
-            for plan in of_stage
-        ]
+        plans = sum(comm.gather_objects(plans, group=settings.model_group), [])
     with comm.Alike(None):
         if comm.rank_of(None) == 0:
             _replace(Path(path), json.dumps(plans) + "\n")
