@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -86,8 +89,7 @@ class RunState:
                     piece,
                     self.owned.states[piece.name],
                 )
-                for pieces in self.owned.pieces
-                for piece in pieces
+                for piece in self.planned.layout.pieces(self.rank)
             )
 
     def _move_in(self, name: str, place: Tensor) -> None:
@@ -148,31 +150,20 @@ class RunState:
         def wire_dtype(bucket: Bucket) -> torch.dtype:
             return dtypes[bucket.slots[0].name]
 
-        layout = self.planned.layout
+        shared = self.planned.layout, self.rank, self.params
+        make: Callable[..., GradSync | EagerGradSync]
+        if self.grads is None:
+            make = partial(
+                EagerGradSync,
+                *shared,
+                self.owned.reduced,
+                max_waiting=self.config.max_waiting_buckets,
+            )
+        else:
+            make = partial(GradSync, *shared, self.grads, self.owned.reduced)
         with comm.Alike(None), numerics_context.set_aside(self.device):
-            if self.grads is None:
-                self.grad_sync = EagerGradSync(
-                    layout,
-                    self.rank,
-                    self.params,
-                    self.owned.reduced,
-                    wires=wires,
-                    divide_by=settings.divide_by,
-                    wire_dtype=wire_dtype,
-                    max_waiting=self.config.max_waiting_buckets,
-                )
-            else:
-                self.grad_sync = GradSync(
-                    layout,
-                    self.rank,
-                    self.params,
-                    self.grads,
-                    self.owned.reduced,
-                    wires=wires,
-                    divide_by=settings.divide_by,
-                    wire_dtype=wire_dtype,
-                )
-            self.param_sync = ParamSync(layout, self.rank, self.params, self.values, wires=wires)
+            self.grad_sync = make(wires=wires, divide_by=settings.divide_by, wire_dtype=wire_dtype)
+            self.param_sync = ParamSync(*shared, self.values, wires=wires)
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
 

@@ -92,19 +92,19 @@ class StateAccess:
             StepError: no such state, or ``value`` has another number of elements; on every rank.
         """
         self._wait()
-        if optim_state_key is None:
-            self._check(value)
+        key = MASTER if optim_state_key is None else self._key(optim_state_key)
+        if key == "step":
+            if self._piece is not None:
+                self._owned.states[self.name][key].copy_(value)
+            return
+        if key == MASTER:
             # Rounded once, as the master will be when it is compared with the parameter.
             value = value.float()
+        part = self._part(value)
+        if key == MASTER:
             self._param.data.copy_(value.reshape(self._param.shape))
-            self._set(MASTER, value)
-            return
-        key = self._key(optim_state_key)
-        if key != "step":
-            self._check(value)
-            self._set(key, value)
-        elif self._piece is not None:
-            self._owned.states[self.name][key].copy_(value)
+        if part is not None:
+            self._owned.set_value(self.name, key, part)
 
     def get_full_hp_grad(self) -> Tensor:
         """Return a copy of the gradient of the step so far, averaged over ranks, float32, in the
@@ -134,15 +134,12 @@ class StateAccess:
         """
         self._wait()
         own = self._run.grad_sync.local_sum(self.name, to_write=True)
+        divisor = 1.0 if own is not None else self._run.grad_sync.divisor(to_write=True)
+        part = self._part(value)
         if own is not None:
-            self._check(value)
             own.copy_(value.reshape(-1))
-            return
-        divisor = self._run.grad_sync.divisor(to_write=True)
-        self._check(value)
-        if self._piece is not None:
-            value = value * divisor if divisor != 1 else value
-            self._owned.reduced.piece(self.name).copy_(_part(value, self._piece))
+        elif part is not None:
+            self._owned.reduced.piece(self.name).copy_(part * divisor if divisor != 1 else part)
 
     def _wait(self) -> None:
         self._offloading.check_not_offloaded()
@@ -158,11 +155,16 @@ class StateAccess:
             f"{self.name} has no state {asked!r}; its optimizer keeps {', '.join(keys) or 'none'}"
         )
 
-    def _check(self, value: Tensor) -> None:
+    def _part(self, value: Tensor) -> Tensor | None:
+        """Return the part of the whole parameter ``value`` that is of this rank; 1-D."""
         if value.numel() != self._param.numel():
             raise StepError(
                 f"{self.name} has {self._param.numel()} elements, got a value of {value.numel()}"
             )
+        if self._piece is None:
+            return None
+        start = self._piece.param_start
+        return value.reshape(-1)[start : start + self._piece.numel]
 
     def _whole(self, piece: Callable[[], Tensor]) -> Tensor:
         whole = torch.zeros(self._param.numel(), dtype=torch.float32, device=self._param.device)
@@ -170,12 +172,3 @@ class StateAccess:
             start = self._piece.param_start
             whole[start : start + self._piece.numel].copy_(piece())
         return comm.sum_over_ranks(whole, group=self._group).view(self._param.shape)
-
-    def _set(self, key: str, value: Tensor) -> None:
-        if self._piece is not None:
-            self._owned.set_value(self.name, key, _part(value, self._piece))
-
-
-def _part(value: Tensor, piece: Piece) -> Tensor:
-    """Return the part of the whole parameter ``value`` that ``piece`` is; 1-D."""
-    return value.reshape(-1)[piece.param_start : piece.param_start + piece.numel]

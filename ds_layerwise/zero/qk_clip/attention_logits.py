@@ -331,20 +331,15 @@ def _indices(
     number of columns; and the axis of outputs.
     """
     per_unit = (attention.heads or attention.units) // attention.units
-    widths: list[int] = []
     units: list[int] = []
     powers: list[float] = []
     for role, head, width in scaled.outputs.heads():
-        widths.append(width)
-        powers.append(power_of(role, clip.alpha))
         if role == "other":
-            units.append(0)
-        elif role == "key":
-            units.append(head)
-        else:
-            units.append(head // per_unit)
-    repeats = torch.tensor(widths, dtype=torch.int64, device="cpu")
-    unit = torch.tensor(units, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
-    power = torch.tensor(powers, dtype=torch.float32, device="cpu").repeat_interleave(repeats)
-    cols = shape[1] if len(shape) == 2 else 1
-    return attention, unit.to(device), power.to(device), cols, scaled.axis
+            head = 0
+        elif role != "key":
+            head //= per_unit
+        units += [head] * width
+        powers += [power_of(role, clip.alpha)] * width
+    unit = torch.tensor(units, dtype=torch.int64, device=device)
+    power = torch.tensor(powers, dtype=torch.float32, device=device)
+    return attention, unit, power, shape[1] if len(shape) == 2 else 1, scaled.axis

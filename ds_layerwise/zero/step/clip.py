@@ -107,15 +107,6 @@ class Judge:
         Args:
             clip_grad: the bound of the norm; 0 for none.
         """
-        zeros = round(sums[-1]) if self._counts_zeros else None
-        if not self._looks:
-            return Decision(
-                factor=1 / loss_scale,
-                frozen=frozen,
-                zeros=zeros,
-                loss_scale=loss_scale,
-                clip_grad=clip_grad,
-            )
         squares = dict(zip(self._groups, sums[2:], strict=False))
         norms = {key: math.sqrt(square) / loss_scale for key, square in squares.items()}
         together = [squares[key] for key, group in self._groups.items() if not group.is_apart]
@@ -136,7 +127,7 @@ class Judge:
             factors=factors,
             norms=norms if self._shows_norm else {},
             above=norm if is_above and not overflow else None,
-            zeros=zeros,
+            zeros=round(sums[-1]) if self._counts_zeros else None,
             loss_scale=loss_scale,
             clip_grad=clip_grad,
         )

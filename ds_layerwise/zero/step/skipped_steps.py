@@ -36,6 +36,7 @@ class SkippedSteps(StepObserver):
     def __init__(self, run: RunState, scaling: LossScaling) -> None:
         self._scaling = scaling
         self._names = [spec.name for spec in run.planned.specs]
+        self._own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
         self._owned = run.owned
         self._most = run.config.max_skipped_steps
         self._threshold = run.config.grad_norm_skip_threshold
@@ -141,9 +142,8 @@ class SkippedSteps(StepObserver):
         )
 
     def _first_wrong(self) -> tuple[int, int, str] | None:
-        owned = {piece.name for pieces in self._owned.pieces for piece in pieces}
         for index, name in enumerate(self._names):
-            if name in owned and not torch.isfinite(self._owned.reduced.piece(name)).all():
+            if name in self._own and not torch.isfinite(self._owned.reduced.piece(name)).all():
                 return self._pipeline_stage, index, name
         return None
 

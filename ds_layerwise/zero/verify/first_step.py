@@ -55,22 +55,16 @@ class _Local:
     """A copy of the newest."""
     source: weakref.ref[Tensor]
     """The tensor that ``last`` is a copy of."""
-    total: Tensor | None = None
+    total: Any = 0.0
     """The sum of those before."""
-    sizes: Tensor | None = None
+    sizes: Any = 0.0
     """The sum of their absolute values."""
     passes: int = 1
 
     def fold(self, dtype: torch.dtype) -> None:
-        """Add the newest to the sums, which are made in ``dtype``."""
-        added = self.last.reshape(-1)
-        if self.total is None or self.sizes is None:
-            self.total = added.to(dtype, copy=True)
-            self.sizes = added.abs().float()
-        else:
-            self.total.add_(added)
-            self.sizes.add_(added.abs())
-        self.last = added[:0]
+        """Add the newest to the sums, of which ``total`` is made in ``dtype``."""
+        self.total = (self.last + self.total).to(dtype)
+        self.sizes = self.last.abs().float() + self.sizes
 
 
 class FirstStep(StepObserver):
@@ -109,10 +103,7 @@ class FirstStep(StepObserver):
             return
         copy = gradient.detach().clone()
         source = weakref.ref(gradient)
-        local = self._kept.get(name)
-        if local is None:
-            self._kept[name] = _Local(copy, source)
-            return
+        local = self._kept.setdefault(name, _Local(copy, source))
         if local.source() is not gradient:
             local.fold(self._sums_in(name))
             local.passes += 1
@@ -138,12 +129,11 @@ class FirstStep(StepObserver):
             return
         most = max((local.passes for local in self._kept.values()), default=1)
         passes = max(comm.gather_objects(most, group=None))
-        norms = _Norms()
-        different = self._different_averages(norms, passes)
+        different = self._different_averages(passes)
         self.forget()
         self._raise_first(different, "nothing was updated")
-        self._raise_first(self._different_factors(step.decision, norms), "nothing was updated")
-        self._compute_all(step)
+        squares = self._compute_all(step)
+        self._raise_first(self._different_factors(step.decision, squares), "nothing was updated")
 
     def _is_by_hand(self) -> bool:
         """Tell whether gradients of this step come from elsewhere than from backward passes."""
@@ -155,26 +145,22 @@ class FirstStep(StepObserver):
             )
         return by_hand
 
-    def _different_averages(self, norms: _Norms, passes: int) -> list[_Difference]:
+    def _different_averages(self, passes: int) -> list[_Difference]:
         different = []
         for index, spec in enumerate(self._specs):
             plain, bound = self._plain_average(spec, passes)
-            shared_by = comm.size_of(self._group(spec))
-            norms.add(self._run.planned.norm_groups.get(spec.name, ""), plain, bound, shared_by)
             piece = self._pieces.get(spec.name)
             if piece is None:
                 continue
-            part = slice(piece.param_start, piece.param_start + piece.numel)
+            start = piece.param_start
+            part = slice(start, start + piece.numel)
             own = self._owned.reduced.piece(spec.name)
-            text = _first_difference(own, plain[part], bound[part], piece.param_start)
-            if text:
-                different.append(
-                    (
-                        index,
-                        f"{spec.name}: of its averaged gradient, {text}, by an all-reduce of what "
-                        "the backward passes of all ranks have left",
-                    )
+            if text := _first_difference(own, plain[part], bound[part], start):
+                text = (
+                    f"{spec.name}: of its averaged gradient, {text}, by an all-reduce of what the "
+                    "backward passes of all ranks have left"
                 )
+                different.append((index, text))
         return different
 
     def _plain_average(self, spec: ParamSpec, passes: int) -> tuple[Tensor, Tensor]:
@@ -186,14 +172,10 @@ class FirstStep(StepObserver):
         """
         local = self._kept.pop(spec.name, None)
         both = torch.zeros(2, spec.numel, dtype=torch.float32, device=self._run.device)
-        if local is not None and local.passes == 1:
-            both[0].copy_(local.last.reshape(-1).to(self._sums_in(spec.name)))
-            both[1].copy_(both[0].abs())
-        elif local is not None:
+        if local is not None:
             local.fold(self._sums_in(spec.name))
-            assert local.total is not None and local.sizes is not None
-            both[0].copy_(local.total)
-            both[1].copy_(local.sizes)
+            both[0].copy_(local.total.reshape(-1))
+            both[1].copy_(local.sizes.reshape(-1))
         comm.sum_over_ranks(both, group=self._group(spec))
         both.div_(self._run.settings.divide_by)
         travels = torch.finfo(DTYPES[spec.wire])
@@ -204,47 +186,52 @@ class FirstStep(StepObserver):
         )
         return both[0], both[1]
 
-    def _different_factors(self, decision: Decision, norms: _Norms) -> list[_Difference]:
+    def _different_factors(
+        self, decision: Decision, squares: Mapping[str, float]
+    ) -> list[_Difference]:
+        """Compare the factors of the decision with those of norms from the ``squares`` by norm
+        group; "" for none.
+        """
         groups = self._run.config.norm_groups
         norm_groups = self._run.planned.norm_groups
-        squares = norms.summed(["", *groups], self._run)
-        # The norm groups that each factor comes from, and the bound of their norm together.
-        apart = {key: group for key, group in groups.items() if group.is_apart}
-        counted = {"": (["", *(key for key in groups if key not in apart)], decision.clip_grad)}
-        for key, group in apart.items():
-            counted[key] = [key], group.gradient_clipping or 0.0
-        used = {norm_groups[name]: factor for name, factor in decision.factors.items()}
-        used[""] = decision.factor
+        # The norm that each factor comes from is of these groups together, and has this bound.
+        together = [key for key, group in groups.items() if not group.is_apart]
+        counted = [("", ["", *together], decision.clip_grad, decision.factor)]
+        for name, factor in decision.factors.items():
+            key = norm_groups[name]
+            counted.append((key, [key], groups[key].gradient_clipping or 0.0, factor))
         different = []
-        for key, (members, most) in counted.items():
-            norm, off = (
-                math.sqrt(math.fsum(squares[member][i] for member in members)) / decision.loss_scale
-                for i in (0, 1)
-            )
-            if key not in used or not math.isfinite(norm):
-                continue
-            off += 1e-5 * norm
-            low = _factor(norm + off, most) / decision.loss_scale
-            high = _factor(max(norm - off, 0.0), most) / decision.loss_scale
-            if not low * (1 - 1e-5) <= used[key] <= high * (1 + 1e-5):
+        for key, members, most, factor in counted:
+            norm = math.sqrt(math.fsum(squares[member] for member in members))
+            norm /= decision.loss_scale
+            clip = min(1.0, most / (norm + 1e-6)) if most else 1.0
+            expected = clip / decision.loss_scale
+            if math.isfinite(norm) and not math.isclose(factor, expected, rel_tol=1e-4):
                 text = (
                     f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} were to be "
-                    f"multiplied with {used[key]:g}, which by their norm, {norm:g}, is {high:g}"
+                    f"multiplied with {factor:g}, which by their norm, {norm:g}, is {expected:g}"
                 )
                 different.append((-1, text))
         return different
 
-    def _compute_all(self, step: Step) -> None:
-        """Compute the update of each parameter, on one rank of its group.
+    def _compute_all(self, step: Step) -> dict[str, float]:
+        """Compute the update of each parameter, on one rank of its group, and return the sums of
+        squares of averages by norm group; "" for none.
 
         Raises:
             Exception: on every rank, if on any a rule refuses, or an optimizer of the script raises
                 anything.
         """
         groups = self._run.optimizer.groups_now()
+        keys = ["", *self._run.config.norm_groups]
+        squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
         error: Exception | None = None
         for index, spec in enumerate(self._specs):
             grad = self._whole(spec, self._owned.reduced.piece)
+            norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
+            key = self._run.planned.norm_groups.get(spec.name, "")
+            # Every rank of the group has all of it.
+            squares[keys.index(key)] += norm.square() / comm.size_of(self._group(spec))
             masters, states = self._gathered(spec)
             if error is None and comm.rank_of(self._group(spec)) == self._comparing(index, spec):
                 try:
@@ -253,6 +240,8 @@ class FirstStep(StepObserver):
                     # The others are on their way to the next parameter.
                     error = caught
         comm.raise_alike(error, group=None)
+        sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
+        return dict(zip(keys, sums, strict=True))
 
     def _compute(
         self,
@@ -321,8 +310,7 @@ class FirstStep(StepObserver):
             return
         different = []
         for index, spec in enumerate(self._specs):
-            text = self._difference(spec)
-            if text:
+            if text := self._difference(spec):
                 different.append((index, f"{spec.name}: {text}"))
         self.is_armed = False
         self._expected.clear()
@@ -331,14 +319,12 @@ class FirstStep(StepObserver):
     def _difference(self, spec: ParamSpec) -> str | None:
         masters, states = self._gathered(spec)
         weights = self._run.params[spec.name].detach().reshape(-1)
-        text = _first_difference(weights, masters.to(weights.dtype), None)
-        if text:
+        if text := _first_difference(weights, masters.to(weights.dtype), None):
             return f"of its weights, {text}, in the float32 master of its owner"
         for key, (value, bound) in self._expected.pop(spec.name, {}).items():
             real = masters if key is None else states[key]
             bounds = torch.full((value.numel(),), bound, dtype=widest_float(), device=value.device)
-            text = _first_difference(real.reshape(-1), value.reshape(-1), bounds)
-            if text:
+            if text := _first_difference(real.reshape(-1), value.reshape(-1), bounds):
                 rule = self._run.planned.routes[spec.name].recipe.rule
                 return (
                     f"of its {'weights' if key is None else key} after the update, {text}, by "
@@ -377,8 +363,11 @@ class FirstStep(StepObserver):
                 states[key] = self._whole(spec, partial(self._owned.value, key=key))
                 continue
             dtype: torch.dtype = getattr(torch, state.dtype)
+            wide = torch.float32 if dtype.is_floating_point else torch.int64
             value = torch.zeros(
-                plain.shape_of(key), dtype=_summable(dtype), device=self._run.device
+                plain.shape_of(key),
+                dtype=torch.promote_types(dtype, wide),
+                device=self._run.device,
             )
             if piece is not None and piece.param_start == 0:
                 value.copy_(self._owned.value(name, key))
@@ -402,39 +391,6 @@ class FirstStep(StepObserver):
                 'layerwise.reduction "ordered" adds up in another way; layerwise.verify_first_step '
                 "false compares nothing"
             )
-
-
-class _Norms:
-    """Squares of averages, and of how far they may be off, by norm group; "" for none."""
-
-    def __init__(self) -> None:
-        self._squares: dict[str, list[Tensor]] = {}
-
-    def add(self, key: str, average: Tensor, bound: Tensor, shared_by: int) -> None:
-        """Count a parameter that so many ranks count."""
-        both = torch.linalg.vector_norm(torch.stack([average, bound]), dim=1, dtype=widest_float())
-        self._squares.setdefault(key, []).append(both.square() / shared_by)
-
-    def summed(self, keys: Sequence[str], run: RunState) -> dict[str, list[float]]:
-        """Return both sums over all ranks, by norm group."""
-        none = torch.zeros(2, dtype=widest_float(), device=run.device)
-        sums = torch.stack(
-            [torch.stack([none, *self._squares.get(key, ())]).sum(0) for key in keys]
-        )
-        both: list[list[float]] = comm.sum_over_ranks(sums, group=run.settings.group).tolist()
-        return dict(zip(keys, both, strict=True))
-
-
-def _factor(norm: float, most: float) -> float:
-    """Return the factor that brings ``norm`` to at most ``most``, if that is not 0."""
-    return min(1.0, most / (norm + 1e-6)) if most else 1.0
-
-
-def _summable(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of ``dtype``, of one rank, are summed over ranks."""
-    if dtype == torch.float64:
-        return dtype
-    return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def _first_difference(
