@@ -1,5 +1,5 @@
-"""What DeepSpeed's engine and its users ask of any ZeRO optimizer, apart from the path of a
-gradient.
+"""The protocol of DeepSpeed's engine and its users with any ZeRO optimizer, apart from the path of
+a gradient.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def __init__(self, scaling: LossScaling) -> None:
         super().__init__()
         self.scaling = scaling
-        self.custom_loss_scaler, self.external_loss_scale, self.torch_autocast_gradscaler = (
-            False,
-            None,
-            None,
-        )
+        self.custom_loss_scaler = False
+        self.external_loss_scale = None
+        self.torch_autocast_gradscaler = None
         self._global_grad_norm: torch.Tensor | None = None
         self._coalesce_grad_reduction = False
 
@@ -47,24 +45,24 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
-        """By parameter, the states of what this rank owns of it."""
+        """The states of what this rank owns, by parameter."""
         return self.optimizer.state
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped: a gradient was not finite, or their norm above a
+        """True if the last step was skipped: a gradient was not finite, or their norm above a
         threshold.
         """
         return self.scaling.overflow
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows what overflows."""
+        """True if the loss scale follows what overflows."""
         return self.scaling.is_dynamic
 
     @property
     def loss_scaler(self) -> Any:
-        """DeepSpeed's, which a checkpoint has in it."""
+        """DeepSpeed's scaler, which a checkpoint has in it."""
         return self.scaling.scaler
 
     @loss_scaler.setter
@@ -73,7 +71,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with; 1 except in fp16."""
+        """The factor of the loss; 1 except in fp16."""
         return float(self.loss_scaler.loss_scale)
 
     @property
@@ -82,22 +80,12 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         return self.loss_scale
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
-        """Not for users, nor for the engine, whose ``load_checkpoint`` reads the files of all ranks
-        that it needs.
+        """Refuse: the engine's ``load_checkpoint`` reads the files of all ranks that it needs.
 
         Raises:
             StepError: always.
         """
         raise cannot_load()
-
-    def get_lr(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.param_groups[0]["lr"])
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every group; both optimizers follow in their ratio to it."""
-        for group in self.param_groups:
-            group["lr"] = lr
 
     # --- attention logits
 
@@ -109,16 +97,17 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def max_attention_logits(self) -> dict[str, float]:
-        """By attention module, the largest logit of the last step that was not skipped, over all
-        ranks.
+        """The largest logits of the last step that was not skipped, over all ranks, by attention
+        module.
         """
         return dict(self.attention.largest)
 
     # --- the engine's backward protocol
 
-    #: Whether the backward pass that was entered last is one of torch.autograd.grad, which leaves
-    #: no gradients.
     only_asked = False
+    """True if the backward pass that was entered last is one of torch.autograd.grad, which leaves
+    no gradients.
+    """
 
     def enter_backward(self) -> None:
         """Enter a backward pass, and note whether it is one that accumulates gradients."""
@@ -146,12 +135,12 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Stage 2, before ``step`` where the user says when a step is over; ``step`` does what
-        there is to do.
+        """Do nothing. The engine calls it at stage 2, where the user says when a step is over;
+        ``step`` does what there is to do.
         """
 
     def checkpoint_event_epilogue(self) -> None:
-        """After a save or a load: nothing is left to do."""
+        """Do nothing: after a save or a load nothing is left to do."""
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Finish the reduction at ZeRO stage 2, after every backward pass, and after
@@ -160,13 +149,13 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self.reduce_gradients()
 
     def setup_buckets(self) -> None:
-        """Part of the engine's flush after ``coalesce_grad_reduction``; the epilogue that follows
-        does it all.
+        """Do nothing in the engine's flush after ``coalesce_grad_reduction``: the epilogue that
+        follows does it all.
         """
 
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
-        """Part of the same flush: the gradient that was left on ``param``."""
+        """Return the gradient that was left on ``param``, for the same flush."""
         return param.grad
 
     def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
-        """Part of the same flush; the epilogue that follows does it all."""
+        """Do nothing in the same flush."""

@@ -1,14 +1,14 @@
-"""``layerwise.dump_param_map``: what becomes of every parameter, in a file, as ``ds-layerwise
-plan`` tells it.
+"""The file of ``layerwise.dump_param_map``: what becomes of every parameter, as ``ds-layerwise
+plan`` prints it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from ds_layerwise.checkpoint.files.atomic import write_whole
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.ranks.comm import comm
@@ -27,29 +27,18 @@ def write(optimizer: LayerWiseZeroOptimizer) -> None:
     path = optimizer.config.dump_param_map
     if path is None:
         return
-    plans: list[dict[str, Any]] = [
-        {**as_json(optimizer.forecast()), "parameters": optimizer.listed()}
-    ]
+    plan: dict[str, Any] = {**as_json(optimizer.forecast()), "parameters": optimizer.listed()}
+    plans = [plan]
     settings = optimizer.settings
     if settings.model_group is not None and settings.tensor_group is None:
-        plans = [
-            plan
-            for of_stage in comm.gather_objects(plans, group=settings.model_group)
-            for plan in of_stage
-        ]
+        plans = comm.gather_objects(plan, group=settings.model_group)
+    text = json.dumps(plans) + "\n"
     with comm.Alike(None):
         if comm.rank_of(None) == 0:
-            _replace(Path(path), json.dumps(plans) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
-    try:
-        new.write_text(text, encoding="utf-8")
-        new.replace(path)
-    except OSError as e:
-        new.unlink(missing_ok=True)
-        raise ConfigError(
-            f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: "
-            f"{e.strerror or e}; name a file in a folder that rank 0 can write to"
-        ) from e
+            try:
+                write_whole(Path(path), lambda new: new.write_text(text, encoding="utf-8"))
+            except OSError as e:
+                raise ConfigError(
+                    f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: "
+                    f"{e.strerror or e}; name a file in a folder that rank 0 can write to"
+                ) from e

@@ -1,4 +1,4 @@
-"""What an engine says of itself when it starts."""
+"""The report of an engine when it starts: its start-up table, and warnings of its weights."""
 
 from __future__ import annotations
 
@@ -7,109 +7,92 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import few
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.param_list import listed
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.routes.group_defaults import idle_keys
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
-from ds_layerwise.ranks.owned.owned import Owned
+from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.recipes.rules.update_hook_settings import keeps_zeros
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
-from ds_layerwise.zero.setup.matmul_dtype import Products
-from ds_layerwise.zero.setup.run_plan import Planned
-from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.run_state import RunState
 
 
-def warn_of_zeros(planned: Planned, settings: Settings, owned: Owned) -> None:
+def warn_of_zeros(run: RunState) -> None:
     """Warn of matrices of zeros that a hook keeps at their own norm. Every rank of the group must
     call it.
 
     No error: a checkpoint may be loaded next.
     """
-    kept = {name for name, route in planned.routes.items() if keeps_zeros(route.recipe)}
+    kept = {name for name, route in run.planned.routes.items() if keeps_zeros(route.recipe)}
     if not kept:
         return
-    mine = [
-        piece.name
-        for pieces in owned.pieces
-        for piece in pieces
-        if piece.name in kept and not owned.value(piece.name).any()
-    ]
-    found = sorted(
-        {name for names in comm.gather_objects(mine, group=settings.group) for name in names}
-    )
-    if found and comm.rank_of(settings.group) == 0:
+    mine = []
+    for piece in run.planned.layout.pieces(run.rank):
+        if piece.name in kept and not run.owned.value(piece.name).any():
+            mine.append(piece.name)
+    zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
+    if zeros and run.rank == 0:
         logger.warning(
-            f"ds_layerwise: {few(found)}: all weights are 0, and relative_update, or hyperball "
-            "'own', keeps them so for ever; start them otherwise, give hyperball a norm, or leave "
-            "the hook out for them with layerwise.overrides"
+            f"ds_layerwise: {few(sorted(zeros))}: all weights are 0, and relative_update, or "
+            "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a norm, "
+            "or leave the hook out for them with layerwise.overrides"
         )
 
 
-def forecast(
-    planned: Planned, settings: Settings, grads: FlatBuffer | None, config: LayerWiseConfig
-) -> Forecast:
-    """What the layout costs each rank.
-
-    Args:
-        grads: the gradient buffer; None where averaged gradients alone are kept.
-    """
-    stored_as = {
-        dtype: torch.float32 if grads is None else grads.dtype(dtype)
-        for dtype in planned.layout.dtypes
-    }
+def forecast(run: RunState) -> Forecast:
+    """Forecast what the layout costs each rank."""
+    planned = run.planned
+    stored_as = {}
+    for dtype in planned.layout.dtypes:
+        stored = torch.float32 if run.grads is None else run.grads.dtype(dtype)
+        stored_as[dtype] = dtype_name(stored)
     return Forecast.of(
         planned.layout,
         planned.specs,
         planned.routes,
-        stage=settings.stage,
-        tp_size=settings.tp_size,
-        stored_as={key: dtype_name(each) for key, each in stored_as.items()},
+        stage=run.settings.stage,
+        tp_size=run.settings.tp_size,
+        stored_as=stored_as,
         reduction=planned.reduction,
         links=planned.links,
-        host_ratio=settings.host_ratio,
-        master_dtype=config.master_dtype,
-        max_waiting=config.max_waiting_buckets,
+        host_ratio=run.settings.host_ratio,
+        master_dtype=run.config.master_dtype,
+        max_waiting=run.config.max_waiting_buckets,
     )
 
 
-def routes(planned: Planned, optimizer: LayerWiseOptimizer) -> list[dict[str, Any]]:
-    """Every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
-    return listed(planned.routes, planned.specs, planned.layout, optimizer.groups_now())
+def routes(run: RunState) -> list[dict[str, Any]]:
+    """Return every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
+    planned = run.planned
+    return listed(planned.routes, planned.specs, planned.layout, run.optimizer.groups_now())
 
 
-def table(
-    planned: Planned,
-    settings: Settings,
-    costs: Forecast,
-    optimizer: LayerWiseOptimizer,
-    products: Products,
-    attention: AttentionLogits,
-    config: LayerWiseConfig,
-) -> str:
-    """Who trains what and why, and what it ``costs`` each rank."""
-    told = {
-        recipe: products.told(recipe)
-        for recipe in {route.recipe for route in planned.routes.values()}
-    }
-    routes = [*planned.routes.values(), *planned.routes_elsewhere.values()]
-    idle = [
-        *settings.without_effect,
-        *idle_keys(optimizer.config, config, routes, optimizer.own_keys),
+def table(run: RunState, attention: AttentionLogits) -> str:
+    """Return the start-up table: who trains what and why, and what it costs each rank."""
+    planned = run.planned
+    optimizer = run.optimizer
+    products = {}
+    for recipe in {route.recipe for route in planned.routes.values()}:
+        text = run.products.told(recipe)
+        if text is not None:
+            products[recipe] = text
+    everywhere = [*planned.routes.values(), *planned.routes_elsewhere.values()]
+    idle = idle_keys(optimizer.config, run.config, everywhere, optimizer.own_keys)
+    parts = [
+        start_up_table(
+            planned.routes,
+            planned.specs,
+            forecast(run),
+            optimizer.config,
+            groups=optimizer.groups_now(),
+            without_effect=[*run.settings.without_effect, *idle],
+            products=products,
+        )
     ]
-    found = start_up_table(
-        planned.routes,
-        planned.specs,
-        costs,
-        optimizer.config,
-        groups=optimizer.groups_now(),
-        without_effect=idle,
-        products={recipe: text for recipe, text in told.items() if text is not None},
-    )
-    names = planned.left_out
-    left_out = f"in no parameter group, so not trained here: {few(names)}" if names else ""
-    return "\n".join(filter(None, [found, left_out, attention.told()]))
+    if planned.left_out:
+        names = few(planned.left_out)
+        parts.append(f"in no parameter group, so not trained here: {names}")
+    parts.append(attention.summary())
+    return "\n".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions find on a parameter.
+"""The access of DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions to a parameter.
 
 Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers; what is
 not there is an error on all of them. One thing is each rank's own: at stage 1, between the
@@ -12,47 +12,37 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.owned import MASTER, Owned
+from ds_layerwise.ranks.owned.owned import MASTER
+from ds_layerwise.zero.offloading import Offloading
+from ds_layerwise.zero.run_state import RunState
 
-#: Methods that are found on the parameter itself.
+#: Methods that DeepSpeed calls on the parameter itself.
 _METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
 
 class StateAccess:
-    """One parameter's master, states and averaged gradient, whole, whoever holds them.
+    """The master, the states and the averaged gradient of one parameter, whole, whoever owns them.
 
-    Args:
-        local_sum: this rank's own sum by name before a step is reduced; see
-            :meth:`.ranks.sync.grad_sync.GradSync.local_sum`.
-        gradient_divisor: what this rank's reduced gradient must be divided by now to be the average
-            of the step so far.
-
-            Raises :class:`StepError` where there is none.
-        wait: returns once no value of the parameter is under way; raises where some of it is away.
+    Every method waits until no value of the parameter is under way, and refuses if some are away.
     """
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        owned: Owned,
-        *,
-        group: comm.Group,
-        local_sum: Callable[..., Tensor | None],
-        gradient_divisor: Callable[..., float],
-        wait: Callable[[], None],
-    ) -> None:
-        self.name, self._param, self._owned, self._group = name, param, owned, group
-        self._local_sum, self._gradient_divisor, self._wait = local_sum, gradient_divisor, wait
-        bucket = owned.layout.bucket_of(name)
-        self._piece = next(
-            (piece for piece in owned.pieces[bucket.index] if piece.name == name), None
-        )
+    def __init__(self, name: str, run: RunState, offloading: Offloading) -> None:
+        self.name = name
+        self._run = run
+        self._offloading = offloading
+        self._param = run.params[name]
+        self._owned = run.owned
+        bucket = run.planned.layout.bucket_of(name)
+        self._group = run.groups[bucket.ep_size]
+        self._piece: Piece | None = None
+        for piece in run.owned.pieces[bucket.index]:
+            if piece.name == name:
+                self._piece = piece
 
     def attach(self) -> None:
         """Let DeepSpeed's functions find this on the parameter."""
@@ -68,11 +58,11 @@ class StateAccess:
             self._param.__dict__.pop(key, None)
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of the model has no optimizer."""
+        """Return nothing: a copy of the model has no optimizer."""
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
-        """The float32 master, or the state ``optim_state_key``, in the shape of the parameter; a
-        copy. ``step`` is 0-d.
+        """Return a copy of the float32 master, or of the state ``optim_state_key``, in the shape of
+        the parameter. ``step`` is 0-d.
 
         Muon's momentum also answers to ``exp_avg``.
 
@@ -102,55 +92,58 @@ class StateAccess:
             StepError: no such state, or ``value`` has another number of elements; on every rank.
         """
         self._wait()
-        if optim_state_key is None:
-            self._check(value)
+        key = MASTER if optim_state_key is None else self._key(optim_state_key)
+        if key == "step":
+            if self._piece is not None:
+                self._owned.states[self.name][key].copy_(value)
+            return
+        if key == MASTER:
             # Rounded once, as the master will be when it is compared with the parameter.
             value = value.float()
+        part = self._part(value)
+        if key == MASTER:
             self._param.data.copy_(value.reshape(self._param.shape))
-            self._set(MASTER, value)
-            return
-        key = self._key(optim_state_key)
-        if key != "step":
-            self._check(value)
-            self._set(key, value)
-        elif self._piece is not None:
-            self._owned.states[self.name][key].copy_(value)
+        if part is not None:
+            self._owned.set_value(self.name, key, part)
 
     def get_full_hp_grad(self) -> Tensor:
-        """The gradient, averaged over ranks, of the step so far, float32, in the shape of the
-        parameter; a copy.
+        """Return a copy of the gradient of the step so far, averaged over ranks, float32, in the
+        shape of the parameter.
 
-        At stage 1, before the step is reduced, this rank's own sum in the dtype that it adds up in;
-        nothing is sent. In fp16 it still has the loss scale in it.
+        At stage 1, before the step is reduced, it is this rank's own sum in the dtype that it adds
+        up in; nothing is sent. In fp16 it still has the loss scale in it.
 
         Raises:
             StepError: it has not been reduced, or the step is over; on every rank.
         """
         self._wait()
-        if (own := self._local_sum(self.name)) is not None:
+        own = self._run.grad_sync.local_sum(self.name)
+        if own is not None:
             return own.view(self._param.shape).clone()
-        divisor = self._gradient_divisor()
+        divisor = self._run.grad_sync.divisor()
         # Of ranks that have refused a step some may have averages already.
         return self._whole(lambda: self._owned.reduced.piece(self.name) / divisor)
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
-        """Replace what :meth:`get_full_hp_grad` gives.
+        """Replace the gradient that :meth:`get_full_hp_grad` returns.
 
         Raises:
             StepError: there is no gradient now, or ``value`` has another number of elements; on
                 every rank.
         """
         self._wait()
-        if (own := self._local_sum(self.name, to_write=True)) is not None:
-            self._check(value)
+        own = self._run.grad_sync.local_sum(self.name, to_write=True)
+        divisor = 1.0 if own is not None else self._run.grad_sync.divisor(to_write=True)
+        part = self._part(value)
+        if own is not None:
             own.copy_(value.reshape(-1))
-            return
-        divisor = self._gradient_divisor(to_write=True)
-        self._check(value)
-        if self._piece is not None:
-            value = value * divisor if divisor != 1 else value
-            self._owned.reduced.piece(self.name).copy_(_part(value, self._piece))
+        elif part is not None:
+            self._owned.reduced.piece(self.name).copy_(part * divisor if divisor != 1 else part)
+
+    def _wait(self) -> None:
+        self._offloading.check_not_offloaded()
+        self._run.param_sync.finish()
 
     def _key(self, asked: str) -> str:
         keys = self._owned.state_keys(self.name)
@@ -162,11 +155,16 @@ class StateAccess:
             f"{self.name} has no state {asked!r}; its optimizer keeps {', '.join(keys) or 'none'}"
         )
 
-    def _check(self, value: Tensor) -> None:
+    def _part(self, value: Tensor) -> Tensor | None:
+        """Return the part of the whole parameter ``value`` that is of this rank; 1-D."""
         if value.numel() != self._param.numel():
             raise StepError(
                 f"{self.name} has {self._param.numel()} elements, got a value of {value.numel()}"
             )
+        if self._piece is None:
+            return None
+        start = self._piece.param_start
+        return value.reshape(-1)[start : start + self._piece.numel]
 
     def _whole(self, piece: Callable[[], Tensor]) -> Tensor:
         whole = torch.zeros(self._param.numel(), dtype=torch.float32, device=self._param.device)
@@ -174,12 +172,3 @@ class StateAccess:
             start = self._piece.param_start
             whole[start : start + self._piece.numel].copy_(piece())
         return comm.sum_over_ranks(whole, group=self._group).view(self._param.shape)
-
-    def _set(self, key: str, value: Tensor) -> None:
-        if self._piece is not None:
-            self._owned.set_value(self.name, key, _part(value, self._piece))
-
-
-def _part(value: Tensor, piece: Piece) -> Tensor:
-    """What ``piece`` is of the whole parameter ``value``; 1-D."""
-    return value.reshape(-1)[piece.param_start : piece.param_start + piece.numel]

@@ -9,7 +9,7 @@ import torch
 
 def owned(engine: Any) -> Any:
     """What this rank updates: masters, states and reduced gradients of its pieces."""
-    return engine.optimizer._owned
+    return engine.optimizer._run.owned
 
 
 def pieces(engine: Any) -> list[Any]:
@@ -24,7 +24,7 @@ def records(engine: Any) -> list[Any]:
 
 def planned(engine: Any) -> Any:
     """What the ranks have agreed on for the model: layout, links, nodes."""
-    return engine.optimizer._planned
+    return engine.optimizer._run.planned
 
 
 def states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -59,12 +59,12 @@ def host_tensors(engine: Any) -> list[torch.Tensor]:
 
 def grads(engine: Any) -> Any:
     """The buffer that gradients of all parameters accumulate in, or None where there is none."""
-    return engine.optimizer._grads
+    return engine.optimizer._run.grads
 
 
 def buffers(engine: Any) -> list[Any]:
     """What has an element for each of all parameters: their values, and their gradients where these have a buffer."""
-    return [buffer for buffer in (engine.optimizer._values, grads(engine)) if buffer is not None]
+    return [buffer for buffer in (engine.optimizer._run.values, grads(engine)) if buffer is not None]
 
 
 def trained(engine: Any) -> dict[str, torch.nn.Parameter]:
@@ -74,12 +74,17 @@ def trained(engine: Any) -> dict[str, torch.nn.Parameter]:
 
 def grad_sync(engine: Any) -> Any:
     """What reduces gradients, bucket by bucket."""
-    return engine.optimizer._grad_sync
+    return engine.optimizer._run.grad_sync
+
+
+def param_sync(engine: Any) -> Any:
+    """What sends new weights, bucket by bucket."""
+    return engine.optimizer._run.param_sync
 
 
 def exchanges(engine: Any) -> tuple[Any, Any]:
     """What moves sums from cuts to owners, and what moves parameters back."""
-    return grad_sync(engine)._exchange, engine.optimizer._param_sync._exchange
+    return grad_sync(engine)._exchange, param_sync(engine)._exchange
 
 
 def launched(engine: Any) -> int:
@@ -89,13 +94,14 @@ def launched(engine: Any) -> int:
 
 def gathers_under_way(engine: Any) -> dict[int, Any]:
     """The gathers of new weights that nobody has waited for, by bucket."""
-    return engine.optimizer._param_sync._pending
+    return param_sync(engine)._pending
 
 
 def decision(engine: Any) -> Any:
     """What the ranks decide on the gradients at hand, as at the begin of a step; all of them must ask."""
     optimizer = engine.optimizer
-    return optimizer._before_update.decide(clip_grad=optimizer.clip_grad, loss_scale=optimizer.loss_scale)
+    return optimizer._before_update.decide(
+        clip_grad=optimizer.clip_grad, loss_scale=optimizer.loss_scale, inside_pass=False)
 
 
 def interrupt(engine: Any) -> None:
@@ -104,6 +110,11 @@ def interrupt(engine: Any) -> None:
         raise MemoryError("taken")
 
 
+def first_step(engine: Any) -> Any:
+    """What compares the first update with a plain one."""
+    return engine.optimizer.checkpointing.first_step
+
+
 def is_first_step_due(engine: Any) -> bool:
     """Whether the next update is to be compared with a plain one."""
-    return bool(engine.optimizer._first_step.is_armed)
+    return bool(first_step(engine).is_armed)

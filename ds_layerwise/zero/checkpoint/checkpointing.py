@@ -44,6 +44,7 @@ from ds_layerwise.zero.checkpoint.load_request import (
     nothing_prepared,
 )
 from ds_layerwise.zero.checkpoint.save_request import Save
+from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.run_plan import Planned
@@ -51,7 +52,6 @@ from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step import step_progress
 from ds_layerwise.zero.step.interrupted import Interrupted
 from ds_layerwise.zero.step.loss_scaling import LossScaling
-from ds_layerwise.zero.step.offloading import Offloading
 from ds_layerwise.zero.step.param_guard import Guard
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
 from ds_layerwise.zero.verify.first_step import FirstStep
@@ -126,7 +126,7 @@ class Checkpointing:
     def header(self) -> Header:
         """What a checkpoint of now says beside its tensors."""
         planned = self.planned
-        within_step = self.progress.is_within_step(self.engine(), self.grad_sync.gradients)
+        within_step = self.progress.is_within_step(self.grad_sync.gradients)
         return Header(
             step=self.progress.updates,
             repeats=WITHIN_STEP if within_step else "",
@@ -298,10 +298,10 @@ class Checkpointing:
         were skipped.
         """
         self.load = load
-        self.attention.forget()
+        self.attention.restart()
         try:
             yield
-            self.skipped.forget()
+            self.skipped.restart()
         finally:
             self.load = None
 
@@ -452,7 +452,7 @@ class Checkpointing:
         self.zero_grad()
         if self.first_step is not None:
             self.first_step.arm()
-        self.progress.resume(self.engine())
+        self.progress.resume()
 
     def _otherwise(self, header: Header) -> dict[int, str]:
         # What a config names has its settings there, and not in groups.

@@ -1,5 +1,11 @@
-"""Where attention of transformers' models can be looked at: the place in which a module asks for
-its implementation.
+"""The hook into attention of transformers' models: the place in which a module asks for its
+implementation.
+
+Note: why not the public registry
+    ``AttentionInterface.register`` names implementations for all models at once. "eager" is in no
+    registry: a module passes its own function, which a registered one would not be given. And an
+    implementation that is registered after the start, as one of the hub's kernels is, would not be
+    seen. ``get_interface`` is asked in each forward pass, by name and with that function.
 
 Note: what is changed, and for how long
     ``AttentionInterface.get_interface`` gives what attends. While an engine watches a module, it
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.zero.qk_clip.max_logits import counts_for, largest_logits
 
-#: What takes note of the largest logits of a module by head.
+#: A method that takes note of the largest logits of a module by head.
 Note = Callable[[nn.Module, Tensor], None]
 
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Note]] = (
@@ -37,9 +43,9 @@ def watch(modules: Iterable[nn.Module], note: Note) -> None:
     Raises:
         ConfigError: the installed transformers has no such place.
     """
-    found = list(modules)
+    modules = list(modules)
     transformers = sys.modules.get("transformers.modeling_utils")
-    if not found or transformers is None:
+    if not modules or transformers is None:
         return
     interface: Any = getattr(transformers, "AttentionInterface", None)
     if not hasattr(interface, "get_interface"):
@@ -48,7 +54,7 @@ def watch(modules: Iterable[nn.Module], note: Note) -> None:
             "get their attention; install 5 or later, or set layerwise.qk_clip.hook to false and "
             "give logits to engine.optimizer.note_attention_logits"
         )
-    for module in found:
+    for module in modules:
         _watched[module] = weakref.WeakMethod(note)
     if not _original:
         _original.append(interface.get_interface)
@@ -103,12 +109,7 @@ def _note(
     if note is None or not module.training:
         return
     scaling = kwargs.get("scaling")
-    note(
-        module,
-        largest_logits(
-            query,
-            key,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            counts=counts_for(implementation, module, query, key, mask, kwargs),
-        ),
-    )
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    counts = counts_for(implementation, module, query, key, mask, kwargs)
+    note(module, largest_logits(query, key, scaling=float(scaling), counts=counts))

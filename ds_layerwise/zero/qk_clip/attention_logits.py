@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
 from ds_layerwise.plan.routes.routes import Route
@@ -26,63 +25,41 @@ from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.recipes.targets.qk_clip_settings import QkClip, power_of
 from ds_layerwise.routing.attention import Attention, Scaled, attentions_of, matched
 from ds_layerwise.zero.qk_clip import attention_hook
-from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.step.observer import Step, StepObserver
 
 #: So many updates may pass without a logit of a module: layers may be dropped at random.
 _PATIENCE = 10
 
 
-class AttentionLogits:
+class AttentionLogits(StepObserver):
     """Notes, reduces, reports and clips by the largest attention logits of a model.
-
-    Args:
-        params: the trained parameters by name.
-        routes: theirs.
-        held: the parameters of which this rank holds a piece.
 
     Raises:
         RoutingError, ConfigError: on every rank alike; see
             :func:`.routing.attention.attentions_of`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: LayerWiseConfig,
-        settings: Settings,
-        *,
-        params: Mapping[str, nn.Parameter],
-        routes: Mapping[str, Route],
-        held: Collection[str],
-        device: torch.device,
-    ) -> None:
-        self.clip, self._settings = config.qk_clip, settings
-        # Who compares the first step does so for parameters of others.
-        wanted = params if config.verify_first_step else held
-        self.measures = self.clip is not None or config.log_max_attention_logit
+    def __init__(self, run: RunState) -> None:
+        self.clip = run.config.qk_clip
+        self.measures = self.clip is not None or run.config.log_max_attention_logit
         self.largest: dict[str, float] = {}
-        """By module, the largest logit of the last step that was not skipped, over all ranks and
-        parts of the model.
+        """The largest logits of the last step that was not skipped, over all ranks and parts of the
+        model, by module.
         """
+        self._settings = run.settings
+        self._updates = 0
+        self._warned = False
         self._attentions: list[Attention] = []
-        self._updates, self._warned = 0, False
+        self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         if not self.measures:
             return
         with comm.Alike(None):
             self._attentions = attentions_of(
-                model, self.clip, trained=params.keys(), tp_size=settings.tp_size
+                run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
-            _check_hooks(self._attentions, routes)
-        own = {each.name: bool(each.scaled) for each in self._attentions}, matched(model, self.clip)
-        everyone = (
-            [own]
-            if settings.model_group is None
-            else comm.gather_objects(own, group=settings.model_group)
-        )
-        self._everywhere = list(dict.fromkeys(name for names, _ in everyone for name in names))
-        self._check_found({index for _, indices in everyone for index in indices})
-        self._never = {name for names, _ in everyone for name, clipped in names.items() if clipped}
-        self._places: dict[nn.Module, tuple[Attention, slice]] = {}
+            _check_hooks(self._attentions, run.planned.routes)
+        self._compare(run.model)
         start = 0
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
@@ -90,42 +67,64 @@ class AttentionLogits:
         self._modules = {attention.name: attention.module for attention in self._attentions}
         # Whoever says what a module of unknown attention is called means one that may be in
         # evaluation.
-        self._by_path = self._modules or dict(model.named_modules())
+        self._by_path = self._modules or dict(run.model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
-        self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=device)
-        self._factors: dict[str, tuple[Attention, Tensor, Tensor, int, Any]] = {}
-        if self.clip is not None:
-            self._factors = {
-                each.name: _indices(each, params[each.name].shape, attention, self.clip, device)
-                for attention in self._attentions
-                for each in attention.scaled
-                if each.name in wanted
-            }
+        self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
+        self._factors = self._find_factors(run)
         with comm.Alike(None):
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._modules.values(), self._note)
         weakref.finalize(self, attention_hook.forget, list(self._modules.values())).atexit = False
 
-    def _check_found(self, used: Collection[int]) -> None:
-        """Refuse an entry that is for no module of any part of the model, and a model without
-        attention.
+    def _compare(self, model: nn.Module) -> None:
+        """Learn the attention of all parts of the model.
 
-        Args:
-            used: the entries, by index, that are for one.
+        Raises:
+            ConfigError: an entry of the config is for no module of any part, or there is no
+                attention.
         """
-        for index, entry in enumerate(self.clip.attention if self.clip else ()):
+        own = {attention.name: bool(attention.scaled) for attention in self._attentions}
+        everyone = [(own, matched(model, self.clip))]
+        if self._settings.model_group is not None:
+            everyone = comm.gather_objects(everyone[0], group=self._settings.model_group)
+        clipped: dict[str, bool] = {}
+        used: set[int] = set()
+        for modules, indices in everyone:
+            used |= indices
+            for name, is_clipped in modules.items():
+                clipped[name] = clipped.get(name, False) or is_clipped
+        self._everywhere = list(clipped)
+        self._never = {name for name, is_clipped in clipped.items() if is_clipped}
+        if self.clip is None:
+            return
+        for index, entry in enumerate(self.clip.attention):
             if index not in used:
                 raise ConfigError(
                     f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module "
                     "is called so; correct it, or remove the entry"
                 )
-        if self.clip is not None and not self._everywhere:
+        if not clipped:
             raise ConfigError(
                 "layerwise.qk_clip finds attention in models of transformers, and none in this "
                 "one; say "
                 'where it is in layerwise.qk_clip.attention, like {"name": "blocks.*.attn", '
                 '"heads": 8, "qkv": "qkv"}, or leave qk_clip out'
             )
+
+    def _find_factors(self, run: RunState) -> dict[str, tuple[Attention, Tensor, Tensor, int, Any]]:
+        if self.clip is None:
+            return {}
+        wanted = {piece.name for piece in run.planned.layout.pieces(run.rank)}
+        if run.config.verify_first_step:
+            # The first update is compared for parameters of others.
+            wanted = set(run.params)
+        factors = {}
+        for attention in self._attentions:
+            for scaled in attention.scaled:
+                if scaled.name in wanted:
+                    shape = run.params[scaled.name].shape
+                    factors[scaled.name] = _indices(scaled, shape, attention, self.clip, run.device)
+        return factors
 
     def destroy(self) -> None:
         """Look at no module any more."""
@@ -160,22 +159,21 @@ class AttentionLogits:
         elif self.clip is None and not self._attentions:
             self._raise_to(self._noted[-1:], _flat(largest).amax().reshape(1))
         else:
-            known = ", ".join(self._modules) or "none"
+            name = attention if isinstance(attention, str) else type(attention)
             raise StepError(
-                "note_attention_logits got "
-                f"{attention if isinstance(attention, str) else type(attention)}, which is not "
-                f"among the attention modules of this model: {known}"
+                f"note_attention_logits got {name}, which is not among the attention modules of "
+                f"this model: {', '.join(self._modules) or 'none'}"
             )
 
     def _note(self, module: nn.Module, largest: Any) -> None:
-        found, place = self._places[module]
+        attention, place = self._places[module]
         values = _flat(largest)
-        if found.heads is not None and values.numel() != found.heads:
+        if attention.heads is not None and values.numel() != attention.heads:
             raise StepError(
-                f"note_attention_logits got {values.numel()} logits for {found.name}, which has "
-                f"{found.heads} heads on this rank; give the largest of each"
+                f"note_attention_logits got {values.numel()} logits for {attention.name}, which "
+                f"has {attention.heads} heads on this rank; give the largest of each"
             )
-        self._raise_to(self._noted[place], values.reshape(found.units, -1).amax(1))
+        self._raise_to(self._noted[place], values.reshape(attention.units, -1).amax(1))
 
     @staticmethod
     def _raise_to(place: Tensor, values: Tensor) -> None:
@@ -183,13 +181,31 @@ class AttentionLogits:
         values = torch.nan_to_num(values.to(place), nan=math.inf, posinf=math.inf, neginf=-math.inf)
         torch.maximum(place, values, out=place)
 
-    def forget(self) -> None:
-        """Forget what was noted since the last step."""
+    def restart(self) -> None:
+        """Forget what was noted since the last step: it is of other weights."""
         if self.measures:
             self._noted.fill_(-math.inf)
 
-    @torch.no_grad()
-    def settle(self, frozen: Collection[str]) -> dict[str, Factors]:
+    def before_update(self, step: Step) -> None:
+        """Reduce what was noted, report it, and scale by it; a skipped step forgets it.
+
+        Raises:
+            StepError: on every rank, if a logit is not finite, or a module never had one.
+        """
+        if not self.measures:
+            return
+        if step.decision.skipped:
+            self.restart()
+            return
+        step.scaled.update(self._settle(step.decision.frozen))
+        if self.largest:
+            label = "max_attention_logit"
+            step.values[label] = max(self.largest.values())
+            for name, value in self.largest.items():
+                if name:
+                    step.values[f"{label}/{name}"] = value
+
+    def _settle(self, frozen: Collection[str]) -> dict[str, Factors]:
         """Reduce what was noted over ranks, and forget it. Every rank must call this at the same
         point.
 
@@ -197,76 +213,69 @@ class AttentionLogits:
             frozen: the parameters that are not updated in this step.
 
         Returns:
-            By parameter, what it is to be multiplied with after its update; at least those of which
-            this rank holds a piece.
-
-        Raises:
-            StepError: on every rank, if a logit is not finite, or a module never had one.
+            The factors by parameter, at least of those of which this rank holds a piece.
         """
-        if not self.measures:
-            return {}
         reduced = comm.max_over_ranks(self._noted.clone(), group=self._settings.group)
-        self.forget()
-        mine = {attention.name: reduced[place].max() for attention, place in self._places.values()}
+        self.restart()
+        own = {attention.name: reduced[place].max() for attention, place in self._places.values()}
         none = torch.full_like(reduced[-1], -math.inf)
-        largest = torch.stack([*(mine.get(name, none) for name in self._everywhere), reduced[-1]])
+        largest = torch.stack([*(own.get(name, none) for name in self._everywhere), reduced[-1]])
         if self._settings.model_group is not None:
             comm.max_over_ranks(largest, group=self._settings.model_group)
         # The host waits once.
         values = torch.cat([largest, reduced]).tolist()
-        others = values[len(self._everywhere)]
-        found = dict(zip(self._everywhere, values))
-        values = values[len(largest) :]
-        self._judge(found)
+        by_module = dict(zip(self._everywhere, values))
+        others = values[len(by_module)]
+        by_unit = values[len(largest) :]
+        self._judge(by_module)
         if others > -math.inf:
-            found[""] = others
-        self.largest = {name: value for name, value in found.items() if value > -math.inf}
+            by_module[""] = others
+        self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}
-        threshold = self.clip.threshold
-        over = {
-            attention.name
-            for attention, place in self._places.values()
-            if max(values[place]) > threshold
-        }
-        return self._scaled(reduced, over, frozen, threshold) if over else {}
+        over = set()
+        for attention, place in self._places.values():
+            if max(by_unit[place]) > self.clip.threshold:
+                over.add(attention.name)
+        return self._scaled(reduced, over, frozen, self.clip.threshold) if over else {}
 
     def _scaled(
         self, reduced: Tensor, over: Set[str], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
         units = threshold / reduced.clamp(min=threshold)
-        left = {
-            attention.name
-            for attention in self._attentions
-            for each in attention.scaled
-            if each.name in frozen
-        }
-        if left & over and not self._warned and comm.rank_of(self._settings.group) == 0:
+        clipped = set(over)
+        for attention in self._attentions:
+            if any(scaled.name in frozen for scaled in attention.scaled):
+                clipped.discard(attention.name)
+        left = over - clipped
+        if left and not self._warned and comm.rank_of(self._settings.group) == 0:
             self._warned = True
             announce(
-                f"ds_layerwise: queries or keys of {min(left & over)} were frozen after the start, "
-                "and are not clipped"
+                f"ds_layerwise: queries or keys of {min(left)} were frozen after the start, and "
+                "are not clipped"
             )
         return {
             name: Factors(units[self._places[attention.module][1]][unit] ** power, axis, cols)
             for name, (attention, unit, power, cols, axis) in self._factors.items()
-            if attention.name in over and attention.name not in left
+            if attention.name in clipped
         }
 
-    def _judge(self, found: Mapping[str, float]) -> None:
+    def _judge(self, largest: Mapping[str, float]) -> None:
         """Refuse logits that nothing can be done with.
 
         Raises:
-            StepError: see :meth:`settle`.
+            StepError: see :meth:`before_update`.
         """
         self._updates += 1
-        self._never -= {name for name, value in found.items() if value > -math.inf}
-        if wrong := next((name for name, value in found.items() if value == math.inf), None):
-            raise StepError(
-                f"an attention logit of {wrong} is not finite, though all gradients are; look for "
-                "what makes it, or leave layerwise.qk_clip and layerwise.log_max_attention_logit "
-                "out"
-            )
+        for name, value in largest.items():
+            if value == math.inf:
+                raise StepError(
+                    f"an attention logit of {name} is not finite, though all gradients are; look "
+                    "for what makes it, or leave layerwise.qk_clip and "
+                    "layerwise.log_max_attention_logit out"
+                )
+            if value > -math.inf:
+                self._never.discard(name)
         if self.clip is not None and self._never and self._updates >= _PATIENCE:
             raise StepError(
                 f"layerwise.qk_clip got no attention logits of {min(self._never)} in "
@@ -275,26 +284,15 @@ class AttentionLogits:
                 "layerwise.qk_clip.attention"
             )
 
-    def values(self) -> dict[str, float]:
-        """What DeepSpeed's monitor is told of the last step: the largest of the model, and by path
-        of module.
-        """
-        if not self.largest:
-            return {}
-        label = "max_attention_logit"
-        return {
-            label: max(self.largest.values()),
-            **{f"{label}/{name}": value for name, value in self.largest.items() if name},
-        }
-
-    def told(self) -> str:
-        """One line for the start-up table; empty where nothing is measured."""
+    def summary(self) -> str:
+        """Return a line for the start-up table; empty where nothing is measured."""
         if not self.measures:
             return ""
-        count, frozen = len(self._attentions), sum(not each.scaled for each in self._attentions)
+        count = len(self._attentions)
         modules = f"{count} attention module{'s' * (count != 1)}"
         if self.clip is None:
             return f"attention logits: the largest are reported, of {modules}"
+        frozen = sum(not attention.scaled for attention in self._attentions)
         return (
             f"QK-clip: threshold {self.clip.threshold:g}, alpha {self.clip.alpha:g}, "
             f"{modules}{f', {frozen} of them frozen and left' * bool(frozen)}"
@@ -307,50 +305,41 @@ def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -
     Raises:
         RoutingError: names the parameter.
     """
-    for each in (each for attention in attentions for each in attention.scaled):
-        if getattr(routes[each.name].recipe, "hyperball", None) is not None:
-            raise RoutingError(
-                f"layerwise.qk_clip scales {each.name} down, and hyperball keeps its norm; leave "
-                "one of the two out, hyperball by an override for queries and keys"
-            )
+    for attention in attentions:
+        for scaled in attention.scaled:
+            if getattr(routes[scaled.name].recipe, "hyperball", None) is not None:
+                raise RoutingError(
+                    f"layerwise.qk_clip scales {scaled.name} down, and hyperball keeps its norm; "
+                    "leave one of the two out, hyperball by an override for queries and keys"
+                )
 
 
 def _flat(largest: Any) -> Tensor:
-    """``largest`` as a tensor of one axis, on the device where it is; numbers of a script as
+    """Return ``largest`` as a tensor of one axis, on the device where it is; numbers of a script as
     float32.
     """
-    told = (
-        largest
-        if isinstance(largest, Tensor)
-        else torch.as_tensor(largest, dtype=torch.float32, device="cpu")
-    )
-    return told.detach().reshape(-1)
+    if not isinstance(largest, Tensor):
+        largest = torch.as_tensor(largest, dtype=torch.float32, device="cpu")
+    flat: Tensor = largest.detach().reshape(-1)
+    return flat
 
 
 def _indices(
     scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip, device: torch.device
 ) -> tuple[Attention, Tensor, Tensor, int, Any]:
-    """Of a parameter, by output, the unit that it is of, and the power; its columns; and the axis
-    of outputs.
+    """Return how a parameter is scaled: its attention; the unit and the power of each output; its
+    number of columns; and the axis of outputs.
     """
-    heads = scaled.outputs.heads()
-    widths = torch.tensor([width for *_, width in heads], dtype=torch.int64, device="cpu")
     per_unit = (attention.heads or attention.units) // attention.units
-    unit = torch.tensor(
-        [
-            0 if role == "other" else head if role == "key" else head // per_unit
-            for role, head, _ in heads
-        ],
-        dtype=torch.int64,
-        device="cpu",
-    )
-    power = torch.tensor(
-        [power_of(role, clip.alpha) for role, *_ in heads], dtype=torch.float32, device="cpu"
-    )
-    return (
-        attention,
-        unit.repeat_interleave(widths).to(device),
-        power.repeat_interleave(widths).to(device),
-        shape[1] if len(shape) == 2 else 1,
-        scaled.axis,
-    )
+    units: list[int] = []
+    powers: list[float] = []
+    for role, head, width in scaled.outputs.heads():
+        if role == "other":
+            head = 0
+        elif role != "key":
+            head //= per_unit
+        units += [head] * width
+        powers += [power_of(role, clip.alpha)] * width
+    unit = torch.tensor(units, dtype=torch.int64, device=device)
+    power = torch.tensor(powers, dtype=torch.float32, device=device)
+    return attention, unit, power, shape[1] if len(shape) == 2 else 1, scaled.axis

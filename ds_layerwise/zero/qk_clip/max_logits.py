@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -16,18 +18,18 @@ from ds_layerwise.errors import StepError
 #: Logits that are in memory at a time.
 _AT_A_TIME = 1 << 24
 
-#: What is added to logits that are hidden is less: models have -1e4, or the least number of a
+#: Bound of what is added to logits that are hidden: models have -1e4, or the least number of a
 #: dtype.
 _HIDDEN = -5e3
 
-#: Of rows [first, last) of the matrix of logits, which count: a bool tensor that broadcasts to
-#: (batch, heads, rows, keys), or None for all.
+#: A function that tells which logits of the rows [first, last) count: a bool tensor that broadcasts
+#: to (batch, heads, rows, keys), or None for all.
 Counts = Callable[[int, int], "Tensor | None"]
 
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts) -> Tensor:
-    """The largest of ``scaling * query @ key.T`` that counts, by head of queries: (heads,),
+    """Return the largest of ``scaling * query @ key.T`` that counts, by head of queries: (heads,),
     float32; -inf if none does.
 
     Products are made in the dtype of ``query``: in bfloat16 a logit is good for three digits.
@@ -37,20 +39,16 @@ def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts
         key: (batch, heads of keys, keys, width); heads of queries in a row share one of keys.
     """
     batch, heads, length, _ = query.shape
-    kv_heads, keys = key.shape[1], key.shape[2]
+    _, kv_heads, keys, _ = key.shape
     largest = torch.full((heads,), -math.inf, dtype=torch.float32, device=query.device)
-    turned, rows = (
-        key.to(query.dtype).transpose(-1, -2),
-        max(1, _AT_A_TIME // (batch * heads * keys)),
-    )
+    turned = key.to(query.dtype).transpose(-1, -2)
+    rows = max(1, _AT_A_TIME // (batch * heads * keys))
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, length, rows):
             some = query[:, :, first : first + rows] * scaling
-            here = some.shape[2]
-            logits = (some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned).view(
-                batch, heads, here, keys
-            )
-            allowed = counts(first, first + here)
+            logits = some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned
+            logits = logits.view(batch, heads, -1, keys)
+            allowed = counts(first, first + some.shape[2])
             if allowed is not None:
                 logits = logits.masked_fill(~allowed, -math.inf)
             largest = torch.maximum(largest, logits.amax((0, 2, 3)).float())
@@ -65,15 +63,17 @@ def counts_for(
     mask: Any,
     kwargs: Mapping[str, Any],
 ) -> Counts:
-    """Which logits count in one of transformers' implementations of attention, given what that is
-    called with.
+    """Return which logits count in one of transformers' implementations of attention, given what
+    that is called with.
 
     Raises:
         StepError: it is none of "eager", "sdpa" and those with "flash" in their names, or the mask
             is of another kind.
     """
     causal = kwargs.get("is_causal")
-    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    causal = bool(causal)
     if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
         return _flash(query, key, mask, kwargs, causal)
     if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
@@ -93,8 +93,8 @@ def counts_for(
 
 
 def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
-    """The keys that are not in the future, nor too far away; ``window`` None: however far. Row i
-    stands at key i + ``shift``.
+    """Return the keys that are not in the future, nor too far away; ``window`` None: however far.
+    Row i stands at key i + ``shift``.
     """
 
     def counts(first: int, last: int) -> Tensor | None:
@@ -115,54 +115,52 @@ def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
 def _flash(
     query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], causal: bool
 ) -> Counts:
-    """What flash attention does: rows end with the last key; tokens that are padded, as query or as
-    key, are left out; and sequences that are packed one after the other, by their lengths or by
-    positions that start again, apart."""
-    length, keys = query.shape[2], key.shape[2]
+    """Return the keys that flash attention sees: rows end with the last key; tokens that are
+    padded, as query or as key, are left out; and sequences that are packed one after the other, by
+    their lengths or by positions that start again, are apart.
+    """
+    length = query.shape[2]
+    keys = key.shape[2]
     band = _band(key, causal, kwargs.get("sliding_window"), keys - length)
-    real = None if mask is None else mask[:, -keys:].bool()
-    of_query, of_key = _sequences(length, keys, query.device, kwargs)
+    sequences = _sequences(length, keys, query.device, kwargs)
 
     def counts(first: int, last: int) -> Tensor | None:
-        allowed = band(first, last)
-        if of_query is not None and of_key is not None:
-            same = of_query[first:last, None] == of_key
-            allowed = same if allowed is None else allowed & same
-        if real is not None:
+        masks = [band(first, last)]
+        if sequences is not None:
+            of_query, of_key = sequences
+            masks.append(of_query[first:last, None] == of_key)
+        if mask is not None:
+            real = mask[:, -keys:].bool()
             rows = real[:, keys - length :][:, first:last]
-            both = (rows[:, :, None] & real[:, None, :])[:, None]
-            allowed = both if allowed is None else allowed & both
-        return allowed
+            masks.append((rows[:, :, None] & real[:, None, :])[:, None])
+        given = [each for each in masks if each is not None]
+        return reduce(and_, given) if given else None
 
     return counts
 
 
 def _sequences(
     length: int, keys: int, device: torch.device, kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """By query and by key, the number of the sequence that it is in; None where there is one."""
-    ends = [kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")]
-    if all(isinstance(each, Tensor) for each in ends):
-        numbers = [
-            torch.searchsorted(
-                each.to(device).contiguous(),
-                torch.arange(n, device=device, dtype=each.dtype),
-                right=True,
-            )
-            for each, n in zip(ends, (length, keys), strict=True)
-            if each is not None
-        ]
-        return numbers[0], numbers[1]
+) -> tuple[Tensor, Tensor] | None:
+    """Return the number of the sequence that each query is in, and each key; None where there is
+    one.
+    """
+    query_ends = kwargs.get("cu_seq_lens_q")
+    key_ends = kwargs.get("cu_seq_lens_k")
+    if isinstance(query_ends, Tensor) and isinstance(key_ends, Tensor):
+        return _numbers(query_ends, length, device), _numbers(key_ends, keys, device)
     positions = kwargs.get("position_ids")
-    if (
-        isinstance(positions, Tensor)
-        and positions.shape == (1, length)
-        and length == keys
-        and length > 1
-    ):
-        # As transformers has it: packed if positions ever go back, and each sequence begins at 0.
-        number = (positions[0] == 0).long().cumsum(0).to(device) * (
-            torch.diff(positions[0]) < 0
-        ).any().to(device)
-        return number, number
-    return None, None
+    if not isinstance(positions, Tensor) or positions.shape != (1, length):
+        return None
+    if length != keys or length == 1:
+        return None
+    # As transformers has it: packed if positions ever go back, and each sequence begins at 0.
+    begins = (positions[0] == 0).long().cumsum(0).to(device)
+    number = begins * (torch.diff(positions[0]) < 0).any().to(device)
+    return number, number
+
+
+def _numbers(ends: Tensor, count: int, device: torch.device) -> Tensor:
+    """Return, for each of ``count`` places, the number of the sequence with these ``ends``."""
+    places = torch.arange(count, device=device, dtype=ends.dtype)
+    return torch.searchsorted(ends.to(device).contiguous(), places, right=True)

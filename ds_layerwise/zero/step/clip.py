@@ -1,4 +1,4 @@
-"""What averaged gradients add up to over all ranks, and what follows from that for a step."""
+"""The sums of averaged gradients over all ranks, and the decision on a step that follows."""
 
 from __future__ import annotations
 
@@ -9,91 +9,92 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.ranks.owned.owned import Owned
-from ds_layerwise.zero.setup.run_plan import Planned
-from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.run_state import RunState
 
-#: What parallel groups add to a norm's denominator so that clipping to the norm itself changes
-#: nothing.
+#: Addend of a norm where it is compared with a bound, as in parallel groups: clipping to the norm
+#: itself changes nothing.
 _CLIP_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What all ranks do with the averaged gradients of a step."""
+    """The common action of all ranks on the averaged gradients of a step."""
 
     factor: float
-    """What they are multiplied with, which undoes the loss scale and clips."""
+    """The factor that gradients are multiplied with, which undoes the loss scale and clips."""
     frozen: frozenset[str]
     """The parameters that no rank updates."""
     overflow: bool = False
-    """Whether the step is skipped because not all of them are finite."""
+    """True if the step is skipped because not all gradients are finite."""
     norm: float | None = None
     """The norm of the raw averages, without the loss scale; None if nobody asked for it."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """By parameter, what replaces ``factor`` for it."""
+    """The factors that replace ``factor``, by parameter."""
     norms: Mapping[str, float] = field(default_factory=dict)
-    """By norm group, what ``norm`` is of all."""
+    """The norms of the norm groups, by group."""
     above: float | None = None
     """The norm, where the step is skipped because it is greater than
     ``grad_norm_skip_threshold``.
     """
     zeros: int | None = None
-    """How many elements are zero; None if nobody asked for it."""
-    loss_scale: float = 1.0
-    """What they have been multiplied with."""
+    """The number of elements that are zero; None if nobody asked for it."""
+    loss_scale: float
+    """The factor that is in the averages."""
+    clip_grad: float
+    """The bound of the norm; 0 for none."""
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing is updated."""
+        """True if nothing is updated."""
         return self.overflow or self.above is not None
 
 
 class Judge:
-    """Says what is added up over all ranks, and reads the sums.
+    """Adds up what the decision needs, and decides by the sums over all ranks.
 
     Norms are of whole parameters, each counted once, however they are cut and whoever has copies. A
     norm group with a bound of its own counts in its own norm alone, as the group "mtp" of
     Megatron-LM does; one without counts in both.
     """
 
-    def __init__(
-        self, owned: Owned, planned: Planned, config: LayerWiseConfig, settings: Settings
-    ) -> None:
-        self._owned, self._config, self._settings = owned, config, settings
-        self._elsewhere, self._group_of = planned.counted_elsewhere, planned.norm_groups
-        self._members = {
-            key: frozenset(name for name, group in self._group_of.items() if group == key)
-            for key in config.norm_groups
-        }
+    def __init__(self, run: RunState) -> None:
+        settings = run.settings
+        self._owned = run.owned
+        self._elsewhere = run.planned.counted_elsewhere
+        self._group_of = run.planned.norm_groups
+        self._groups = run.config.norm_groups
+        self._threshold = run.config.grad_norm_skip_threshold
+        self._counts_zeros = run.config.log_num_zeros_in_grad
+        self._checks_overflow = settings.check_overflow
+        self._shows_norm = settings.compute_grad_norm
         self._looks = settings.compute_grad_norm or settings.check_overflow
 
     def nothing(self) -> Tensor:
-        """What a rank adds to the sums that has nothing to add."""
-        numel = 2 + len(self._members) + self._config.log_num_zeros_in_grad
+        """Return the sums of a rank that has nothing to add."""
+        numel = 2 + len(self._groups) + self._counts_zeros
         return torch.zeros(numel, device=self._owned.device, dtype=widest_float())
 
     def sums(self, idle: Collection[str]) -> Tensor:
-        """What this rank adds: squares of what is in no norm group, and of what must be finite;
-        then of each group.
+        """Return the sums of this rank: squares of what is in no norm group, and of what must be
+        finite; then of each group; then the number of zeros.
 
-        Where a model is cut, what several of its ranks hold alike counts once, but any of them may
+        Where a model is cut, what several of its ranks have alike counts once, but any of them may
         find it not finite.
 
         Args:
             idle: the parameters that are frozen here, and got no gradient.
         """
-        reduced, sums = self._owned.reduced, self.nothing()
-        if self._config.log_num_zeros_in_grad:
+        reduced = self._owned.reduced
+        sums = self.nothing()
+        if self._counts_zeros:
             sums[-1] = reduced.number_of_zeros(leave_out={*self._elsewhere, *idle})
         if self._looks:
             rest = reduced.sum_of_squares(leave_out={*self._elsewhere, *self._group_of})
-            groups = [
-                reduced.sum_of_squares(leave_out=self._elsewhere, only=each)
-                for each in self._members.values()
-            ]
+            groups = []
+            for key in self._groups:
+                members = frozenset(name for name, group in self._group_of.items() if group == key)
+                groups.append(reduced.sum_of_squares(leave_out=self._elsewhere, only=members))
             everything = reduced.sum_of_squares() if self._elsewhere else sum(groups, rest)
             sums[: 2 + len(groups)] = torch.stack([rest, everything, *groups])
         return sums
@@ -101,46 +102,40 @@ class Judge:
     def decide(
         self, sums: Sequence[float], frozen: frozenset[str], *, clip_grad: float, loss_scale: float
     ) -> Decision:
-        """What follows from the sums over all ranks.
+        """Decide by the ``sums`` over all ranks.
 
         Args:
             clip_grad: the bound of the norm; 0 for none.
         """
-        zeros = round(sums[-1]) if self._config.log_num_zeros_in_grad else None
-        if not self._looks:
-            return Decision(1 / loss_scale, frozen, zeros=zeros, loss_scale=loss_scale)
-        squares, groups = dict(zip(self._members, sums[2:], strict=False)), self._config.norm_groups
+        squares = dict(zip(self._groups, sums[2:], strict=False))
         norms = {key: math.sqrt(square) / loss_scale for key, square in squares.items()}
-        norm = (
-            math.sqrt(
-                sums[0]
-                + math.fsum(square for key, square in squares.items() if not groups[key].is_apart)
-            )
-            / loss_scale
-        )
-        overflow = self._settings.check_overflow and not math.isfinite(sums[1])
-        most, shown = self._config.grad_norm_skip_threshold, self._settings.compute_grad_norm
-        factors = {
-            name: _factor(norms[key], bound, loss_scale)
-            for name, key in self._group_of.items()
-            if (bound := groups[key].gradient_clipping) is not None
-        }
+        together = [squares[key] for key, group in self._groups.items() if not group.is_apart]
+        norm = math.sqrt(sums[0] + math.fsum(together)) / loss_scale
+        factors = {}
+        for name, key in self._group_of.items():
+            bound = self._groups[key].gradient_clipping
+            if bound is not None:
+                factors[name] = _factor(norms[key], bound, loss_scale)
+        overflow = self._checks_overflow and not math.isfinite(sums[1])
+        is_above = self._threshold is not None and self._threshold < norm < math.inf
+        shown = math.inf if overflow else norm
         return Decision(
-            _factor(norm, clip_grad, loss_scale),
-            frozen,
-            overflow,
-            (math.inf if overflow else norm) if shown else None,
-            factors,
-            norms if shown else {},
-            norm if not overflow and most is not None and most < norm < math.inf else None,
-            zeros,
-            loss_scale,
+            factor=_factor(norm, clip_grad, loss_scale),
+            frozen=frozen,
+            overflow=overflow,
+            norm=shown if self._shows_norm else None,
+            factors=factors,
+            norms=norms if self._shows_norm else {},
+            above=norm if is_above and not overflow else None,
+            zeros=round(sums[-1]) if self._counts_zeros else None,
+            loss_scale=loss_scale,
+            clip_grad=clip_grad,
         )
 
 
 def _factor(norm: float, most: float, loss_scale: float) -> float:
-    """What gradients of that norm are multiplied with to have at most the norm ``most``, if that is
+    """Return the factor that brings gradients of that norm to at most the norm ``most``, if that is
     not 0.
     """
     clip = (norm + _CLIP_EPS) / most if most > 0 else 1.0
-    return 1 / (loss_scale * (clip if clip > 1 else 1.0))
+    return 1 / (loss_scale * max(1.0, clip))

@@ -28,18 +28,17 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
         The nodes of the graph where they do, and the hooks on these, which last as long as somebody
         keeps the nodes.
     """
-    engine_of, rule = weakref.ref(engine), type(engine)._backward_prologue_per_tensor
+    engine_of = weakref.ref(engine)
+    rule = type(engine)._backward_prologue_per_tensor
     engine._backward_prologue_per_tensor = lambda gradient: gradient
 
     def divided(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         engine = engine_of()
         steps = 1 if engine is None else engine.gradient_accumulation_steps()
         # What DeepSpeed makes of a 1 tells whether the loss of this pass is divided already.
-        return (
-            None
-            if steps == 1 or rule(engine, 1.0) == 1
-            else tuple(each / steps for each in gradients)
-        )
+        if steps == 1 or rule(engine, 1.0) == 1:
+            return None
+        return tuple(gradient / steps for gradient in gradients)
 
     with torch.inference_mode(False), torch.enable_grad():
         nodes = [get_gradient_edge(param).node for param in params]

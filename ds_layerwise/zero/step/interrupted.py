@@ -1,5 +1,5 @@
-"""An update that an exception ended: what had it is a step further than what had not, and no step
-leads on from there.
+"""The trace of an update that an exception ended: what had it is a step further than what had not,
+and no step leads on from there.
 
 Note: how all ranks end up alike
     The rank that failed still sends what the others wait for, then raises what it met. Whoever
@@ -10,19 +10,22 @@ Note: how all ranks end up alike
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from ds_layerwise.errors import StepError
 
 
 class Interrupted:
-    """Whether an update of this rank was ended in the middle. ``with`` it around what may not end
-    there.
+    """A note of the exception that ended an update. ``with`` it around what may not end there.
 
     An ``Exception`` is kept for :meth:`raise_original`, as others wait for what comes behind the
     block; what is none, such as Ctrl-C, goes on at once.
     """
 
     def __init__(self) -> None:
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._what = ""
         self._step = 0
 
@@ -30,12 +33,12 @@ class Interrupted:
         return bool(self._what)
 
     def at(self, step: int) -> Interrupted:
-        """This, with the number of the step for the error."""
+        """Note the number of the step for the error, and return this."""
         self._step = step
         return self
 
     def __enter__(self) -> None:
-        """Nothing has gone wrong yet."""
+        """Enter; nothing has gone wrong yet."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Remember ``error``."""
@@ -48,7 +51,8 @@ class Interrupted:
         """Raise what has ended the update, and let go of it: its traceback holds what took the
         memory.
         """
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -68,3 +72,17 @@ class Interrupted:
     def forget(self) -> None:
         """Forget the interruption: a checkpoint has replaced all that it left."""
         self._what = ""
+
+
+@contextmanager
+def survivable(engine: Any) -> Iterator[None]:
+    """Leave ``engine`` so that an exception in its step can be survived: it would else take the
+    step to be still on, and its timers refuse to start again."""
+    try:
+        yield
+    except BaseException:
+        if engine is not None:
+            engine._running_engine_step = False
+            for name in engine.engine_timers.step_timers:
+                engine.timers(name).reset()
+        raise

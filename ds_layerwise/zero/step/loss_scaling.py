@@ -1,32 +1,30 @@
-"""What the loss is multiplied with, and whether the last step was skipped for what came of it."""
+"""The scale of the loss, and the overflow that may come of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
 from ds_layerwise.checkpoint.plain_values import check_kind
+from ds_layerwise.zero.setup.run_settings import Settings
 
 
 class LossScaling:
     """DeepSpeed's scaler: dynamic or static for fp16, 1 for every other dtype."""
 
-    def __init__(
-        self, dtype: torch.dtype, *, static_scale: float, dynamic: bool, args: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.scaler: Any = CreateLossScaler(
-            dtype=dtype,
-            static_loss_scale=static_scale,
-            dynamic_scaling=dynamic,
-            dynamic_loss_args=args,
+            dtype=settings.compute_dtype,
+            static_loss_scale=settings.static_loss_scale,
+            dynamic_scaling=settings.dynamic_loss_scale,
+            dynamic_loss_args=settings.loss_scale_args,
         )
         # The engine's own flag is true for every dtype by default; with it, a plain loss.backward()
         # would be refused.
         self.is_dynamic: bool = self.scaler.dynamic
         self.overflow = False
-        """Whether the last step was skipped."""
+        """True if the last step was skipped."""
 
     def check(self, scaler: Any) -> None:
         """Refuse a ``scaler`` of a checkpoint that lacks what this one has, or has something else
@@ -35,8 +33,11 @@ class LossScaling:
         Raises:
             Exception: of the kinds that :func:`.safe_load.naming` names a file for.
         """
-        own, saved = vars(self.scaler), vars(scaler) if scaler is not None else None
-        if saved is not None and saved["dynamic"] == own["dynamic"]:
+        if scaler is None:
+            return
+        own = vars(self.scaler)
+        saved = vars(scaler)
+        if saved["dynamic"] == own["dynamic"]:
             check_kind(own, {key: saved[key] for key in own}, "loss_scaler")
             if not saved["cur_scale"] > 0:
                 raise ValueError(f"loss_scaler.cur_scale is {saved['cur_scale']!r:.100}")
@@ -48,9 +49,7 @@ class LossScaling:
             is_half: whether both runs have float16 weights. A scale that another dtype needed says
                 nothing about this one.
         """
-        if (
-            scaler is not None
-            and scaler.dynamic == self.scaler.dynamic
-            and (is_half or scaler.dynamic)
-        ):
+        if scaler is None or scaler.dynamic != self.scaler.dynamic:
+            return
+        if is_half or scaler.dynamic:
             self.scaler = scaler

@@ -1,114 +1,97 @@
-"""What is told of steps: to DeepSpeed's monitor, and to who asks for
+"""The values that are reported of steps: to DeepSpeed's monitor, and to who asks for
 ``engine.optimizer.report()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ds_layerwise.config.sections import LayerWiseConfig
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.update_stats import Watch
-from ds_layerwise.zero.setup.run_plan import Planned
-from ds_layerwise.zero.step.clip import Decision
+from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.step.observer import Step, StepObserver
 
-#: What DeepSpeed's engine puts in front of its own, such as ``Train/Samples/lr``.
+#: Prefix of the engine's own values, such as ``Train/Samples/lr``.
 _LABEL = "Train/Samples/"
 
-#: By what a recipe takes for its learning rate, the key of ``optimizer.params`` that says it.
+#: By the ratio that a recipe takes, the key of ``optimizer.params`` that gives it.
 _RATES = {"matrix_lr_ratio": "muon_lr", "scalar_lr_ratio": "adam_lr"}
 
 
-class Reports:
+class Reports(StepObserver):
     """Keeps what the last step was like, the same on every rank, and hands it to the monitor of
     rank 0.
-
-    Args:
-        sum_over_ranks: adds up a tensor over all ranks of a model, in place.
     """
 
-    def __init__(
-        self,
-        planned: Planned,
-        optimizer: LayerWiseOptimizer,
-        config: LayerWiseConfig,
-        *,
-        sum_over_ranks: Callable[[Tensor], object],
-        device: torch.device,
-    ) -> None:
-        self._optimizer, self._every = optimizer, config.monitor.every
-        routes = {**planned.routes_elsewhere, **planned.routes}.values()
-        self._groups = {
-            _RATES[key]: min(route.group for route in routes if route.recipe.lr_ratio == key)
-            for key in _RATES
-            if any(route.recipe.lr_ratio == key for route in routes)
-        }
-        self._watch = (
-            Watch(
-                {route.recipe.rule for route in routes},
-                update_rms=config.monitor.update_rms,
-                momentum_norm=config.monitor.momentum_norm,
-                counted_elsewhere=planned.counted_elsewhere,
-                sum_over_ranks=sum_over_ranks,
-                device=device,
+    def __init__(self, run: RunState, agreement: Agreement) -> None:
+        monitor = run.config.monitor
+        self._optimizer = run.optimizer
+        self._every = monitor.every
+        # By the key of a ratio, the first group with a recipe that takes it.
+        self._groups: dict[str, int] = {}
+        rules = set()
+        for route in {**run.planned.routes_elsewhere, **run.planned.routes}.values():
+            rules.add(route.recipe.rule)
+            key = route.recipe.lr_ratio
+            self._groups[key] = min(route.group, self._groups.get(key, route.group))
+        self._watch: Watch | None = None
+        if monitor.asks:
+            self._watch = Watch(
+                rules,
+                update_rms=monitor.update_rms,
+                momentum_norm=monitor.momentum_norm,
+                counted_elsewhere=run.planned.counted_elsewhere,
+                sum_over_ranks=agreement.sum_over_everyone,
+                device=run.device,
             )
-            if config.monitor.asks
-            else None
-        )
-        self._last: dict[str, float] = {}
+        self._earlier: dict[str, float] = {}
         self._fresh: dict[str, float] = {}
 
-    def watch(self, step: int) -> Watch | None:
-        """What looks on at the update number ``step``, if anybody wants to know of it."""
-        if self._watch is None or step % self._every:
-            return None
-        # An update that ended half-way may have left something.
-        self._watch.restart()
-        return self._watch
+    def before_update(self, step: Step) -> None:
+        """Take note of what the ranks have decided on; others add to the step's values later."""
+        self._earlier |= self._fresh
+        self._fresh = step.values
+        decision = step.decision
+        if decision.norm is not None:
+            step.values["grad_norm"] = decision.norm
+        for key, norm in decision.norms.items():
+            step.values[f"grad_norm_{key}"] = norm
+        if decision.zeros is not None:
+            step.values["num_zeros_in_grad"] = decision.zeros
+        if self._watch is not None and step.number % self._every == 0:
+            # An update that ended half-way may have left something.
+            self._watch.restart()
+            step.watch = self._watch
 
-    def begin(self, decision: Decision) -> None:
-        """Take note of what the ranks have decided on a step."""
-        self._fresh = {}
-        told = {
-            "grad_norm": decision.norm,
-            **{f"grad_norm_{key}": norm for key, norm in decision.norms.items()},
-            "num_zeros_in_grad": decision.zeros,
-        }
-        self.add({key: value for key, value in told.items() if value is not None})
-
-    def add(self, told: dict[str, float]) -> None:
-        """Take note of what is known of the step at hand besides, the same on every rank."""
-        self._fresh.update(told)
-        self._last.update(told)
+    def after_update(self, step: Step) -> None:
+        """Add the statistics of the update."""
+        if step.watch is not None:
+            step.values.update(step.watch.settle(failed=step.failed))
 
     def last(self, engine: Any) -> dict[str, float]:
-        """The last value of everything that is told, by name; learning rates are those of the next
-        step.
+        """Return the last value of everything that is reported, by name; learning rates are those
+        of the next step.
         """
-        return {**self._now(engine), **self._last}
+        return {**self._now(engine), **self._earlier, **self._fresh}
 
     def write(self, engine: Any) -> None:
-        """Give the monitor what the step that is just over was like. Called when the engine has
+        """Give the monitor the values of the step that is just over. Called when the engine has
         counted it.
         """
         if engine.monitor.enabled and engine.global_rank == 0:
-            engine.monitor.write_events(
-                [
-                    (f"{_LABEL}{key}", value, engine.global_samples)
-                    for key, value in {**self._now(engine), **self._fresh}.items()
-                ]
-            )
+            events = []
+            for key, value in {**self._now(engine), **self._fresh}.items():
+                events.append((f"{_LABEL}{key}", value, engine.global_samples))
+            engine.monitor.write_events(events)
 
     def _now(self, engine: Any) -> dict[str, float]:
-        groups = self._optimizer.param_groups
-        # Groups of an optimizer that the script has made have one rate, which the engine tells.
-        rates = {
-            name: float(groups[index]["lr"]) * float(groups[index][key])
-            for key, name in _RATES.items()
-            if (index := self._groups.get(name)) is not None and key in groups[index]
-        }
-        return {**rates, "skipped_steps": engine.skipped_steps}
+        values: dict[str, float] = {}
+        for key, name in _RATES.items():
+            if key in self._groups:
+                group = self._optimizer.param_groups[self._groups[key]]
+                # Groups of an optimizer that the script has made have one rate, which the engine
+                # reports.
+                if key in group:
+                    values[name] = float(group["lr"]) * float(group[key])
+        values["skipped_steps"] = engine.skipped_steps
+        return values

@@ -1,55 +1,41 @@
-"""What may have become of the parameters since the last step, by the hands of a user."""
+"""The check that a script has not replaced or freed parameters since the last step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from itertools import chain
+from collections.abc import Sequence, Set
 from operator import is_
 
 from deepspeed.utils import logger
 from torch import nn
 
 from ds_layerwise.errors import StepError, few
-from ds_layerwise.ranks.owned.buffers import FlatBuffer
+from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup.param_owner import has_optimizer
 
 
 class Guard:
     """Looks before every step whether the parameters of a model are still those that the optimizer
-    trains.
-
-    Args:
-        params: the trained parameters of ``model`` by name. What else requires a gradient now is
-            left to the user.
-        values: the buffer that they look into.
-        may_be_unused: whether a step may be without a gradient of a parameter that requires one.
-        tells: whether this rank says what is no error.
+    trains. What else requires a gradient at the start is left to the user.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: Mapping[str, nn.Parameter],
-        values: FlatBuffer,
-        *,
-        may_be_unused: bool,
-        tells: bool,
-    ) -> None:
-        self._model, self._may_be_unused, self._tells = model, may_be_unused, tells
-        self._trained = [(name, param, values.param(name)) for name, param in params.items()]
-        self._content = _Content(model)
-        self._at_start = dict(model.named_parameters(remove_duplicate=False))
-        self._known = {
-            *params.values(),
-            *(param for param in self._at_start.values() if param.requires_grad),
-        }
+    def __init__(self, run: RunState) -> None:
+        self._model = run.model
+        self._may_be_unused = run.settings.may_be_unused
+        self._warns = run.rank == 0
+        self._trained = [
+            (name, param, run.values.param(name)) for name, param in run.params.items()
+        ]
+        self._content = _Content(run.model)
+        self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
+        required = [param for param in self._at_start.values() if param.requires_grad]
+        self._known = {*run.params.values(), *required}
         self._frozen = self._outside()
         self._hidden: frozenset[str] = frozenset()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def check(self, got: Set[str]) -> frozenset[str]:
-        """The names of what was trained at the start, is frozen by now, and is not among those that
-        ``got`` a gradient.
+        """Return the names of what was trained at the start, is frozen by now, and is not among
+        those that ``got`` a gradient.
 
         Raises:
             StepError: a parameter or its memory was replaced, so that the optimizer would train
@@ -71,10 +57,9 @@ class Guard:
                     f"{name}.grad was set after the gradients were reduced, so it would be lost; "
                     "use deepspeed.utils.safe_set_full_grad() between backward and step"
                 )
-            if name in got:
-                continue
-            (unused if param.requires_grad else idle).append(name)
-        self._tell_of([name for name in unused if name in self._hidden])
+            if name not in got:
+                (unused if param.requires_grad else idle).append(name)
+        self._warn_of([name for name in unused if name in self._hidden])
         if unused and not self._may_be_unused:
             raise StepError(
                 f"{few(unused)} got no gradient in this step, and "
@@ -111,8 +96,8 @@ class Guard:
                 )
 
     def _outside(self) -> dict[str, nn.Parameter]:
-        """By name, the parameters that are in the model, and neither trained here nor left to the
-        user.
+        """Return the parameters, by name, that are in the model, and neither trained here nor left
+        to the user.
         """
         return {
             name: param
@@ -145,26 +130,23 @@ class Guard:
         self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
         self._frozen, self._content = self._outside(), content
 
-    def _tell_of(self, gone: Sequence[str]) -> None:
-        """Say once of each of ``gone`` that it is not in the model any more."""
-        if (new := [name for name in gone if name not in self._told]) and self._tells:
+    def _warn_of(self, gone: Sequence[str]) -> None:
+        """Warn once of each of ``gone`` that it is not in the model any more."""
+        new = [name for name in gone if name not in self._reported]
+        if new and self._warns:
             logger.warning(
                 f"ds_layerwise: {few(new)} got no gradient, and no module of the model has it any "
                 "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
                 "it as it is"
             )
-        self._told.update(new)
+        self._reported.update(new)
 
     def _untrained(self, name: str, param: nn.Parameter) -> StepError:
-        was = (
-            "frozen when this engine was made"
-            if self._at_start.get(name) is param
-            else ("added since this engine was made")
-        )
+        was = "frozen when" if self._at_start.get(name) is param else "added since"
         return StepError(
-            f"{name} was {was}, and has no optimizer, but requires a gradient; freeze it again, or "
-            "save, and resume in a new engine; if the script trains it by another optimizer, let "
-            "it require a gradient already when this engine is made"
+            f"{name} was {was} this engine was made, and has no optimizer, but requires a "
+            "gradient; freeze it again, or save, and resume in a new engine; if the script trains "
+            "it by another optimizer, let it require a gradient already when this engine is made"
         )
 
 
@@ -186,17 +168,13 @@ class _Content:
     def _now(self) -> list[object]:
         # At every step, of every module: what holds the parameters of a scripted one has no more
         # than this.
-        return list(
-            chain.from_iterable(
-                [
-                    held
-                    for module in self._modules
-                    for held in (module._modules.values(), module._parameters.values())
-                ]
-            )
-        )
+        content: list[object] = []
+        for module in self._modules:
+            content.extend(module._modules.values())
+            content.extend(module._parameters.values())
+        return content
 
     def is_same(self) -> bool:
-        """Whether no module has got or lost any since."""
+        """Tell whether no module has got or lost any since."""
         now = self._now()
         return len(now) == len(self._all) and all(map(is_, now, self._all))

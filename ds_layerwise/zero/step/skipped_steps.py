@@ -12,107 +12,95 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.errors import StepError, few
+from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.owned import Owned
-from ds_layerwise.zero.step.clip import Decision
+from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.step.loss_scaling import LossScaling
+from ds_layerwise.zero.step.observer import Step, StepObserver
 
 #: Steps skipped in a row before the first warning; the next ones come after twice as many each.
 _FIRST_WARNING = 10
 
 
-class SkippedSteps:
-    """Counts steps that are skipped in a row, and says which gradient is to blame.
+class SkippedSteps(StepObserver):
+    """Counts steps that are skipped in a row, names the gradient to blame, and lets the loss scale
+    follow.
 
     A dynamic loss scale that comes down skips as it should: such steps do not count, until it can
     come down no more.
 
     Averages say which gradient it is, and not whose. So after a step that was skipped each rank
     looks at its own, too, as backward passes leave them, until a step is not.
-
-    Args:
-        names: the parameters in the order of the model.
-        most: this many in a row are an error; None for no end.
-        threshold: the greatest norm of gradients that an update is made with; None for any.
-        pipeline_stage: which of the model's this is; 0 without a pipeline.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        owned: Owned,
-        *,
-        most: int | None,
-        threshold: float | None,
-        pipeline_stage: int,
-    ) -> None:
-        self._names, self._owned, self._most, self._pipeline_stage = (
-            names,
-            owned,
-            most,
-            pipeline_stage,
-        )
-        self._threshold, self._in_a_row, self._above = threshold, 0, 0
-        self._looks, self._finite = False, torch.ones((), dtype=torch.bool, device=owned.device)
+    def __init__(self, run: RunState, scaling: LossScaling) -> None:
+        self._scaling = scaling
+        self._names = [spec.name for spec in run.planned.specs]
+        self._own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
+        self._owned = run.owned
+        self._most = run.config.max_skipped_steps
+        self._threshold = run.config.grad_norm_skip_threshold
+        self._pipeline_stage = run.settings.mp_rank if pipeline.is_pipeline(run.model) else 0
+        self._in_a_row = 0
+        self._above = 0
+        self._looks = False
+        self._finite = torch.ones((), dtype=torch.bool, device=run.device)
 
-    def see(self, gradient: Tensor | None) -> None:
-        """Look at what a backward pass has left of one parameter on this rank. The device is not
-        waited for.
-        """
+    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Look whether the gradient is finite. The device is not waited for."""
         if self._looks and gradient is not None:
             # What isfinite() makes on its way is larger than the gradient.
             self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
 
-    def note(self, decision: Decision, scaler: Any, step: int) -> None:
-        """Take note of a step, and let the loss scale follow. Every rank must call this with the
-        same arguments.
+    def before_update(self, step: Step) -> None:
+        """Count a step that is skipped, and let the loss scale follow.
 
         Raises:
             StepError: on every rank, where there is no sense in going on; names the first gradient
                 that is not finite.
         """
+        scaler = self._scaling.scaler
+        decision = step.decision
         if decision.above is not None:
             self._in_a_row += 1
-            self._judge_norm(decision.above, step)
+            self._judge_norm(decision.above, step.number)
         elif not decision.overflow:
             self._in_a_row = 0
         elif _is_at_its_end(scaler):
             raise StepError(
-                f"step {step} cannot be skipped once more, loss scale already at minimum "
+                f"step {step.number} cannot be skipped once more, loss scale already at minimum "
                 f"({scaler.cur_scale:g}): {self._blame()}"
             )
         elif not scaler.dynamic:
             self._in_a_row += 1
-            self._judge(step)
+            self._judge(step.number)
         # Gradients that are finite say nothing against the scale, however long they are.
         scaler.update_scale(decision.overflow)
         self._look(decision.overflow)
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """Count anew what is skipped in a row: other weights are trained now."""
         self._in_a_row = 0
         self._look(False)
 
-    def begin_step(self) -> None:
-        """Forget what :meth:`see` has seen: gradients begin anew."""
+    def forget(self) -> None:
+        """Forget the gradients of the step at hand."""
         if self._looks:
             self._finite.fill_(True)
 
     def _look(self, looks: bool) -> None:
-        self.begin_step()
+        self.forget()
         self._looks = looks
 
     def _judge_norm(self, norm: float, step: int) -> None:
-        """Say it of every first, second, fourth, ... step, and end a run that does nothing else."""
+        """Warn of every first, second, fourth, ... step, and end a run that does nothing else."""
         self._above += 1
         why = (
             f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, "
             f"which is {self._threshold:g}"
         )
-        if self._most is not None and self._in_a_row >= self._most:
-            raise StepError(
-                f"step {step} was skipped {self._in_a_row} times in a row: {why}; raise the "
-                "threshold, look for what makes it, or allow more (layerwise.max_skipped_steps)"
-            )
+        if self._are_too_many():
+            raise self._too_many(step, f"{why}; raise the threshold,")
         if self._above.bit_count() == 1 and comm.rank_of(None) == 0:
             logger.warning(
                 f"ds_layerwise: step {step} was skipped: {why}; that was number {self._above} of "
@@ -121,44 +109,48 @@ class SkippedSteps:
 
     def _judge(self, step: int) -> None:
         count = self._in_a_row
-        if self._most is not None and count >= self._most:
-            raise StepError(
-                f"step {step} was skipped {count} times in a row: {self._blame()}; look for what "
-                "makes it, or allow more (layerwise.max_skipped_steps)"
-            )
+        if self._are_too_many():
+            raise self._too_many(step, f"{self._blame()};")
         if count % _FIRST_WARNING == 0 and (count // _FIRST_WARNING).bit_count() == 1:
-            message = (
-                f"ds_layerwise: step {step} was skipped {count} times in a row: {self._blame()}"
-            )
+            blame = self._blame()
             if comm.rank_of(None) == 0:
-                logger.warning(message)
+                logger.warning(
+                    f"ds_layerwise: step {step} was skipped {count} times in a row: {blame}"
+                )
+
+    def _are_too_many(self) -> bool:
+        return self._most is not None and self._in_a_row >= self._most
+
+    def _too_many(self, step: int, why: str) -> StepError:
+        return StepError(
+            f"step {step} was skipped {self._in_a_row} times in a row: {why} look for what makes "
+            "it, or allow more (layerwise.max_skipped_steps)"
+        )
 
     def _blame(self) -> str:
-        """The first parameter, in the order of the model, whose averaged gradient is not finite,
-        who found it, and which ranks have made it so."""
-        held = {piece.name for pieces in self._owned.pieces for piece in pieces}
-        mine = next(
-            (
-                (self._pipeline_stage, index, name)
-                for index, name in enumerate(self._names)
-                if name in held and not torch.isfinite(self._owned.reduced.piece(name)).all()
-            ),
-            None,
-        )
+        """Name the first parameter, in the order of the model, whose averaged gradient is not
+        finite, the rank that found it, and the ranks that have made it so."""
+        mine = self._first_wrong()
         everyone = comm.gather_objects((mine, bool(self._finite)), group=None)
-        first = [(*place, rank) for rank, (place, _) in enumerate(everyone) if place is not None]
-        if not first:
+        wrong = [(*place, rank) for rank, (place, _) in enumerate(everyone) if place is not None]
+        if not wrong:
             return "the sum of all gradients is not finite, and each of them is"
-        *_, name, rank = min(first)
+        *_, name, rank = min(wrong)
         return (
             f"the gradient of {name} is not finite, found by rank {rank}, which owns "
-            f"it{self._told(everyone)}"
+            f"it{self._makers([is_finite for _, is_finite in everyone])}"
         )
 
-    def _told(self, everyone: Sequence[tuple[object, bool]]) -> str:
+    def _first_wrong(self) -> tuple[int, int, str] | None:
+        for index, name in enumerate(self._names):
+            if name in self._own and not torch.isfinite(self._owned.reduced.piece(name)).all():
+                return self._pipeline_stage, index, name
+        return None
+
+    def _makers(self, are_finite: Sequence[bool]) -> str:
         if not self._looks:
             return ""
-        makers = [str(rank) for rank, (_, is_finite) in enumerate(everyone) if not is_finite]
+        makers = [str(rank) for rank, is_finite in enumerate(are_finite) if not is_finite]
         if not makers:
             return "; backward passes left finite gradients on every rank"
         return (
@@ -168,7 +160,7 @@ class SkippedSteps:
 
 
 def _is_at_its_end(scaler: Any) -> bool:
-    """Whether DeepSpeed's scaler would end the run instead of coming down."""
+    """Tell whether DeepSpeed's scaler would end the run instead of coming down."""
     return bool(
         scaler.dynamic
         and scaler.raise_error_at_min_scale

@@ -21,49 +21,53 @@ _PASSES_IN_VAIN = 16
 
 
 class Progress:
-    """How far training is: the updates that were made, and the backward passes of the step at
-    hand.
+    """The updates that were made, and the backward passes and reductions of the step at hand.
+
+    Args:
+        engine: returns the engine, which counts micro-batches, while there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Callable[[], Any]) -> None:
+        self._engine = engine
         self.updates = 0
-        """How many updates there were; a step that is skipped makes none."""
+        """Number of updates; a step that is skipped makes none."""
         self.updating = False
-        """Whether an update is under way, or has failed and left the engine between two steps."""
-        # In which step there were reductions, how many, and in which micro-batch the last: also of
+        """True while an update is made, and after one that has failed between two steps."""
+        # The reductions of the step of that number, and the micro-batch of the last: also of
         # gradients that were dropped since.
-        self._step, self._reductions, self._last_reduced = -1, 0, -1
-        self._first, self._passes_at_start = "", 0
+        self._step = -1
+        self._reductions = 0
+        self._last_reduced = -1
+        self._first_name = ""
+        self._passes_at_start = 0
         self.restart()
 
     def restart(self) -> None:
         """Forget the step at hand."""
         self.passes = 0
         self.in_pass = False
-        """Whether a backward pass has left gradients and has not ended, as where an exception has
+        """True if a backward pass has left gradients and has not ended, as where an exception has
         ended it.
         """
         self.outside = False
-        """Whether the engine knew of no backward pass when the last gradient came."""
+        """True if the engine knew of no backward pass when the last gradient came."""
 
-    def gradient_came(self, name: str, engine: Callable[[], Any], *, inside: bool) -> None:
-        """Take note of a gradient, ``inside`` a pass that the engine knows of; tell who makes
-        passes, and no step.
+    def gradient_came(self, name: str, *, inside: bool) -> None:
+        """Take note of a gradient, ``inside`` a pass that the engine knows of; warn a script that
+        makes passes, and no step.
         """
-        its = engine()
+        engine = self._engine()
+        self.in_pass = True
         # A model that is called directly has a pass inside engine.backward(), which tells its
         # optimizer of none.
-        self.in_pass, self.outside = True, not (inside or its and its._running_engine_backward)
-        self._first = self._first or name
-        if name != self._first or self.updates:
+        self.outside = not (inside or engine and engine._running_engine_backward)
+        self._first_name = self._first_name or name
+        if name != self._first_name or self.updates:
             return
         self._passes_at_start += 1
-        if (
-            its
-            and is_managed(its)
-            and not its.micro_steps
-            and (self._passes_at_start == _PASSES_IN_VAIN * its.gradient_accumulation_steps())
-        ):
+        if engine is None or not is_managed(engine) or engine.micro_steps:
+            return
+        if self._passes_at_start == _PASSES_IN_VAIN * engine.gradient_accumulation_steps():
             warn_once(
                 f"{self._passes_at_start} backward passes so far, and no engine.step(): no weight "
                 "has moved, and global_steps is 0; if another optimizer steps, it moves nothing: "
@@ -75,33 +79,35 @@ class Progress:
         self.passes += 1
         self.in_pass = False
 
-    def reduces(self, engine: Any) -> None:
+    def reduces(self) -> None:
         """Take note of a reduction, in which all ranks have a part."""
-        step = _first_of_step(engine)
-        self._step, self._reductions = step, 1 + (self._reductions if self._step == step else 0)
-        self._last_reduced = engine.micro_steps
+        if self._step != self._first_of_step():
+            self.forget_reductions()
+        self._reductions += 1
+        self._last_reduced = self._engine().micro_steps
 
-    def forget_reductions(self, engine: Any) -> None:
+    def forget_reductions(self) -> None:
         """Take no reduction for one of the step at hand."""
-        self._step, self._reductions, self._last_reduced = _first_of_step(engine), 0, -1
+        self._step = self._first_of_step()
+        self._reductions = 0
+        self._last_reduced = -1
 
-    def missed(self, engine: Any, *, stage: int) -> int:
-        """In how many reductions of the step at hand, which is to end now, this rank has had no
-        part.
+    def missed(self, *, stage: int) -> int:
+        """Return in how many reductions of the step at hand, which is to end now, this rank has had
+        no part.
 
         The others count on it in each of their backward passes, and where its own loss reached none
         of the parameters, and engine.backward() was not what was called, there was no pass here
         that anybody could have noticed. At stage 2 they have one a micro-batch.
         """
+        micro_steps = int(self._engine().micro_steps)
         if stage == 1:
-            return int(self._last_reduced != engine.micro_steps)
-        first = _first_of_step(engine)
-        return max(
-            0,
-            int(engine.micro_steps) - first + 1 - (self._reductions if self._step == first else 0),
-        )
+            return int(self._last_reduced != micro_steps)
+        first = self._first_of_step()
+        done = self._reductions if self._step == first else 0
+        return max(0, micro_steps - first + 1 - done)
 
-    def is_within_step(self, engine: Any, gradients: Gradients) -> bool:
+    def is_within_step(self, gradients: Gradients) -> bool:
         """Tell whether some of the step at hand is done, and its update is not.
 
         Args:
@@ -116,34 +122,34 @@ class Progress:
                 "the way, when not all parameters have moved; let a signal handler set a flag and "
                 "save after step(), and after an error load a checkpoint"
             )
+        engine = self._engine()
+        if self.passes or self.in_pass or engine._running_engine_backward:
+            return True
         # Where a script says itself where a step ends, the engine's count says nothing of it.
-        some_counted = (
-            is_managed(engine)
-            and engine._is_gradient_accumulation_boundary is None
-            and (engine.micro_steps % engine.gradient_accumulation_steps())
-        )
-        in_pass = self.in_pass or engine._running_engine_backward
-        return bool(self.passes or in_pass or some_counted or gradients is not Gradients.NONE)
+        counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
+        some_counted = engine.micro_steps % engine.gradient_accumulation_steps()
+        return bool(counts and some_counted) or gradients is not Gradients.NONE
 
-    def resume(self, engine: Any) -> None:
+    def resume(self) -> None:
         """Begin the step at hand with its first micro-batch; its gradients have been forgotten
         before.
         """
+        engine = self._engine()
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         # The engine's count of passes where it does not say where a step ends.
         engine._unmanaged_backward_count = 0
         self.updating = False
-        self.forget_reductions(engine)
+        self.forget_reductions()
 
-
-def _first_of_step(engine: Any) -> int:
-    """The number of the first micro-batch of the step at hand."""
-    return int(
-        engine.micro_steps
-        - (engine.micro_steps % engine.gradient_accumulation_steps() if is_managed(engine) else 0)
-    )
+    def _first_of_step(self) -> int:
+        """Return the number of the first micro-batch of the step at hand."""
+        engine = self._engine()
+        first = int(engine.micro_steps)
+        if is_managed(engine):
+            first -= first % engine.gradient_accumulation_steps()
+        return first
 
 
 def is_managed(engine: Any) -> bool:
-    """Whether the engine says where a step ends; 0.18.9 knows no other way."""
+    """Tell whether the engine says where a step ends; 0.18.9 knows no other way."""
     return bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())

@@ -1,4 +1,4 @@
-"""Warnings of calls beside the engine that have no effect, told once, by rank 0."""
+"""Warnings of calls beside the engine that have no effect, once each, on rank 0."""
 
 from __future__ import annotations
 

@@ -4,51 +4,36 @@ new.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.ranks.comm.profiling import profiled
-from ds_layerwise.ranks.owned.owned import Owned
-from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.ranks.owned.update_stats import Watch
-from ds_layerwise.ranks.sync.param_sync import ParamSync
-from ds_layerwise.zero.step.clip import Decision
+from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.setup.run_settings import Timers
 from ds_layerwise.zero.step.interrupted import Interrupted
-from ds_layerwise.zero.step.step_timing import timed
+from ds_layerwise.zero.step.observer import Step, StepObserver
+
+
+@contextmanager
+def timed(timers: Timers, name: str) -> Iterator[None]:
+    """Run a phase under one of DeepSpeed's named timers."""
+    timers(name).start()
+    try:
+        yield
+    finally:
+        timers(name).stop()
 
 
 class Update:
-    """Updates the parameters that this rank owns and sends them to the others.
+    """Updates the parameters that this rank owns and sends them to the others."""
 
-    Args:
-        optimizer: whose groups say with which hyper-parameters.
-        timers: the engine's.
-        zero_grad: what forgets the gradients of a step that failed.
-    """
+    def __init__(self, run: RunState, interrupted: Interrupted) -> None:
+        self._run = run
+        self._interrupted = interrupted
 
-    def __init__(
-        self,
-        optimizer: LayerWiseOptimizer,
-        owned: Owned,
-        param_sync: ParamSync,
-        *,
-        interrupted: Interrupted,
-        timers: Any,
-        zero_grad: Callable[[], None],
-    ) -> None:
-        self._optimizer, self._owned, self._param_sync = optimizer, owned, param_sync
-        self._interrupted, self._timers, self._zero_grad = interrupted, timers, zero_grad
-
-    def run(
-        self,
-        step: int,
-        decision: Decision,
-        scaled: Mapping[str, Factors],
-        watch: Watch | None = None,
-    ) -> dict[str, float]:
-        """Update everything with the averaged gradients as the ranks have decided, then multiply
-        ``scaled``, and return what ``watch`` has seen.
+    def run(self, step: Step, observers: Sequence[StepObserver]) -> None:
+        """Update everything with the averaged gradients as the ranks have decided, and let
+        ``observers`` look at it.
 
         Every rank must call this at the same point. Parameters may still be under way when it
         returns, where they are waited for at their first use.
@@ -57,36 +42,44 @@ class Update:
             Exception: what ended an update of this rank, after the others have got all that they
                 wait for.
         """
-        left = list(range(len(self._owned.pieces)))
-        groups = self._optimizer.groups_now()
-        with timed(self._timers, "optimizer_step"):
-            with self._interrupted.at(step), self._owned.updating():
-                # The forward pass needs the parameters of the last bucket first.
-                while left:
-                    with profiled("update"):
-                        self._owned.update(
-                            left[-1],
-                            groups,
-                            decision.factor,
-                            step=step,
-                            factors=decision.factors,
-                            leave_out=decision.frozen,
-                            scaled=scaled,
-                            watch=watch,
-                        )
-                    self._param_sync.launch(left[-1])
-                    left.pop()
-                self._optimizer.mark_step()
-        if self._interrupted:
-            try:
+        timers = self._run.settings.timers
+        param_sync = self._run.param_sync
+        left = list(range(len(self._run.owned.pieces)))
+        with timed(timers, "optimizer_step"), self._interrupted.at(step.number):
+            self._update(step, left)
+        step.failed = bool(self._interrupted)
+        try:
+            if step.failed:
                 # The others wait for what is left.
-                self._param_sync.send(reversed(left))
-                if watch is not None:
-                    watch.settle(failed=True)
-                self._zero_grad()
-            finally:
-                # If the others are gone by now, that is no more than what followed.
-                self._interrupted.raise_original()
-        with timed(self._timers, "optimizer_allgather"):
-            self._param_sync.leave_under_way()
-        return {} if watch is None else watch.settle()
+                param_sync.send(reversed(left))
+            else:
+                with timed(timers, "optimizer_allgather"):
+                    param_sync.leave_under_way()
+            for observer in observers:
+                observer.after_update(step)
+        finally:
+            # If the others are gone by now, that is no more than what followed.
+            self._interrupted.raise_original()
+
+    def _update(self, step: Step, left: list[int]) -> None:
+        """Update the buckets that are ``left``, and take each from it when it was sent."""
+        owned = self._run.owned
+        optimizer = self._run.optimizer
+        groups = optimizer.groups_now()
+        with owned.updating():
+            # The forward pass needs the parameters of the last bucket first.
+            while left:
+                with profiled("update"):
+                    owned.update(
+                        left[-1],
+                        groups,
+                        step.decision.factor,
+                        step=step.number,
+                        factors=step.decision.factors,
+                        leave_out=step.decision.frozen,
+                        scaled=step.scaled,
+                        watch=step.watch,
+                    )
+                self._run.param_sync.launch(left[-1])
+                left.pop()
+            optimizer.mark_step()

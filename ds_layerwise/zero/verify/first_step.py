@@ -1,5 +1,5 @@
-"""``layerwise.verify_first_step``: the first update after a start or a load, beside what one
-process would have made.
+"""The comparison of ``layerwise.verify_first_step``: the first update after a start or a load,
+beside what one process would have made.
 
 Note: what is compared
     * the averages at their owners with a plain all-reduce, parameter by parameter, of copies of
@@ -11,109 +11,78 @@ Note: what is compared
       parameter another rank than its owner computes that, with settings of its own;
     * the weights of every rank with the masters, exactly.
 
-    So a wire, a layout, a buffer or a setting of a single rank that is wrong is found, and a rule
-    that is wrong for all is not.
+    So a transport, a layout, a buffer or a setting of a single rank that is wrong is found, and a
+    rule that is wrong for all is not.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule import State, UpdateError
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
-from ds_layerwise.ranks.owned.owned import Owned
-from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.sync.param_sync import ParamSync
-from ds_layerwise.zero.setup.run_plan import Planned
-from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
-from ds_layerwise.zero.step.interrupted import Interrupted
+from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.verify.reference_step import PlainStep
 
-#: Rounding errors of a sum of n summands grow about like the root of n; so many times that is no
-#: rounding.
+#: Bound of rounding errors: those of a sum of n summands grow about like the root of n, and so many
+#: times that is no rounding.
 _SPREAD = 4.0
+
+#: A difference of a parameter: its number in the model, and a text.
+_Difference = tuple[int, str]
 
 
 @dataclass(slots=True)
 class _Local:
-    """What the backward passes of a step have left of one gradient on this rank."""
+    """The gradients that the backward passes of a step have left on one parameter of this rank."""
 
     last: Tensor
-    """A copy of the newest, and whose copy it is."""
-    whose: weakref.ref[Tensor]
-    total: Tensor | None = None
-    """The sum of those before, and of their absolute values."""
-    sizes: Tensor | None = None
+    """A copy of the newest."""
+    source: weakref.ref[Tensor]
+    """The tensor that ``last`` is a copy of."""
+    total: Any = 0.0
+    """The sum of those before."""
+    sizes: Any = 0.0
+    """The sum of their absolute values."""
     passes: int = 1
 
     def fold(self, dtype: torch.dtype) -> None:
-        """Add the newest to the sums, which are made in ``dtype``."""
-        added = self.last.reshape(-1)
-        if self.total is None or self.sizes is None:
-            self.total, self.sizes = added.to(dtype, copy=True), added.abs().float()
-        else:
-            self.total.add_(added)
-            self.sizes.add_(added.abs())
-        self.last = added[:0]
+        """Add the newest to the sums, of which ``total`` is made in ``dtype``."""
+        self.total = (self.last + self.total).to(dtype)
+        self.sizes = self.last.abs().float() + self.sizes
 
 
-#: Masters (None), and states by name, of a parameter.
-_Values = dict[str | None, Tensor]
+class FirstStep(StepObserver):
+    """Keeps what the backward passes leave until the first update, and compares that."""
 
-
-class FirstStep:
-    """Keeps what the backward passes leave until the first update, and compares that.
-
-    Args:
-        params: the trained parameters by name.
-        groups: by how many ranks in a row hold other experts, the ranks that hold the same.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        owned: Owned,
-        planned: Planned,
-        optimizer: LayerWiseOptimizer,
-        config: LayerWiseConfig,
-        settings: Settings,
-        *,
-        groups: comm.Groups,
-        fast_dtypes: frozenset[torch.dtype],
-    ) -> None:
-        self._params, self._owned, self._planned, self._optimizer = (
-            params,
-            owned,
-            planned,
-            optimizer,
-        )
-        self._norm_groups, self._settings, self._groups = config.norm_groups, settings, groups
-        self._plain = {
-            spec.name: PlainStep(planned.routes[spec.name], spec.numel, fast_dtypes=fast_dtypes)
-            for spec in planned.specs
-        }
-        self._pieces = {piece.name: piece for pieces in owned.pieces for piece in pieces}
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._owned = run.owned
+        self._specs = run.planned.specs
+        self._plain: dict[str, PlainStep] = {}
+        for spec in self._specs:
+            route = run.planned.routes[spec.name]
+            self._plain[spec.name] = PlainStep(route, spec.numel, fast_dtypes=run.products.dtypes)
+        self._pieces = {piece.name: piece for piece in run.planned.layout.pieces(run.rank)}
         # By parameter and state, None for the master, what this rank has computed, and how far
         # others may be from it.
         self._expected: dict[str, dict[str | None, tuple[Tensor, float]]] = {}
+        self._compares = False
         self.arm()
 
     def arm(self) -> None:
@@ -126,129 +95,91 @@ class FirstStep:
         self._kept: dict[str, _Local] = {}
 
     @torch.no_grad()
-    def see(self, name: str, grad: Tensor | None) -> None:
+    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Keep what a backward pass has left on a parameter, where autograd may add to it later
         on.
         """
-        if not self.is_armed or grad is None:
+        if not self.is_armed or gradient is None:
             return
-        local = self._kept.get(name)
-        if local is None:
-            self._kept[name] = _Local(grad.detach().clone(), weakref.ref(grad))
-            return
-        if local.whose() is not grad:
+        copy = gradient.detach().clone()
+        source = weakref.ref(gradient)
+        local = self._kept.setdefault(name, _Local(copy, source))
+        if local.source() is not gradient:
             local.fold(self._sums_in(name))
             local.passes += 1
-        local.last, local.whose = grad.detach().clone(), weakref.ref(grad)
+        local.last = copy
+        local.source = source
 
     def _sums_in(self, name: str) -> torch.dtype:
-        """What a rank adds up its own micro-batches in, where it does."""
-        return (
-            torch.float32
-            if self._settings.stage == 2
-            else (self._settings.accumulation_dtype or self._params[name].dtype)
-        )
+        """Return the dtype that a rank adds up its own micro-batches in, where it does."""
+        if self._run.settings.stage == 2:
+            return torch.float32
+        return self._run.settings.accumulation_dtype or self._run.params[name].dtype
 
     # --- before the update
 
-    def before(
-        self, decision: Decision, scaled: Mapping[str, Factors], *, by_hand: bool, clip_grad: float
-    ) -> bool:
-        """Compare averages, and compute what the update is to be. Every rank must call this at the
-        same point.
-
-        Args:
-            scaled: by parameter, what masters are multiplied with after their update.
-            by_hand: whether some gradients of this step come from elsewhere than from backward
-                passes.
-            clip_grad: the bound of the norm; 0 for none.
-
-        Returns:
-            Whether :meth:`after` is to follow.
+    def before_update(self, step: Step) -> None:
+        """Compare averages, and compute what the update is to be.
 
         Raises:
             StepError: on every rank, if on any an average differs; nothing was updated.
         """
-        if not self.is_armed:
-            return False
-        if any(comm.gather_objects(by_hand, group=None)):
-            if comm.rank_of(None) == 0:
-                logger.warning(
-                    "ds_layerwise: layerwise.verify_first_step waits for the next step: gradients "
-                    "of this one were set by hand"
-                )
-            return False
-        norms = _Norms()
-        passes = max(
-            comm.gather_objects(
-                max((local.passes for local in self._kept.values()), default=1), group=None
-            )
-        )
-        found = self._different_averages(norms, passes)
+        self._compares = self.is_armed and not step.decision.skipped and not self._is_by_hand()
+        if not self._compares:
+            return
+        most = max((local.passes for local in self._kept.values()), default=1)
+        passes = max(comm.gather_objects(most, group=None))
+        different = self._different_averages(passes)
         self.forget()
-        self._raise_first(found, "nothing was updated")
-        self._raise_first(
-            self._different_factors(decision, norms, clip_grad), "nothing was updated"
-        )
-        groups, failed = self._optimizer.groups_now(), Interrupted()
-        for index, spec in enumerate(self._planned.specs):
-            grad, (masters, states) = (
-                self._whole(spec, self._owned.reduced.piece),
-                self._gathered(spec),
-            )
-            if not failed and comm.rank_of(self._groups[spec.ep_size]) == self._comparing(
-                index, spec
-            ):
-                # The others are on their way to the next parameter, and an optimizer of the script
-                # raises anything.
-                with failed:
-                    self._compute(spec, grad, masters, states, decision, scaled, groups)
-        with comm.Alike(None):
-            failed.raise_original()
-        return True
+        self._raise_first(different, "nothing was updated")
+        squares = self._compute_all(step)
+        self._raise_first(self._different_factors(step.decision, squares), "nothing was updated")
 
-    def _different_averages(self, norms: _Norms, passes: int) -> list[tuple[int, str]]:
-        found = []
-        for index, spec in enumerate(self._planned.specs):
+    def _is_by_hand(self) -> bool:
+        """Tell whether gradients of this step come from elsewhere than from backward passes."""
+        by_hand = any(comm.gather_objects(self._run.grad_sync.by_hand, group=None))
+        if by_hand and comm.rank_of(None) == 0:
+            logger.warning(
+                "ds_layerwise: layerwise.verify_first_step waits for the next step: gradients "
+                "of this one were set by hand"
+            )
+        return by_hand
+
+    def _different_averages(self, passes: int) -> list[_Difference]:
+        different = []
+        for index, spec in enumerate(self._specs):
             plain, bound = self._plain_average(spec, passes)
-            shared_by = comm.size_of(self._groups[spec.ep_size])
-            norms.add(self._planned.norm_groups.get(spec.name), plain, bound, shared_by)
             piece = self._pieces.get(spec.name)
             if piece is None:
                 continue
-            part = slice(piece.param_start, piece.param_start + piece.numel)
-            mine = self._owned.reduced.piece(spec.name)
-            if told := _first_difference(mine, plain[part], bound[part], piece.param_start):
-                found.append(
-                    (
-                        index,
-                        f"{spec.name}: of its averaged gradient, {told}, by an all-reduce of what "
-                        "the backward passes of all ranks have left",
-                    )
+            start = piece.param_start
+            part = slice(start, start + piece.numel)
+            own = self._owned.reduced.piece(spec.name)
+            if text := _first_difference(own, plain[part], bound[part], start):
+                text = (
+                    f"{spec.name}: of its averaged gradient, {text}, by an all-reduce of what the "
+                    "backward passes of all ranks have left"
                 )
-        return found
+                different.append((index, text))
+        return different
 
     def _plain_average(self, spec: ParamSpec, passes: int) -> tuple[Tensor, Tensor]:
-        """The average over ranks of what was kept, and how far an element of another sum may be
-        from it; 1-D.
+        """Return the average over ranks of what was kept, and how far an element of another sum may
+        be from it; 1-D.
 
         Args:
-            passes: how many backward passes there were at most.
+            passes: the greatest number of backward passes of a rank.
         """
-        group, local = self._groups[spec.ep_size], self._kept.pop(spec.name, None)
-        both = torch.zeros(2, spec.numel, dtype=torch.float32, device=self._owned.device)
+        local = self._kept.pop(spec.name, None)
+        both = torch.zeros(2, spec.numel, dtype=torch.float32, device=self._run.device)
         if local is not None:
-            if local.passes == 1:
-                both[0].copy_(local.last.reshape(-1).to(self._sums_in(spec.name)))
-                both[1].copy_(both[0].abs())
-            else:
-                local.fold(self._sums_in(spec.name))
-                for own, value in zip(both, (local.total, local.sizes), strict=True):
-                    if value is not None:
-                        own.copy_(value)
-        comm.sum_over_ranks(both, group=group)
-        both.div_(self._settings.divide_by)
-        travels, summands = torch.finfo(DTYPES[spec.wire]), comm.size_of(group) * passes + 1
+            local.fold(self._sums_in(spec.name))
+            both[0].copy_(local.total.reshape(-1))
+            both[1].copy_(local.sizes.reshape(-1))
+        comm.sum_over_ranks(both, group=self._group(spec))
+        both.div_(self._run.settings.divide_by)
+        travels = torch.finfo(DTYPES[spec.wire])
+        summands = comm.size_of(self._group(spec)) * passes + 1
         # What is near the least that the dtype has is rounded to that.
         both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
             summands * travels.tiny * travels.eps
@@ -256,40 +187,61 @@ class FirstStep:
         return both[0], both[1]
 
     def _different_factors(
-        self, decision: Decision, norms: _Norms, clip_grad: float
-    ) -> list[tuple[int, str]]:
-        keys, scale = ["", *self._norm_groups], decision.loss_scale
-        squares = norms.summed(keys, self._settings.group, self._owned.device)
-        clips = {
-            key: group.gradient_clipping or 0.0
-            for key, group in self._norm_groups.items()
-            if group.is_apart
-        }
-        used = {
-            self._planned.norm_groups[name]: factor for name, factor in decision.factors.items()
-        }
-        found = []
-        for key, most in {"": clip_grad, **clips}.items():
-            together = [key] if key else [each for each in keys if each not in clips]
-            norm, apart = (
-                math.sqrt(math.fsum(squares[each][i] for each in together)) / scale for i in (0, 1)
-            )
-            if not math.isfinite(norm):
-                continue
-            apart, factor = apart + 1e-5 * norm, used.get(key) if key else decision.factor
-            low, high = (
-                min(1.0, most / (each + 1e-6) if most else 1.0) / scale
-                for each in (norm + apart, max(norm - apart, 0.0))
-            )
-            if factor is not None and not low * (1 - 1e-5) <= factor <= high * (1 + 1e-5):
-                found.append(
-                    (
-                        -1,
-                        f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} were to be "
-                        f"multiplied with {factor:g}, which by their norm, {norm:g}, is {high:g}",
-                    )
+        self, decision: Decision, squares: Mapping[str, float]
+    ) -> list[_Difference]:
+        """Compare the factors of the decision with those of norms from the ``squares`` by norm
+        group; "" for none.
+        """
+        groups = self._run.config.norm_groups
+        norm_groups = self._run.planned.norm_groups
+        # The norm that each factor comes from is of these groups together, and has this bound.
+        together = [key for key, group in groups.items() if not group.is_apart]
+        counted = [("", ["", *together], decision.clip_grad, decision.factor)]
+        for name, factor in decision.factors.items():
+            key = norm_groups[name]
+            counted.append((key, [key], groups[key].gradient_clipping or 0.0, factor))
+        different = []
+        for key, members, most, factor in counted:
+            norm = math.sqrt(math.fsum(squares[member] for member in members))
+            norm /= decision.loss_scale
+            clip = min(1.0, most / (norm + 1e-6)) if most else 1.0
+            expected = clip / decision.loss_scale
+            if math.isfinite(norm) and not math.isclose(factor, expected, rel_tol=1e-4):
+                text = (
+                    f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} were to be "
+                    f"multiplied with {factor:g}, which by their norm, {norm:g}, is {expected:g}"
                 )
-        return found
+                different.append((-1, text))
+        return different
+
+    def _compute_all(self, step: Step) -> dict[str, float]:
+        """Compute the update of each parameter, on one rank of its group, and return the sums of
+        squares of averages by norm group; "" for none.
+
+        Raises:
+            Exception: on every rank, if on any a rule refuses, or an optimizer of the script raises
+                anything.
+        """
+        groups = self._run.optimizer.groups_now()
+        keys = ["", *self._run.config.norm_groups]
+        squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
+        error: Exception | None = None
+        for index, spec in enumerate(self._specs):
+            grad = self._whole(spec, self._owned.reduced.piece)
+            norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
+            key = self._run.planned.norm_groups.get(spec.name, "")
+            # Every rank of the group has all of it.
+            squares[keys.index(key)] += norm.square() / comm.size_of(self._group(spec))
+            masters, states = self._gathered(spec)
+            if error is None and comm.rank_of(self._group(spec)) == self._comparing(index, spec):
+                try:
+                    self._compute(spec, grad, masters, states, step, groups)
+                except Exception as caught:
+                    # The others are on their way to the next parameter.
+                    error = caught
+        comm.raise_alike(error, group=None)
+        sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
+        return dict(zip(keys, sums, strict=True))
 
     def _compute(
         self,
@@ -297,38 +249,33 @@ class FirstStep:
         grad: Tensor,
         masters: Tensor,
         states: State,
-        decision: Decision,
-        scaled: Mapping[str, Factors],
+        step: Step,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Keep what the update is to make of a parameter; all but ``decision`` and ``groups`` is
+        """Keep what the update is to make of a parameter; ``grad``, ``masters`` and ``states`` are
         overwritten.
 
         Raises:
             StepError: its rule refuses, which it names.
         """
-        name, plain, weights = (
-            spec.name,
-            self._plain[spec.name],
-            self._params[spec.name].detach().reshape(-1),
-        )
+        name = spec.name
+        plain = self._plain[name]
+        weights = self._run.params[name].detach().reshape(-1)
         if weights.dtype != torch.float32:
             # Who has written weights means them.
             masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
-        now: _Values = {None: masters, **states}  # type: ignore[dict-item]
+        now: dict[str | None, Tensor] = {None: masters}
+        now.update(states)
         before = {key: value.clone() for key, value in now.items()}
+        decision = step.decision
         if name not in decision.frozen:
+            grad.mul_(decision.factors.get(name, decision.factor))
             try:
-                plain.update_(
-                    masters,
-                    grad.mul_(decision.factors.get(name, decision.factor)),
-                    states,
-                    groups[self._planned.routes[name].group],
-                )
+                plain.update_(masters, grad, states, groups[self._run.planned.routes[name].group])
             except UpdateError as error:
                 raise StepError(f"{name}: {error}") from error
-        if name in scaled:
-            scaled[name].scale_(masters, 0)
+        if name in step.scaled:
+            step.scaled[name].scale_(masters, 0)
         # What is kept in fewer bits was rounded since.
         self._expected[name] = {
             key: (value, plain.most(key, before[key], value))
@@ -337,189 +284,119 @@ class FirstStep:
         }
 
     def _comparing(self, index: int, spec: ParamSpec) -> int:
-        """Which rank of its group compares the update of a parameter: not its owner, where there is
-        another.
+        """Return the rank of its group that compares the update of a parameter: not its owner,
+        where there is another.
         """
-        bucket, size = (
-            self._owned.layout.bucket_of(spec.name),
-            comm.size_of(self._groups[spec.ep_size]),
-        )
-        owner = (
-            bucket.owner(self._owned.layout.slot(spec.name)) // spec.ep_size
-            if bucket.whole
-            else index
-        )
-        return (owner + 1) % size
+        layout = self._run.planned.layout
+        bucket = layout.bucket_of(spec.name)
+        owner = index
+        if bucket.whole:
+            owner = bucket.owner(layout.slot(spec.name)) // spec.ep_size
+        return (owner + 1) % comm.size_of(self._group(spec))
 
     # --- after it
 
-    def after(self, *, failed: bool = False) -> None:
-        """Compare masters, states and weights. Every rank must call this at the same point, nothing
-        under way.
-
-        Args:
-            failed: whether the update ended on this rank before its time: then no rank compares
-                anything.
+    def after_update(self, step: Step) -> None:
+        """Compare masters, states and weights; nothing if the update failed on any rank.
 
         Raises:
             StepError: on every rank, if on any something differs.
         """
-        if any(comm.gather_objects(failed, group=None)):
+        if not self._compares:
+            return
+        self._run.param_sync.finish()
+        if any(comm.gather_objects(step.failed, group=None)):
             self._expected.clear()
             return
-        found: list[tuple[int, str]] = []
-        for index, spec in enumerate(self._planned.specs):
-            if told := self._difference(spec):
-                found.append((index, f"{spec.name}: {told}"))
+        different = []
+        for index, spec in enumerate(self._specs):
+            if text := self._difference(spec):
+                different.append((index, f"{spec.name}: {text}"))
         self.is_armed = False
         self._expected.clear()
-        self._raise_first(found, "the update was made, so go on from a checkpoint")
+        self._raise_first(different, "the update was made, so go on from a checkpoint")
 
     def _difference(self, spec: ParamSpec) -> str | None:
         masters, states = self._gathered(spec)
-        weights = self._params[spec.name].detach().reshape(-1)
-        if told := _first_difference(weights, masters.to(weights.dtype), None):
-            return f"of its weights, {told}, in the float32 master of its owner"
-        expected = self._expected.pop(spec.name, None)
-        if expected is None:
-            return None
-        for key, (value, bound) in expected.items():
-            real, flat = (masters if key is None else states[key]).reshape(-1), value.reshape(-1)
-            if told := _first_difference(
-                real, flat, torch.full_like(flat, bound, dtype=widest_float())
-            ):
-                rule = self._planned.routes[spec.name].recipe.rule
+        weights = self._run.params[spec.name].detach().reshape(-1)
+        if text := _first_difference(weights, masters.to(weights.dtype), None):
+            return f"of its weights, {text}, in the float32 master of its owner"
+        for key, (value, bound) in self._expected.pop(spec.name, {}).items():
+            real = masters if key is None else states[key]
+            bounds = torch.full((value.numel(),), bound, dtype=widest_float(), device=value.device)
+            if text := _first_difference(real.reshape(-1), value.reshape(-1), bounds):
+                rule = self._run.planned.routes[spec.name].recipe.rule
                 return (
-                    f"of its {'weights' if key is None else key} after the update, {told}, by "
+                    f"of its {'weights' if key is None else key} after the update, {text}, by "
                     f"{rule} on the whole parameter in one process, with the settings of this rank"
                 )
         return None
 
     # --- together
 
-    def _whole(self, spec: ParamSpec, held: Callable[[str], Tensor]) -> Tensor:
-        """What the ranks hold of a parameter, 1-D, on all of them.
+    def _group(self, spec: ParamSpec) -> comm.Group:
+        return self._run.groups[spec.ep_size]
+
+    def _whole(self, spec: ParamSpec, own: Callable[[str], Tensor]) -> Tensor:
+        """Return what the ranks have of a parameter, 1-D, on all of them.
 
         Args:
-            held: by name of a parameter, what this rank holds, 1-D.
+            own: returns what this rank has of the parameter of a name, 1-D.
         """
-        whole, name = (
-            torch.zeros(spec.numel, dtype=torch.float32, device=self._owned.device),
-            spec.name,
-        )
-        if (mine := self._pieces.get(name)) is not None:
-            whole[mine.param_start : mine.param_start + mine.numel].copy_(held(name))
-        return comm.sum_over_ranks(whole, group=self._groups[spec.ep_size])
+        whole = torch.zeros(spec.numel, dtype=torch.float32, device=self._run.device)
+        piece = self._pieces.get(spec.name)
+        if piece is not None:
+            whole[piece.param_start : piece.param_start + piece.numel].copy_(own(spec.name))
+        return comm.sum_over_ranks(whole, group=self._group(spec))
 
     def _gathered(self, spec: ParamSpec) -> tuple[Tensor, State]:
-        """The whole master, 1-D, and whole states of a parameter, on every rank of its group."""
-        name, plain, states = spec.name, self._plain[spec.name], {}
-        whole = self._planned.routes[name].whole
+        """Return the whole master, 1-D, and whole states of a parameter, on every rank of its
+        group.
+        """
+        name = spec.name
+        plain = self._plain[name]
+        piece = self._pieces.get(name)
+        is_whole = self._run.planned.routes[name].whole
+        states = {}
         for key, state in plain.states.items():
-            if not whole and plain.is_like_the_parameter(key):
+            if not is_whole and plain.is_like_the_parameter(key):
                 states[key] = self._whole(spec, partial(self._owned.value, key=key))
                 continue
             dtype: torch.dtype = getattr(torch, state.dtype)
+            wide = torch.float32 if dtype.is_floating_point else torch.int64
             value = torch.zeros(
                 plain.shape_of(key),
-                dtype=torch.float64
-                if dtype == torch.float64
-                else torch.float32
-                if dtype.is_floating_point
-                else torch.int64,
-                device=self._owned.device,
+                dtype=torch.promote_types(dtype, wide),
+                device=self._run.device,
             )
-            if (mine := self._pieces.get(name)) is not None and mine.param_start == 0:
+            if piece is not None and piece.param_start == 0:
                 value.copy_(self._owned.value(name, key))
-            comm.sum_over_ranks(value, group=self._groups[spec.ep_size])
+            comm.sum_over_ranks(value, group=self._group(spec))
             states[key] = value.to(dtype=dtype, device="cpu" if state.on_host else value.device)
         return self._whole(spec, self._owned.value), states
 
-    def _raise_first(self, found: Sequence[tuple[int, str]], state: str) -> None:
+    def _raise_first(self, different: Sequence[_Difference], state: str) -> None:
         """Raise what the first parameter differs in, in the order of the model, found by any rank;
         the same on all.
         """
-        everyone = comm.gather_objects(min(found, default=None), group=None)
-        first = min(
-            ((*each, rank) for rank, each in enumerate(everyone) if each is not None), default=None
-        )
-        if first is not None:
+        everyone = comm.gather_objects(min(different, default=None), group=None)
+        found = [(*first, rank) for rank, first in enumerate(everyone) if first is not None]
+        if found:
             self._expected.clear()
+            _, text, rank = min(found)
             raise StepError(
-                f"the first step is not what one process would have made: {first[1]} (found by "
-                f"rank {first[2]}); "
-                f"{state}. If nothing but backward passes has changed gradients, this is a fault "
-                "of this machine or of "
-                'this package: report it with the start-up table. layerwise.reduction "ordered" '
-                "adds up in another "
-                "way; layerwise.verify_first_step false compares nothing"
+                f"the first step is not what one process would have made: {text} (found by rank "
+                f"{rank}); {state}. If nothing but backward passes has changed gradients, this is "
+                "a fault of this machine or of this package: report it with the start-up table. "
+                'layerwise.reduction "ordered" adds up in another way; layerwise.verify_first_step '
+                "false compares nothing"
             )
-
-
-@contextmanager
-def compared(
-    first: FirstStep | None,
-    decision: Decision,
-    grad_sync: GradSync | EagerGradSync,
-    param_sync: ParamSync,
-    *,
-    scaled: Mapping[str, Factors],
-    clip: float,
-) -> Iterator[None]:
-    """Around an update: let ``first``, if there is one, compare it. Every rank must enter this at
-    the same point.
-
-    Raises:
-        StepError: as :meth:`FirstStep.before` and :meth:`FirstStep.after` do.
-    """
-    compares = first is not None and first.before(
-        decision, scaled, by_hand=grad_sync.by_hand, clip_grad=clip
-    )
-    update = Interrupted()
-    with update:
-        yield
-    try:
-        if first is not None and compares:
-            # Also where it has failed: the others are on their way to compare it.
-            param_sync.finish()
-            first.after(failed=bool(update))
-    finally:
-        # If the others are gone by now, that is no more than what followed.
-        update.raise_original()
-
-
-class _Norms:
-    """Squares of averages, and of how far they may be off, by norm group; "" for none."""
-
-    def __init__(self) -> None:
-        self._squares: dict[str, list[Tensor]] = {}
-
-    def add(self, key: str | None, average: Tensor, bound: Tensor, shared_by: int) -> None:
-        """Count a parameter that so many ranks count."""
-        both = torch.stack(
-            [
-                torch.linalg.vector_norm(each, dtype=widest_float()).square()
-                for each in (average, bound)
-            ]
-        )
-        self._squares.setdefault(key or "", []).append(both / shared_by)
-
-    def summed(
-        self, keys: Sequence[str], group: comm.Group, device: torch.device
-    ) -> dict[str, list[float]]:
-        """Both sums over all ranks, by norm group."""
-        none = torch.zeros(2, dtype=widest_float(), device=device)
-        sums = torch.stack(
-            [torch.stack([none, *self._squares.get(key, ())]).sum(0) for key in keys]
-        )
-        found: list[list[float]] = comm.sum_over_ranks(sums, group=group).tolist()
-        return dict(zip(keys, found, strict=True))
 
 
 def _first_difference(
     real: Tensor, expected: Tensor, bound: Tensor | None, origin: int = 0
 ) -> str | None:
-    """Where ``real`` is further from ``expected`` than ``bound``, or at all; None if nowhere.
+    """Say where ``real`` is further from ``expected`` than ``bound``, or at all; None if nowhere.
 
     Args:
         origin: what is added to the number of an element.

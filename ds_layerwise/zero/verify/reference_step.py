@@ -1,7 +1,7 @@
-"""One update of one whole parameter, as a single process would make it: no buffers, no ranks,
+"""The update of one whole parameter, as a single process would make it: no buffers, no ranks,
 nothing batched.
 
-What it shares with training is the rule, and how that sees a parameter.
+It shares with training the rule, and how that sees a parameter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.recipe import StateSpec
 from ds_layerwise.recipes.targets.fused_parts import whole_states
 
-#: Where rules multiply in float32, or not at all: by what part of the largest change two ways to
-#: the same may differ.
+#: Part of the largest change by which two ways to the same may differ, where rules multiply in
+#: float32, or not at all.
 _TOLERANCE = 1e-3
-#: Where they do in half precision. Newton-Schulz makes rounding in what is nearly zero as large as
-#: all else.
+#: The same where they multiply in half precision. Newton-Schulz makes rounding in what is nearly
+#: zero as large as all else.
 _TOLERANCE_IN_HALF = 0.25
 #: States that no product of matrices reaches.
 _EXACT = ("momentum_buffer", "step")
-#: Of weights themselves, whose update may be smaller than what they round to.
+#: Part of weights themselves, whose update may be smaller than what they round to.
 _ROUNDING = 8 * 2.0**-24
 
 
@@ -46,15 +46,15 @@ class PlainStep:
         self._rule = rule_of(route.recipe).on_device(fast_dtypes)
         self._shape = route.stored_shape or (numel,)
         self.states: Mapping[str, StateSpec] = route.states(numel)
-        """What is kept of the whole parameter, by name."""
+        """The states of the whole parameter, by name."""
 
     def shape_of(self, key: str) -> tuple[int, ...]:
-        """The shape of a state as it lies in memory."""
+        """Return the shape of a state as it lies in memory."""
         shape = self.states[key].shape
         return self._shape if shape == (self._route.matrix_shape or self._shape) else shape
 
     def is_like_the_parameter(self, key: str) -> bool:
-        """Whether a state has an element for each of the parameter, in the same order."""
+        """Tell whether a state has an element for each of the parameter, in the same order."""
         return self.shape_of(key) == self._shape
 
     def update_(
@@ -84,15 +84,14 @@ class PlainStep:
         return [Seen(master.transpose(0, 1), grad.transpose(0, 1), turned)]
 
     def most(self, key: str | None, before: Tensor, expected: Tensor) -> float:
-        """How far an element of weights, or of the state ``key``, may be from ``expected`` where it
-        was ``before``.
+        """Return how far an element of weights, or of the state ``key``, may be from ``expected``
+        where it was ``before``.
         """
         if not expected.numel():
             return 0.0
         in_half = self._rule.products_in not in (None, torch.float32) and key not in _EXACT
         wide = widest_float()
-        change, size = (
-            float(value.abs().max()) for value in (expected.to(wide) - before.to(wide), expected)
-        )
+        change = float((expected.to(wide) - before.to(wide)).abs().max())
+        size = float(expected.abs().max())
         bound = (_TOLERANCE_IN_HALF if in_half else _TOLERANCE) * change + _ROUNDING * size
         return bound if math.isfinite(bound) else math.inf

@@ -28,7 +28,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "step_timing",
+pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "interrupted",
                    "param_groups")
 
 

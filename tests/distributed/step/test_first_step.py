@@ -188,7 +188,7 @@ class TestWrong(DistributedTest):
 
     def test_weights_that_one_rank_has_got_wrong(self):
         engine = start(Real(), ds_config(layerwise=VERIFY, bf16={"enabled": True}))
-        sync = engine.optimizer._param_sync
+        sync = internals.param_sync(engine)
         if dist.get_rank() == 1:
             finish = sync.finish
             embed = engine.module.embed.weight.data
@@ -290,7 +290,7 @@ class TestWhen(DistributedTest):
 
     def test_a_rule_that_refuses_in_one_process_names_the_parameter(self, monkeypatch):
         engine = start(Real(), ds_config(layerwise=VERIFY))
-        plain = engine.optimizer._first_step._plain["square.weight"]
+        plain = internals.first_step(engine)._plain["square.weight"]
 
         def refuse(*_args):
             raise UpdateError(0, "it has no eigenvectors")
@@ -304,7 +304,7 @@ class TestWhen(DistributedTest):
 
         def fail(*_args):
             raise KeyError("tall.weight")
-        monkeypatch.setattr(engine.optimizer._first_step._plain["tall.weight"], "update_", fail)
+        monkeypatch.setattr(internals.first_step(engine)._plain["tall.weight"], "update_", fail)
         with pytest.raises((KeyError, LayerWiseError), match="tall.weight"):
             train(engine)
 

@@ -1,67 +1,37 @@
-"""What an engine holds on its device, moved to the host for a while: ``engine.offload_states``, and
-back.
+"""The move of what an engine has on its device to the host for a while, as
+``engine.offload_states`` asks for, and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import FlatBuffer
 from ds_layerwise.ranks.owned.host_memory import Parking
-from ds_layerwise.ranks.owned.owned import Owned
-from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.zero.run_state import RunState
 
 
 class Offloading:
     """Moves parameters, gradients, masters and states to the host, kind by kind, and brings them
-    back.
-
-    Args:
-        params: the trained parameters by name, which look into ``values``.
-        values, grads: their memory and that of their gradients; None where gradients are only at
-            their owners.
-        owned: masters, averaged gradients and states.
-        cuts: where this rank adds up gradients on their way to owners.
-        param_sync: what may have parameters under way.
-        model: what holds the parameters; its ``state_dict()`` is refused while they are away.
+    back. The model's ``state_dict()`` is refused while parameters are away.
     """
 
-    def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        values: FlatBuffer,
-        grads: FlatBuffer | None,
-        owned: Owned,
-        param_sync: ParamSync,
-        cuts: Sequence[Tensor],
-        *,
-        model: nn.Module,
-    ) -> None:
-        self._params, self._values, self._grads, self._owned, self._cuts = (
-            params,
-            values,
-            grads,
-            owned,
-            cuts,
-        )
-        self._param_sync, self._shapes = (
-            param_sync,
-            {name: param.shape for name, param in params.items()},
-        )
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._shapes = {name: param.shape for name, param in run.params.items()}
         self.parking = Parking()
-        trained = set(params.values())
+        trained = set(run.params.values())
         # Nothing can be hooked to a scripted module.
         self._holders = [
             module
-            for module in model.modules()
+            for module in run.model.modules()
             if not isinstance(module, torch.jit.ScriptModule)
             and trained.intersection(module._parameters.values())
         ]
@@ -75,19 +45,17 @@ class Offloading:
             LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing
                 has moved then.
         """
-        self._param_sync.finish()
+        self._run.param_sync.finish()
         with comm.Alike(None):
-            room = self.parking.find_room(
-                {
-                    kind.value: tensors
-                    for kind, tensors in self.memory().items()
-                    if include is None or kind in include
-                },
-                pin_memory=pin_memory,
-            )
+            wanted = {
+                kind.value: tensors
+                for kind, tensors in self.memory().items()
+                if include is None or kind in include
+            }
+            room = self.parking.find_room(wanted, pin_memory=pin_memory)
         self.parking.park(room)
         if OffloadStateTypeEnum.lp_params.value in self.parking.kinds:
-            for param in self._params.values():
+            for param in self._run.params.values():
                 # Whoever uses it meets an error of its shape.
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
             if not self._hooks:
@@ -105,9 +73,9 @@ class Offloading:
         """
         with comm.Alike(None):
             self.parking.unpark()
-        for name, param in self._params.items():
+        for name, param in self._run.params.items():
             if not param.numel():
-                param.data = self._values.param(name).view(self._shapes[name])
+                param.data = self._run.values.param(name).view(self._shapes[name])
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -123,32 +91,32 @@ class Offloading:
             )
 
     def memory(self) -> dict[OffloadStateTypeEnum, list[Tensor]]:
-        """Every tensor on the device by its kind; memory that two kinds share belongs to the
+        """Return every tensor on the device by its kind; memory that two kinds share belongs to the
         first.
         """
-        kind, owned = OffloadStateTypeEnum, self._owned
+        kind = OffloadStateTypeEnum
+        run = self._run
+        owned = run.owned
+        states: list[Tensor] = []
+        for state in owned.states.values():
+            states += [value for value in state.values() if value.dim()]
         tensors = {
-            kind.lp_params: self._values.tensors,
-            kind.contiguous_grad_buffer: () if self._grads is None else self._grads.tensors,
-            kind.lp_grads: (*owned.reduced.tensors, *self._cuts),
+            kind.lp_params: run.values.tensors,
+            kind.contiguous_grad_buffer: () if run.grads is None else run.grads.tensors,
+            kind.lp_grads: (*owned.reduced.tensors, *run.grad_sync.cuts),
             kind.hp_params: owned.masters,
-            kind.optim_states: [
-                value for state in owned.states.values() for value in state.values() if value.dim()
-            ]
-            + list(owned.scales),
+            kind.optim_states: (*states, *owned.scales),
         }
         taken = {t.untyped_storage()._cdata for t in owned.host.tensors}
         memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
-        for each, those in tensors.items():
-            memory[each] = [t for t in those if t.untyped_storage()._cdata not in taken]
-            taken |= {t.untyped_storage()._cdata for t in memory[each]}
+        for key, candidates in tensors.items():
+            memory[key] = [t for t in candidates if t.untyped_storage()._cdata not in taken]
+            taken |= {t.untyped_storage()._cdata for t in memory[key]}
         return memory
 
 
 def _refuse(*_: object) -> None:
-    """What a module of which parameters are away says instead of its state, which would have none
-    of them.
-    """
+    """Refuse the state of a module of which parameters are away: it would have none of them."""
     raise StepError(
         "parameters are offloaded, so state_dict() would have none of them, nor what "
         "save_16bit_model() writes; call engine.reload_states() first"

@@ -1,0 +1,169 @@
+"""The state of a run on this rank: parameters, their memory, and the collectives between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.config.sections import LayerWiseConfig
+from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
+from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
+from ds_layerwise.parallel import pipeline
+from ds_layerwise.plan.forecast import cost, host_pieces
+from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.ranks.comm import comm, group_pool
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
+from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
+from ds_layerwise.ranks.sync.bucket_transfers import make_wires
+from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.zero.setup import numerics_context
+from ds_layerwise.zero.setup.matmul_dtype import Products
+from ds_layerwise.zero.setup.run_plan import Planned
+from ds_layerwise.zero.setup.run_settings import Settings
+
+
+class RunState:
+    """The value that the parts of an optimizer share.
+
+    :meth:`allocate` and then :meth:`connect` make what has memory and what has process groups.
+    """
+
+    products: Products
+    values: FlatBuffer
+    """The memory of parameters."""
+    grads: FlatBuffer | None
+    """The memory of gradients; None at ZeRO stage 2, where gradients are only at their owners."""
+    owned: Owned
+    """The masters, the states and the averaged gradients of this rank."""
+    groups: comm.Groups
+    """The ranks that hold the same experts, by the number of ranks in a row that hold others."""
+    grad_sync: GradSync | EagerGradSync
+    param_sync: ParamSync
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: LayerWiseOptimizer,
+        config: LayerWiseConfig,
+        settings: Settings,
+        planned: Planned,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.settings = settings
+        self.planned = planned
+        self.rank = comm.rank_of(settings.group)
+        self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
+        """The trained parameters by name."""
+        self.device = next(iter(self.params.values())).device
+        names = {param: name for name, param in self.params.items()}
+        self.tied = [
+            (names[weight], group)
+            for weight, group in pipeline.tied_weights(model)
+            if weight in names
+        ]
+        """The parameters that other stages of a pipeline hold, too, and the ranks of those."""
+
+    def allocate(self) -> None:
+        """Make the buffers, and move the parameters into theirs.
+
+        Raises:
+            LayerWiseError: on every rank, if one has no memory, on the device or page-locked.
+        """
+        recipes = {route.recipe for route in self.planned.routes.values()}
+        self.products = Products.agree(recipes, self.device)
+        with comm.Alike(None), numerics_context.set_aside(self.device):
+            self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
+            self.grads = self._make_grads()
+            check_recipes(recipes, self.device)
+            self.owned = self._make_owned()
+            self.optimizer.hold(
+                Held(
+                    self.params[piece.name],
+                    self.planned.routes[piece.name],
+                    piece,
+                    self.owned.states[piece.name],
+                )
+                for piece in self.planned.layout.pieces(self.rank)
+            )
+
+    def _move_in(self, name: str, place: Tensor) -> None:
+        """Let a parameter live in ``place``, which gives back the memory that it had."""
+        param = self.params[name]
+        view = place.view(param.shape)
+        view.copy_(param.data)
+        param.data = view
+
+    def _make_grads(self) -> FlatBuffer | None:
+        layout = self.planned.layout
+        if self.settings.stage == 2:
+            return None
+        accumulated = self.settings.accumulation_dtype
+        stored_as = {} if accumulated is None else dict.fromkeys(layout.dtypes, accumulated)
+        return FlatBuffer(layout, self.device, stored_as=stored_as)
+
+    def _make_owned(self) -> Owned:
+        planned = self.planned
+        settings = self.settings
+        peers = None if settings.tensor_group is None else comm.Peers(settings.tensor_group)
+        owned = OwnedSettings(
+            names=planned.names,
+            batch_matrices=self.config.batch_matrices,
+            on_host=host_pieces.pieces_on_host(
+                planned.layout,
+                self.rank,
+                settings.host_ratio,
+                state_bytes=cost.state_bytes_of(planned.specs),
+            ),
+            pin_memory=settings.pin_memory,
+            tp_size=settings.tp_size,
+            master_dtype=self.config.master_dtype,
+            rounding_seed=self.config.rounding_seed,
+        )
+        rules = rules_of(planned.routes, peers, fast_dtypes=self.products.dtypes)
+        return Owned(self.rank, planned.routes, self.values, self.grads, rules, owned)
+
+    def connect(self) -> None:
+        """Make what reduces gradients and gathers parameters. All ranks must call this alike."""
+        settings = self.settings
+        self.groups = {}
+        for group in (*settings.expert_groups.values(), settings.group):
+            self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
+        wires = make_wires(
+            group_pool.take(self.groups, self, self.device),
+            self.planned.where,
+            device=self.device,
+            native=self.planned.reduction == "native",
+            rings=self.planned.rings,
+        )
+        dtypes = {spec.name: DTYPES[spec.wire] for spec in self.planned.specs}
+
+        def wire_dtype(bucket: Bucket) -> torch.dtype:
+            return dtypes[bucket.slots[0].name]
+
+        make: Callable[..., GradSync | EagerGradSync]
+        if self.grads is None:
+            make = partial(
+                EagerGradSync,
+                self.params,
+                self.owned.reduced,
+                max_waiting=self.config.max_waiting_buckets,
+            )
+        else:
+            make = partial(GradSync, self.params, self.owned.reduced, self.grads)
+        with comm.Alike(None), numerics_context.set_aside(self.device):
+            self.grad_sync = make(wires=wires, divide_by=settings.divide_by, wire_dtype=wire_dtype)
+            self.param_sync = ParamSync(
+                self.planned.layout, self.rank, self.params, self.values, wires=wires
+            )
+        for _, wire in sorted(wires.items()):
+            wire.connect(self.device)
+
+    def release(self) -> None:
+        """Let others have the process groups of this run."""
+        group_pool.release(self)
