@@ -25,12 +25,11 @@ from ds_layerwise.errors import LayerWiseError
 #: Its name in a checkpoint folder. DeepSpeed's tools look for other endings and leave it alone.
 FILE_NAME = "layerwise_manifest.json"
 
-#: In the folder of a save: whose it is, until it is whole; and that its files are on their way, one
-#: by one.
-SIGNATURE, MOVING = "layerwise_save", "layerwise_moving"
+#: The file in the folder of a save that names the save, until the folder is whole.
+SIGNATURE = "layerwise_save"
 
 #: Files of this package that no list names.
-MARKS = (FILE_NAME, SIGNATURE, MOVING)
+MARKS = (FILE_NAME, SIGNATURE)
 
 FORMAT = 1
 

@@ -27,18 +27,6 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
     return [name for name in _entries(folder) if not is_ours(name)]
 
 
-def written_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
-    """Paths within ``folder`` of the files that :func:`others_in` leaves out, without those that no
-    list names.
-    """
-    is_ours = _known(folder, replaces)
-    return [
-        name
-        for name in _entries(folder)
-        if is_ours(name) and name not in MARKS and not (folder / name).is_dir()
-    ]
-
-
 def is_a_saves(folder: Path) -> bool:
     """Whether ``folder`` is what is left of a save, or one that was to be replaced: nothing else
     may be removed.
