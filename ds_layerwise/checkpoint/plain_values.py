@@ -1,6 +1,4 @@
-"""What a parameter group says, as builtins that are read back without running code; and what is
-none of that.
-"""
+"""Values of parameter groups as builtins, which are read back without running code."""
 
 from __future__ import annotations
 
@@ -17,38 +15,50 @@ from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
 
-#: Types of torch that its own reader takes, and that mean nothing else.
-_KEPT = (torch.dtype, torch.device, torch.Size)
+#: Types that torch's own reader takes, and that mean nothing else.
+_BUILTINS = (type(None), bool, int, float, complex, str, bytes)
+_OF_TORCH = (torch.dtype, torch.device, torch.Size)
+
+#: Types of single values, and the function that makes a builtin of one.
+_SINGLE: tuple[tuple[type, Any], ...] = (
+    (PurePath, str),
+    (str, "".join),
+    (bytes, bytes),
+    (numbers.Integral, int),
+    (numbers.Real, float),
+    (Decimal, float),
+    (numbers.Complex, complex),
+)
 
 #: Kinds of numpy that have a builtin: bool, int, unsigned, float, complex, bytes and str.
 _NUMPY_KINDS = "biufcSU"
 
 
 class Unreadable:
-    """Stands for an object in a file whose class is not called. It takes whatever a pickle gives
+    """Stand-in for an object in a file whose class is not called. It takes whatever a pickle gives
     it, and drops it.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Unreadable:
-        """Part of what a pickle says."""
+        """Take a part of a pickle."""
         return super().__new__(cls)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Part of what a pickle says."""
+        """Take a part of a pickle."""
 
     def __setstate__(self, state: object) -> None:
-        """Part of what a pickle says."""
+        """Take a part of a pickle."""
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Part of what a pickle says."""
+        """Take a part of a pickle."""
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` as builtins, and tensors: numbers of any library, enums, paths, named tuples,
-    arrays.
+    """Return ``value`` as builtins, and tensors: numbers of any library, enums, paths, named
+    tuples, arrays.
 
     Raises:
-        LayerWiseError: there is something else in it; calls it ``where``.
+        LayerWiseError: there is something else in it, which the error calls ``where``.
     """
     try:
         return _plain(value, where)
@@ -66,7 +76,7 @@ def check_kind(held: Any, value: Any, where: str) -> None:
     item by item, as far as both go, and may not become a number.
 
     Raises:
-        ValueError: it is; calls it ``where``.
+        ValueError: it is; the error calls it ``where``.
     """
     groups = tuple, list
     if isinstance(held, Mapping) and isinstance(value, Mapping):
@@ -90,8 +100,8 @@ def _is_number(value: Any) -> bool:
 
 
 def like(held: Any, value: Any) -> Any:
-    """``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or ``held``,
-    if it says the same.
+    """Return ``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or
+    ``held``, if it says the same.
 
     Only classes that ``held`` brings are called: those of enums, paths and named tuples. What fits
     none of them stays as it is.
@@ -110,11 +120,7 @@ def like(held: Any, value: Any) -> Any:
     if isinstance(held, PurePath) and isinstance(value, str):
         return type(held)(value)
     if isinstance(held, Mapping) and isinstance(value, dict):
-        own = {plain(key, "a key"): key for key in held}
-        return {
-            own.get(key, key): like(held[own[key]], each) if key in own else each
-            for key, each in value.items()
-        }
+        return _like_mapping(held, value)
     if isinstance(held, (list, tuple)) and type(value) in (list, tuple):
         items = [like(*pair) for pair in zip(held, value, strict=False)] + list(value[len(held) :])
         if hasattr(held, "_fields") and len(items) == len(held):
@@ -123,8 +129,17 @@ def like(held: Any, value: Any) -> Any:
     return value
 
 
+def _like_mapping(held: Mapping[Any, Any], value: Mapping[Any, Any]) -> dict[Any, Any]:
+    own = {plain(key, "a key"): key for key in held}
+    made = {}
+    for key, item in value.items():
+        key = own.get(key, key)
+        made[key] = like(held.get(key), item)
+    return made
+
+
 def _member(kind: type[Enum], value: Any) -> Any:
-    """That of ``kind`` which a checkpoint says ``value`` of, or that."""
+    """Return the member of ``kind`` whose value a checkpoint has as ``value``, or ``value``."""
     for member in kind:
         if plain(member.value, "a member") == value:
             return member
@@ -135,37 +150,26 @@ def _member(kind: type[Enum], value: Any) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    if (
-        value is None
-        or type(value) in (bool, int, float, complex, str, bytes)
-        or isinstance(value, _KEPT)
-    ):
+    if type(value) in _BUILTINS or isinstance(value, _OF_TORCH):
         return value
     if isinstance(value, Enum):
         return _plain(value.value, where)
-    if isinstance(value, PurePath):
-        return str(value)
     if isinstance(value, Tensor):
         return _of_tensor(value, where)
     if isinstance(value, (numpy.generic, numpy.ndarray)):
         return _of_numpy(value, where)
-    if isinstance(value, (str, bytes)):
-        return "".join(value) if isinstance(value, str) else bytes(value)
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, (numbers.Real, Decimal)):
-        return float(value)
-    if isinstance(value, numbers.Complex):
-        return complex(value)
+    for kind, make in _SINGLE:
+        if isinstance(value, kind):
+            return make(value)
     if isinstance(value, Mapping):
         return {
-            _plain(key, f"a key of {where}"): _plain(held, f"{where}[{key!r}]")
-            for key, held in value.items()
+            _plain(key, f"a key of {where}"): _plain(item, f"{where}[{key!r}]")
+            for key, item in value.items()
         }
     if isinstance(value, Set):
-        return {_plain(held, f"an element of {where}") for held in value}
-    if isinstance(value, (list, tuple, Sequence)):
-        items = [_plain(held, f"{where}[{index}]") for index, held in enumerate(value)]
+        return {_plain(item, f"an element of {where}") for item in value}
+    if isinstance(value, Sequence):
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     raise LayerWiseError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
@@ -192,17 +196,14 @@ def _of_numpy(value: Any, where: str) -> Any:
         raise LayerWiseError(
             f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers"
         )
-    found = value.tolist()
-    # A long double has no builtin, and stays what it is.
-    return (
-        numpy.asarray(value, dtype=numpy.float64).tolist()
-        if value.dtype == numpy.longdouble
-        else found
-    )
+    if value.dtype == numpy.longdouble:
+        # It has no builtin of its own.
+        value = numpy.asarray(value, dtype=numpy.float64)
+    return value.tolist()
 
 
 class _Dtype:
-    """A dtype of numpy in a pickle, which becomes one only where it is that of numbers or text."""
+    """A dtype of numpy in a pickle: of numbers or text, or it is refused."""
 
     def __init__(self, code: str, *_: object) -> None:
         self._code, self._order = code, "<"
@@ -243,30 +244,29 @@ def _dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-#: What stands in a pickle of numpy's numbers, in both spellings of their module, and what it makes
-#: here: builtins.
+#: Functions that make builtins, and the names in a pickle of numpy's that they stand in for, in
+#: both spellings of their module.
 _AS_BUILTINS: list[Any] = [
     (_Dtype, "numpy.dtype"),
     (_Array, "numpy.ndarray"),
     (_dict, "collections.defaultdict"),
-    *(
-        (made, f"numpy.{core}.multiarray.{name}")
-        for core in ("core", "_core")
-        for name, made in (("scalar", _scalar), ("_reconstruct", _Array))
-    ),
+    (_scalar, "numpy.core.multiarray.scalar"),
+    (_scalar, "numpy._core.multiarray.scalar"),
+    (_Array, "numpy.core.multiarray._reconstruct"),
+    (_Array, "numpy._core.multiarray._reconstruct"),
 ]
 
 
 def stand_ins(names: Iterable[str]) -> list[Any]:
-    """For torch's ``safe_globals``: what is called in place of the classes and functions ``names``
-    of a pickle.
+    """Return for torch's ``safe_globals`` the stand-ins of the classes and functions ``names`` of a
+    pickle.
     """
     known = {name for _, name in _AS_BUILTINS}
     return [*_AS_BUILTINS, *((Unreadable, name) for name in names if name not in known)]
 
 
 def readable(value: Any) -> tuple[Any, bool]:
-    """``value`` from a file as builtins, and whether nothing in it is :class:`Unreadable`."""
+    """Return ``value`` from a file as builtins; and True if nothing is :class:`Unreadable`."""
     if isinstance(value, _Array):
         return value[0], True
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""The one truth between memory and any file: masters and states by parameter name, without
-padding.
+"""Masters and states by parameter name, without padding: the one truth between memory and any
+file.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ds_layerwise.recipes.rules.any_torch_recipe import are_one_family, family_at
 
-#: How a header calls it that some of a step was done, and its update was not.
+#: The words of a header for a save after some micro-batches of a step, and before its update.
 WITHIN_STEP = "within a step"
 
 
 @dataclass(frozen=True, slots=True)
 class PieceRecord:
-    """What one rank, or one file, holds of one parameter. Tensors may be views into live memory or
-    into a file.
+    """The part of one parameter that one rank, or one file, holds. Tensors may be views into live
+    memory or into a file.
 
     ``master`` is 1-D float32, the elements ``[param_start, param_start + master.numel())`` of the
     flattened parameter. ``state`` maps torch's state keys to tensors: 1-D and as long as ``master``
@@ -33,20 +33,20 @@ class PieceRecord:
     state: dict[str, Tensor]
 
     def is_elementwise(self, key: str) -> bool:
-        """Whether the state ``key`` has one element for each of ``master``."""
+        """Tell whether the state ``key`` has one element for each of ``master``."""
         return self.state[key].dim() == 1 and self.state[key].numel() == self.master.numel()
 
 
 def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A state out of a file that holds whole parameters, as :class:`PieceRecord` has it: 1-D where
-    it has the ``shape`` of its parameter, so that it has one element for each. Another may have as
-    many elements by chance."""
+    """Return a state of a whole parameter as :class:`PieceRecord` has it: 1-D where it has the
+    ``shape`` of its parameter. Another may have as many elements by chance.
+    """
     return value.reshape(-1) if value.dim() and tuple(value.shape) == tuple(shape) else value
 
 
 @dataclass(frozen=True, slots=True)
 class RuleRecord:
-    """What a checkpoint knows of the optimizer of a parameter.
+    """The optimizer of a parameter, as far as a checkpoint knows it.
 
     ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one
     class under two of its paths, see :func:`.any_torch_recipe.family_at`. ``gradient_average``
@@ -64,10 +64,9 @@ class RuleRecord:
         object.__setattr__(self, "family", family_at(self.family))
 
     def has_states_of(self, saved: RuleRecord) -> bool:
-        """Whether it is of the family of ``saved``, and has its states, by their names."""
-        return are_one_family(saved.family, self.family) and {*self.state_keys} == {
-            *saved.state_keys
-        }
+        """Tell whether it is of the family of ``saved``, and has its states, by their names."""
+        same_keys = {*self.state_keys} == {*saved.state_keys}
+        return same_keys and are_one_family(saved.family, self.family)
 
 
 #: The optimizer of whatever holds Adam's two moments and does not say more.
@@ -76,7 +75,7 @@ ADAM = RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a checkpoint says beside its tensors; equal in the files of all ranks."""
+    """The part of a checkpoint beside its tensors, equal in the files of all ranks."""
 
     step: int
     """Updates so far."""
@@ -85,28 +84,27 @@ class Header:
     float32.
     """
     rules: Mapping[str, RuleRecord]
-    """By name of a parameter whose state the checkpoint holds."""
+    """The optimizers, by name of a parameter whose state the checkpoint holds."""
     param_groups: Sequence[Mapping[str, Any]] | None
-    """What the groups say, without their parameters; None if this package did not write them."""
+    """The groups without their parameters; None if this package did not write them."""
     dtypes: tuple[str, ...] | None
     """The dtypes of the model's trainable parameters, by torch's names; None if unknown."""
     configured: Sequence[Mapping[str, Any]] | None = None
-    """What the config and the script had given the groups, before schedules moved it; None if
+    """The groups as config and script had given them, before schedules moved them; None if
     unknown.
     """
     unreadable: tuple[str, ...] = ()
-    """What the groups said that only code could restore, left out of ``param_groups``."""
+    """The keys of groups that only code could restore, left out of ``param_groups``."""
     fast_dtypes: tuple[str, ...] | None = None
-    """In what an ``ns_dtype`` of "auto" could multiply, by torch's names; None if nothing was left
-    to it.
+    """The dtypes that an ``ns_dtype`` of "auto" could multiply in; None if nothing was left to it.
     """
     kept: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By name of a parameter, the states that are kept in fewer bits than float32, and in what."""
+    """The dtypes of states in fewer bits than float32, by parameter and state."""
     loss_scaler: Any = None
     overflow: bool = False
     repeats: str = ""
-    """Where in a step it was saved, which is repeated, as a checkpoint has no gradients; empty
-    between two steps.
+    """The point of a step at which it was saved, which is repeated, as a checkpoint has no
+    gradients; empty between two steps.
     """
 
 
@@ -122,8 +120,9 @@ class ShardRecord:
     layout_digest: str
     pieces: tuple[PieceRecord, ...]
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By the name of an expert in the layout, the names in a checkpoint of those that ranks hold
-    under it; see :func:`.new_names.expert_names`."""
+    """The names in a checkpoint of the experts that ranks hold under one name of the layout; see
+    :func:`.new_names.expert_names`.
+    """
 
 
 class Saved(Protocol):
@@ -133,11 +132,11 @@ class Saved(Protocol):
 
     @property
     def header(self) -> Header:
-        """What the checkpoint says beside its tensors."""
+        """The part of the checkpoint beside its tensors."""
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """What holds any of the elements ``[start, stop)`` of ``name``, in ascending order of
-        elements.
+        """Return the pieces with any of the elements ``[start, stop)`` of ``name``, in ascending
+        order of elements.
 
         Raises:
             LayerWiseError: a file is missing or damaged; names it.

@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
+from ds_layerwise.checkpoint.formats import headers, single_file
 from tests.support import internals
 
 
@@ -59,3 +60,12 @@ def on_rank_0(do):
     if dist.get_rank() == 0:
         do()
     dist.barrier()
+
+
+def write_one_file(path, tensors, header, scaler):
+    """The file of ``save_state_dict_to_file`` from whole ``tensors``, by their names in it."""
+    beside = headers.write_beside(header, scaler, {name: headers.sums_of(value) for name, value in tensors.items()})
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    tensors[single_file.HEADER] = beside
+    single_file.write(path, {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()},
+                      tensors.values())

@@ -11,12 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from ds_layerwise.checkpoint.formats import headers, single_file
+from ds_layerwise.checkpoint.formats import headers
 from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
 from ds_layerwise.checkpoint.formats.headers import sums_of, write_beside
-from ds_layerwise.checkpoint.formats.single_file import OneFile, write
+from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.errors import LayerWiseError
+from tests.support import checkpoints
 from tests.support.rooms import rooms
 
 pytestmark = [*rooms("headers", "single_file", "single_file_states", "dcp", "dcp_states", "safe_load"),
@@ -46,7 +47,7 @@ STATES = {"a.b": {"": numbers((5, 4), 1), "exp_avg": numbers((5, 4), 50), "step"
 def write_one_file(folder):
     tensors = {f"state.{name}.{key}" if key else f"master.{name}": value
                for name, of in STATES.items() for key, value in of.items()}
-    write(folder / "file", tensors, HEADER, SCALER)
+    checkpoints.write_one_file(folder / "file", tensors, HEADER, SCALER)
 
 
 def write_sharded(folder):
@@ -180,7 +181,7 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
 def test_checksums_that_are_none(make, sums, tmp_path, monkeypatch):
     """In a header that is as it was written: a digest of it tells nothing."""
     made = write_beside
-    for module in (single_file, sys.modules[__name__]):
+    for module in (headers, sys.modules[__name__]):
         monkeypatch.setattr(module, "write_beside", lambda *args: made(*args[:2], sums))
     make(tmp_path)
     with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: "):

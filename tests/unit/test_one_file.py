@@ -5,12 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from ds_layerwise.checkpoint.formats.single_file import OneFile, write
+from ds_layerwise.checkpoint.formats import single_file
+from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import single_file_states
+from tests.support.checkpoints import write_one_file
 from tests.support.rooms import rooms
 
 pytestmark = rooms("single_file", "single_file_states")
@@ -64,8 +66,10 @@ def save_on_two_ranks(path, monkeypatch, header=HEADER):
         with pytest.raises(Stop):
             play(rank, only_say)
     play(1, lambda mine, group: said)
-    play(0, lambda mine, group: said)
-    assert not sent
+    try:
+        play(0, lambda mine, group: said)
+    finally:
+        assert not sent
 
 
 def test_parts_of_ranks_are_put_together(tmp_path, monkeypatch):
@@ -91,13 +95,13 @@ def test_it_is_read_as_it_was_saved(tmp_path, monkeypatch):
 
 def test_each_save_has_a_name_of_its_own(tmp_path):
     for name in ("one", "other"):
-        write(tmp_path / name, WHOLE, HEADER, SCALER)
+        write_one_file(tmp_path / name, WHOLE, HEADER, SCALER)
     one, other = (OneFile(tmp_path / name).identity() for name in ("one", "other"))
     assert one != other and one == OneFile(tmp_path / "one").identity() and len(one) == 1
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    write(tmp_path / "file", WHOLE, HEADER, SCALER)
+    write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
     before = (tmp_path / "file").read_bytes()
 
     def fails(descriptor):
@@ -107,37 +111,47 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, mon
     # Nothing replaces a file before it is on the disk.
     monkeypatch.setattr("os.fsync", fails)
     with pytest.raises(LayerWiseError, match="file cannot be written: no disk any more"):
-        write(tmp_path / "file", WHOLE, HEADER, SCALER)
+        write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == before
 
 
 def test_what_is_no_such_file(tmp_path):
-    write(tmp_path / "file", {key: value for key, value in WHOLE.items() if key != "state.b.exp_avg"}, HEADER, SCALER)
+    less = {key: value for key, value in WHOLE.items() if key != "state.b.exp_avg"}
+    write_one_file(tmp_path / "file", less, HEADER, SCALER)
     (tmp_path / "text").write_text("no tensors")
     for name, message in (("none", "none is no file; every rank reads it"), (".", "is no file; every rank reads it"),
                           ("text", "text is no whole file of safetensors"),
                           ("file", "file lacks state.b.exp_avg, and is not whole")):
         with pytest.raises(LayerWiseError, match=message):
             OneFile(tmp_path / name)
-    from safetensors.torch import save_file
     save_file(WHOLE, tmp_path / "other")
     with pytest.raises(LayerWiseError, match="was not written by save_state_dict_to_file"):
         OneFile(tmp_path / "other")
 
 
-def test_a_disk_without_room_is_an_error_and_parts_go(tmp_path, monkeypatch):
+def test_a_disk_without_room_is_an_error_and_the_others_have_sent_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(LayerWiseError, match="file.parts cannot be written: .*No space left on device"):
+    monkeypatch.setattr(single_file, "raw_bytes", full)
+    with pytest.raises(LayerWiseError, match="file cannot be written: .*No space left on device"):
         save_on_two_ranks(tmp_path / "file", monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_of_somebody_else_stays(tmp_path, monkeypatch):
-    (tmp_path / "file.parts").mkdir()
-    (tmp_path / "file.parts" / "notes.txt").write_text("mine")
-    with pytest.raises(LayerWiseError, match="file.parts cannot be written: it holds notes.txt, and is removed"):
-        save_on_two_ranks(tmp_path / "file", monkeypatch)
-    assert (tmp_path / "file.parts" / "notes.txt").read_text() == "mine" and not (tmp_path / "file").exists()
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+          torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+def test_all_dtypes_are_read_by_safetensors(tmp_path):
+    tensors = {str(dtype): torch.tensor([0.0, 1.0, 2.0]).to(dtype) for dtype in DTYPES}
+    write_one_file(tmp_path / "file", tensors, HEADER, SCALER)
+    found = load_file(tmp_path / "file")
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name].float(), value.float()), name
+
+
+def test_it_is_what_safetensors_writes(tmp_path):
+    write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
+    save_file(load_file(tmp_path / "file"), tmp_path / "theirs")
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -1,8 +1,7 @@
-"""Folders that cannot be renamed, disks that know no fsync, deaths in between, and what a checkpoint may be called."""
+"""Disks that rename no folder or know no fsync, and what a checkpoint may be called."""
 
 import errno
 import os
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.checkpoint.formats import universal
 from ds_layerwise.checkpoint.formats.tags import check_tag
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
@@ -68,22 +67,6 @@ def refuse(*errors):
     return refused
 
 
-def mount(kind, monkeypatch):
-    """Let this disk behave as mounts of object stores do."""
-    if kind == "is in user space":
-        monkeypatch.setattr(atomic, "_renames_folders", lambda path: False)
-        return
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    refused = refuse(errno.EXDEV, errno.ENOTEMPTY, errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EMFILE)
-    monkeypatch.setattr(os, "rename", refused)
-    if kind == "renames nothing":
-        monkeypatch.setattr(os, "replace", refuse(errno.ENOSYS))
-        monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL))
-
-
-MOUNTS = ["is in user space", "renames no folder", "renames nothing"]
-
-
 @contextmanager
 def dying_at(moment):
     """Die before file operation number ``moment``; yields a list of those that were begun."""
@@ -103,82 +86,22 @@ def dying_at(moment):
             patch.setattr(os, name, dying(getattr(os, name)))
         half_of = lambda path, text, **kwargs: path.write_bytes(text.encode()[:len(text) // 2])  # noqa: E731
         patch.setattr(Path, "write_text", dying(Path.write_text, half_of))
-        patch.setattr(shutil, "copyfile", dying(
-            shutil.copyfile, lambda one, other: other.write_bytes(one.read_bytes()[:one.stat().st_size // 2])))
         yield begun
 
 
-@pytest.mark.parametrize("kind", MOUNTS)
-class TestMountsThatRenameNoFolder:
-    def test_the_new_takes_the_place_of_the_old(self, kind, tmp_path, monkeypatch):
-        mount(kind, monkeypatch)
-        folder = tmp_path / "tag"
-        for text in ("old", "new", "old"):
-            commit(folder, text)
-            assert holds(folder) == text and [path.name for path in tmp_path.iterdir()] == ["tag"]
-            assert files_in(folder) == {*FILES[text], FILE_NAME}
-        atomic.point(tmp_path / "latest", "one")
-        atomic.point(tmp_path / "latest", "other")
-        assert (tmp_path / "latest").read_text() == "other" and not (tmp_path / "latest.incomplete").exists()
-
-    def test_what_is_not_the_checkpoints_stays(self, kind, tmp_path, monkeypatch):
-        mount(kind, monkeypatch)
-        folder = tmp_path / "tag"
-        commit(folder, "old")
-        (folder / "tokenizer.json").write_text("mine")
-        commit(folder, "new")
-        assert holds(folder) == "new" and (folder / "tokenizer.json").read_text() == "mine"
-
-    @pytest.mark.parametrize("before", ["nothing", "old"])
-    def test_a_death_at_any_moment(self, before, kind, tmp_path, monkeypatch):
-        mount(kind, monkeypatch)
-        ended = set()
-        for moment in range(200):
-            folder = tmp_path / str(moment) / "tag"
-            if before == "old":
-                commit(folder, "old")
-            write(folder, "new")
-            manifest = Manifest.of(atomic.staged(folder))
-            try:
-                with dying_at(moment):
-                    atomic.commit(folder, manifest)
-                break
-            except Killed:
-                pass
-            assert holds(folder) in ("", before.replace("nothing", ""), "new"), moment
-            atomic.recover(folder)
-            found = holds(folder)
-            ended.add(found)
-            assert found == "new" or (found == before if before == "old" else not folder.exists()), moment
-            if found:
-                assert files_in(folder) == {*FILES[found], FILE_NAME}, moment
-            commit(folder, "new")
-            assert holds(folder) == "new" and [path.name for path in folder.parent.iterdir()] == ["tag"]
-        else:
-            pytest.fail("it never came to its end")
-        assert moment > 10 and ended == {before.replace("nothing", ""), "new"}
-
-    @pytest.mark.parametrize("before", ["nothing", "old"])
-    def test_a_disk_that_is_full_on_the_way(self, before, kind, tmp_path, monkeypatch):
-        mount(kind, monkeypatch)
-        if before == "old":
-            commit(tmp_path / "tag", "old")
-        write(tmp_path / "tag", "new")
-        atomic.seal(tmp_path / "tag", Manifest.of(atomic.staged(tmp_path / "tag")))
-        with monkeypatch.context() as full:
-            full.setattr(os, "replace", refuse(errno.ENOSPC))
-            full.setattr(shutil, "copyfile", refuse(errno.ENOSPC))
-            with pytest.raises(OSError, match="No space left"):
-                atomic.publish(tmp_path / "tag")
-        atomic.abandon(tmp_path / "tag")
-        if before == "nothing":
-            assert not list(tmp_path.iterdir())
-            return
-        atomic.recover(tmp_path / "tag")
-        assert holds(tmp_path / "tag") == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
+@pytest.mark.parametrize("error", [errno.EXDEV, errno.ENOTEMPTY, errno.EPERM, errno.ENOSYS, errno.EINVAL])
+def test_a_disk_that_renames_no_folder_is_refused_before_anything_is_written(error, tmp_path, monkeypatch):
+    folder = tmp_path / "tag"
+    commit(folder, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse(error))
+        with pytest.raises(LayerWiseError, match=f"the disk of {tmp_path} cannot rename a folder .*; save to a local"):
+            atomic.begin(folder)
+    atomic.abandon(folder)
+    assert holds(folder) == "old" and [path.name for path in tmp_path.iterdir()] == ["tag"]
 
 
-def test_the_second_of_two_renames_fails(tmp_path, monkeypatch):
+def test_the_old_is_back_where_the_second_of_two_renames_fails(tmp_path, monkeypatch):
     commit(tmp_path / "tag", "old")
     write(tmp_path / "tag", "new")
     monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
@@ -189,25 +112,21 @@ def test_the_second_of_two_renames_fails(tmp_path, monkeypatch):
             raise OSError(errno.EPERM, "no")
         rename(one, other)
 
-    monkeypatch.setattr(os, "rename", renames_what_is_there_already)
-    atomic.commit(tmp_path / "tag", Manifest.of(atomic.staged(tmp_path / "tag")))
-    assert holds(tmp_path / "tag") == "new" and [path.name for path in tmp_path.iterdir()] == ["tag"]
-
-
-def test_mounts_in_user_space_are_known_by_their_kind(tmp_path, monkeypatch):
-    (tmp_path / "a b" / "c").mkdir(parents=True)
-    lines = ["1 0 8:1 / / rw - ext4 /dev/sda rw", f"2 1 0:5 / {tmp_path}/a\\040b rw - fuse.gcsfuse bucket rw",
-             f"3 2 0:6 / {tmp_path}/a\\040b/c rw shared:1 - tmpfs tmpfs rw"]
-    monkeypatch.setattr(Path, "read_text", lambda path: "\n".join(lines))
-    assert atomic._renames_folders(tmp_path)
-    assert not atomic._renames_folders(tmp_path / "a b")
-    assert atomic._renames_folders(tmp_path / "a b" / "c")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", renames_what_is_there_already)
+        with pytest.raises(OSError, match="no"):
+            atomic.commit(tmp_path / "tag", Manifest.of(atomic.staged(tmp_path / "tag")))
+    assert holds(tmp_path / "tag") == "old"
+    atomic.abandon(tmp_path / "tag")
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"]
+    commit(tmp_path / "tag", "new")
+    assert holds(tmp_path / "tag") == "new"
 
 
 def test_a_disk_that_knows_no_fsync_is_named_once_and_one_that_is_broken_is_an_error(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(atomic.logger, "warning", said.append)
-    monkeypatch.setattr(atomic, "_told", set())
+    monkeypatch.setattr(atomic, "_without_fsync", set())
     monkeypatch.setattr(os, "fsync", refuse(errno.EINVAL, errno.ENOTSUP))
     for _ in range(3):
         atomic.flush(tmp_path)

@@ -1,12 +1,5 @@
-"""A checkpoint becomes visible whole or not at all: written aside, listed, and moved into place by
-one rename.
-
-Note: where folders cannot be renamed at once
-    Mounts of object stores refuse to rename a folder, or do it file by file and may die halfway.
-    There the files are moved one by one, the list last, and nobody believes a folder without its
-    list. That this is under way, and which files of the checkpoint before have to go, is written
-    down first, and everything that was not moved yet is still in the place where it was written, so
-    that whoever comes next brings it to its end.
+"""Folders and files that become visible whole or not at all: written beside their place, listed,
+and moved there by one rename.
 """
 
 from __future__ import annotations
@@ -14,7 +7,6 @@ from __future__ import annotations
 import codecs
 import ctypes
 import errno
-import json
 import os
 import re
 import shutil
@@ -23,29 +15,29 @@ from pathlib import Path
 
 from deepspeed.utils import logger
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, MOVING, SIGNATURE, Manifest
-from ds_layerwise.checkpoint.files.user_files import (
-    carry_over,
-    is_a_saves,
-    others_in,
-    remove,
-    written_in,
-)
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, SIGNATURE, Manifest
+from ds_layerwise.checkpoint.files.user_files import carry_over, is_a_saves, others_in, remove
 from ds_layerwise.errors import LayerWiseError
 
-#: What the folder of a save is called, after its tag, until it is whole, and what the one before it
-#: is called while the new one takes its place, where the file system cannot exchange two folders.
-INCOMPLETE, REPLACED = ".incomplete", ".replaced"
+#: The ending of the folder that a save writes into, until it is whole.
+INCOMPLETE = ".incomplete"
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+#: The ending of the folder that makes room, where the file system cannot exchange two folders.
+REPLACED = ".replaced"
 
-#: What a file system says that knows no fsync, for folders or at all.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+#: Errors of a file system that knows no fsync, for folders or at all.
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+
+#: The disks that a warning has named.
+_without_fsync: set[int] = set()
 
 
 def claim(folder: Path, save_id: str) -> bool:
-    """Whether this process is the first on this disk that asks to write ``folder``, of all that
-    know ``save_id``.
+    """Tell whether this process is the first on this disk that asks to write ``folder`` for
+    ``save_id``.
 
     Raises:
         LayerWiseError: ``folder`` can be none.
@@ -53,11 +45,7 @@ def claim(folder: Path, save_id: str) -> bool:
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.close(
-            os.open(
-                folder.with_name(f"{folder.name}.{save_id}{INCOMPLETE}"), os.O_CREAT | os.O_EXCL
-            )
-        )
+        folder.with_name(f"{folder.name}.{save_id}{INCOMPLETE}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -67,7 +55,7 @@ def _check_free(folder: Path) -> None:
     """Refuse a file that would be in the way, or be moved out of it.
 
     Raises:
-        LayerWiseError: ``folder``, or what it is in, is one, or a link that leads to no folder.
+        LayerWiseError: ``folder``, or a parent of it, is a file, or a link that leads to no folder.
     """
     for place in (folder, *folder.parents):
         if os.path.lexists(place) and not place.is_dir():
@@ -81,52 +69,73 @@ def begin(folder: Path) -> None:
     """Make an empty place to write ``folder`` into, and put right what an earlier save left of it.
 
     Raises:
-        LayerWiseError: a file, or a folder that no save made, has a name that this one needs.
+        LayerWiseError: a file, or a folder that no save made, has a name that this one needs; or
+            the disk renames no folders.
     """
     _check_free(folder)
-    for place in (staged(folder), folder.with_name(folder.name + REPLACED)):
+    new = staged(folder)
+    places = (new, folder.with_name(folder.name + REPLACED))
+    for place in places:
         if os.path.lexists(place) and not is_a_saves(place):
-            what = (
-                "is a link"
-                if place.is_symlink()
-                else "is a file"
-                if place.is_file()
-                else f"holds {others_in(place)[0]}, which no save wrote"
-            )
+            what = "is a link or a file"
+            if place.is_dir() and not place.is_symlink():
+                what = f"holds {others_in(place)[0]}, which no save wrote"
             raise LayerWiseError(
                 f"{place} {what}, and a save of {folder.name} needs that name; move it away, or "
                 "choose another tag"
             )
     recover(folder)
-    for place in (staged(folder), folder.with_name(folder.name + REPLACED)):
+    for place in places:
         remove(place)
-    staged(folder).mkdir(parents=True)
-    (staged(folder) / SIGNATURE).touch()
+    new.mkdir(parents=True)
+    (new / SIGNATURE).touch()
+    _check_renames(new)
+
+
+def _check_renames(place: Path) -> None:
+    """Rename a folder in ``place``, before anything is written that would need it at the end.
+
+    Raises:
+        LayerWiseError: the disk cannot.
+    """
+    old = place / "old"
+    new = place / "new"
+    old.mkdir()
+    (old / SIGNATURE).touch()
+    try:
+        old.rename(new)
+    except OSError as e:
+        raise LayerWiseError(
+            f"the disk of {place.parent} cannot rename a folder ({e.strerror}), as mounts of "
+            "object stores cannot, so that a save there could appear in part; save to a "
+            "local or shared disk, and copy the folder"
+        ) from e
+    shutil.rmtree(new)
 
 
 def sign(folder: Path, save_id: str, rank: int) -> None:
-    """Write into the place for ``folder`` which save it is for, and which rank has made it."""
+    """Write into the place for ``folder`` the name of its save, and the rank that has made it."""
     (staged(folder) / SIGNATURE).write_text(f"{save_id} {rank}")
     claims = re.compile(re.escape(folder.name) + "[.][0-9a-f]{16}" + re.escape(INCOMPLETE))
     for path in folder.parent.iterdir():
-        # Of this save, and of those that died here.
+        # Claims of this save, and of those that died here.
         if claims.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
 def signed_by(folder: Path, save_id: str) -> int | None:
-    """The rank that made the place for ``folder`` for the save ``save_id``; None if it is not
-    there, or another's.
+    """Return the rank that made the place for ``folder`` for the save ``save_id``; None if the
+    place is not there, or another save's.
     """
     try:
-        found, _, rank = (staged(folder) / SIGNATURE).read_text().partition(" ")
+        signer, _, rank = (staged(folder) / SIGNATURE).read_text().partition(" ")
     except OSError:
         return None
-    return int(rank) if found == save_id and rank else None
+    return int(rank) if signer == save_id and rank else None
 
 
 def staged(folder: Path) -> Path:
-    """Where to write what becomes ``folder``."""
+    """Return the place to write ``folder`` into."""
     return folder.with_name(folder.name + INCOMPLETE)
 
 
@@ -138,181 +147,79 @@ def commit(folder: Path, manifest: Manifest, *, replaces: Sequence[str] = ()) ->
 
 def seal(folder: Path, manifest: Manifest) -> None:
     """Add the list of what was written for ``folder``. It is whole now, and not visible yet."""
-    (staged(folder) / SIGNATURE).unlink(missing_ok=True)
-    manifest.write(staged(folder))
-    flush(staged(folder) / FILE_NAME)
-    flush(staged(folder))
+    new = staged(folder)
+    (new / SIGNATURE).unlink(missing_ok=True)
+    manifest.write(new)
+    flush(new / FILE_NAME)
+    flush(new)
 
 
 def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
-    """Move to ``folder`` what was sealed. What a save wrote there before is removed at the end, and
-    nothing else.
+    """Move to ``folder`` what was sealed. Files that a save wrote there before are removed at the
+    end, and nothing else.
 
     Args:
         replaces: globs over the names of more files that may be removed.
     """
-    if not _renames_folders(folder.parent):
-        _move_files(folder, replaces)
-        return
-    new, before = staged(folder), folder.with_name(folder.name + REPLACED)
+    new = staged(folder)
+    before = folder.with_name(folder.name + REPLACED)
     if folder.is_dir():
         # Before the swap, so that at no moment anything is away.
         carry_over(folder, new, replaces=replaces)
     if folder.exists() and _exchange(new, folder):
-        # What somebody has put there in between.
-        carry_over(new, folder, replaces=replaces)
-        remove(new)
+        before = new
     else:
+        if folder.exists():
+            remove(before)
+            folder.rename(before)
         try:
-            if folder.exists():
-                remove(before)
-                folder.rename(before)
             new.rename(folder)
-        except OSError as e:
-            logger.debug(
-                f"ds_layerwise: {folder} cannot be renamed ({e}); its files are moved one by one"
-            )
-            if before.is_dir() and not folder.exists():
+        except OSError:
+            if before.is_dir():
                 before.rename(folder)
-            _move_files(folder, replaces)
-            return
-        if before.is_dir():
-            carry_over(before, folder, replaces=replaces)
-        remove(before)
+            raise
+    if before.is_dir():
+        # What somebody has put there in between.
+        carry_over(before, folder, replaces=replaces)
+    remove(before)
     flush(folder.parent)
 
 
 def abandon(folder: Path) -> None:
-    """Clear away what was written of ``folder``, unless ``folder`` has lost something to it
-    already.
-    """
-    if _to_remove(staged(folder)) is None and is_a_saves(staged(folder)):
+    """Clear away what was written of ``folder``."""
+    if is_a_saves(staged(folder)):
         remove(staged(folder))
 
 
 def save_ids(folder: Path) -> tuple[str, str]:
-    """Which save is in ``folder``, and which one is whole beside it; empty where there is none."""
+    """Return the name of the save in ``folder``, and of the one that is whole beside it; empty
+    where there is none.
+    """
+    return _save_id(folder), _save_id(staged(folder))
 
-    def of(place: Path) -> str:
-        try:
-            return Manifest.read(place).save_id
-        except LayerWiseError as e:
-            if isinstance(e.__cause__, OSError):
-                # What a disk does not give may be there.
-                raise
-            return ""
 
-    return of(folder), of(staged(folder))
+def _save_id(place: Path) -> str:
+    try:
+        return Manifest.read(place).save_id
+    except LayerWiseError as e:
+        if isinstance(e.__cause__, OSError):
+            # What a disk does not give may be there.
+            raise
+        return ""
 
 
 def recover(folder: Path) -> None:
-    """Where a commit died between its two renames, take the checkpoint before it back; where it
-    died while files were moved one by one, bring it to its end.
-
-    Raises:
-        LayerWiseError: a file is gone that should have been moved.
-    """
+    """Take the checkpoint back that made room for one whose commit died between two renames."""
     before = folder.with_name(folder.name + REPLACED)
     if not folder.exists() and is_a_saves(before):
         before.rename(folder)
-    if _to_remove(staged(folder)) is not None:
-        _move_files(folder)
-
-
-def _move_files(folder: Path, replaces: Sequence[str] = ()) -> None:
-    """Do what :func:`publish` does without renaming a folder, or go on with it; see the note at the
-    top.
-    """
-    new = staged(folder)
-    manifest = Manifest.read(new)
-    to_remove = _to_remove(new)
-    is_new = to_remove is None and not folder.exists()
-    if to_remove is None:
-        gone = set(written_in(folder, replaces=replaces)) if folder.is_dir() else set()
-        to_remove = sorted(gone - manifest.files.keys())
-        (new / MOVING).write_text(json.dumps(to_remove))
-        flush(new / MOVING)
-        flush(new)
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / FILE_NAME).unlink(missing_ok=True)
-        flush(folder)
-        for name in to_remove:
-            (folder / name).unlink(missing_ok=True)
-        for name in manifest.files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            if (new / name).exists():
-                _move(new / name, folder / name)
-    except OSError:
-        if is_new:
-            # Nothing was there that could be lost, and this may be what fills the disk.
-            shutil.rmtree(folder, ignore_errors=True)
-            (new / MOVING).unlink(missing_ok=True)
-        raise
-    if lines := manifest.differing(folder):
-        raise LayerWiseError(
-            f"{lines[0]}, after what was written was moved there file by file; load another "
-            "checkpoint"
-        )
-    for path in {folder, *((folder / name).parent for name in manifest.files)}:
-        flush(path)
-    shutil.copyfile(new / FILE_NAME, folder / FILE_NAME)
-    flush(folder / FILE_NAME)
-    flush(folder)
-    (new / SIGNATURE).touch()
-    (new / MOVING).unlink()
-    remove(new)
-
-
-def _to_remove(new: Path) -> list[str] | None:
-    """The files that have to go for those of ``new``, if moving them has begun."""
-    try:
-        found: list[str] = json.loads((new / MOVING).read_text())
-    except (OSError, ValueError):
-        # Half written: then nothing was moved.
-        return None
-    return found
-
-
-def _move(one: Path, other: Path) -> None:
-    try:
-        one.replace(other)
-    except OSError:
-        shutil.copyfile(one, other)
-        flush(other)
-
-
-def _renames_folders(path: Path) -> bool:
-    """Whether a folder in ``path`` is renamed at once. Mounts in user space do it file by file, as
-    far as they can.
-    """
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return True
-    place, kinds = path.resolve(), dict[Path, str]()
-    for line in mounts:
-        where, _, what = line.partition(" - ")
-        mounted = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), where.split()[4]))
-        if place.is_relative_to(mounted):
-            kinds[mounted] = what.split()[0]
-    return not kinds or not kinds[max(kinds, key=lambda mounted: len(mounted.parts))].startswith(
-        "fuse"
-    )
 
 
 def point(pointer: Path, tag: str) -> None:
-    """Write ``tag`` into the file ``pointer``, such as ``latest``; it holds the old text or the new
-    one, never none.
+    """Write ``tag`` into the file ``pointer``, such as ``latest``, which holds the old text or the
+    new one at any moment.
     """
-    try:
-        write_whole(pointer, lambda new: new.write_text(tag, encoding="utf-8"))
-    except OSError as e:
-        if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.EXDEV, errno.EINVAL):
-            raise
-        # A mount that renames nothing takes a file as a whole when it is closed.
-        pointer.write_text(tag, encoding="utf-8")
-        flush(pointer)
+    write_whole(pointer, lambda new: new.write_text(tag, encoding="utf-8"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -336,42 +243,35 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def pointed(pointer: Path) -> str:
-    """What the file ``pointer`` holds, whoever wrote it: editors put marks and line ends around a
-    tag. What is no UTF-8 becomes characters that no tag has."""
-    return (
-        pointer.read_bytes().removeprefix(codecs.BOM_UTF8).strip().decode(errors="surrogateescape")
-    )
+    """Return the tag in the file ``pointer``, whoever wrote it: editors put marks and line ends
+    around it. Bytes that are no UTF-8 become characters that no tag has.
+    """
+    text = pointer.read_bytes().removeprefix(codecs.BOM_UTF8).strip()
+    return text.decode(errors="surrogateescape")
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Swap two folders at once, where the system can."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return (
-        renameat2 is not None
-        and renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-        == 0
-    )
+    if renameat2 is None:
+        return False
+    paths = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))
+    return bool(renameat2(*paths, _RENAME_EXCHANGE) == 0)
 
 
 def flush(path: Path) -> None:
-    """Make what ``path`` holds last through a loss of power: a file's bytes, or the names in a
-    folder.
-    """
+    """Make a file's bytes, or the names in a folder, last through a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as e:
         if e.errno not in _NO_FSYNC:
             raise
-        if (device := os.fstat(descriptor).st_dev) not in _told:
-            _told.add(device)
+        if (device := os.fstat(descriptor).st_dev) not in _without_fsync:
+            _without_fsync.add(device)
             logger.warning(
                 f"ds_layerwise: the disk of {path.parent} knows no fsync ({e.strerror}): what is "
                 "saved there may be lost with the power"
             )
     finally:
         os.close(descriptor)
-
-
-#: The disks of which this has been said.
-_told: set[int] = set()

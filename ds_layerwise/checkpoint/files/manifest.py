@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, to the byte: the list that is written last and checked first.
+"""The list of a checkpoint's files and checksums: written last and checked first.
 
 Note: where the checksums come from
     ``torch.save`` writes a zip archive, and a zip archive has the CRC-32 of every record in its
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,15 @@ import torch
 
 from ds_layerwise.errors import LayerWiseError
 
-#: Its name in a checkpoint folder. DeepSpeed's tools look for other endings and leave it alone.
+#: The name of the list in a checkpoint folder. DeepSpeed's tools look for other endings and leave
+#: it alone.
 FILE_NAME = "layerwise_manifest.json"
 
-#: In the folder of a save: whose it is, until it is whole; and that its files are on their way, one
-#: by one.
-SIGNATURE, MOVING = "layerwise_save", "layerwise_moving"
+#: The file in the folder of a save that names the save, until the folder is whole.
+SIGNATURE = "layerwise_save"
 
 #: Files of this package that no list names.
-MARKS = (FILE_NAME, SIGNATURE, MOVING)
+MARKS = (FILE_NAME, SIGNATURE)
 
 FORMAT = 1
 
@@ -58,40 +59,34 @@ class Manifest:
 
     files: Mapping[str, tuple[ByteRange, ...]]
     save_id: str = ""
-    """What tells the save from every other; the same on all disks that it wrote to. Empty where
-    nobody gave one.
-    """
+    """The name of the save, the same on all disks that it wrote to; empty where nobody gave one."""
 
     @classmethod
     def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
-        """Make the manifest of the files that are in ``folder`` now, or of those of them that
-        ``names`` lists.
-        """
-        return cls(
-            {
-                name: tuple(_ranges(folder / name))
-                for name in (names_in(folder) if names is None else names)
-            }
-        )
+        """Make the manifest of the files ``names`` in ``folder``, or of all that are there now."""
+        names = names_in(folder) if names is None else names
+        return cls({name: tuple(_ranges(folder / name)) for name in names})
 
     @classmethod
     def merged(cls, parts: Iterable[Manifest]) -> Manifest:
-        """One list of all ``parts``."""
-        return cls({name: ranges for part in parts for name, ranges in sorted(part.files.items())})
+        """Return one list of all ``parts``."""
+        files: dict[str, tuple[ByteRange, ...]] = {}
+        for part in parts:
+            files.update(sorted(part.files.items()))
+        return cls(files)
 
     def write(self, folder: Path) -> None:
         """Put the list into ``folder``."""
-        files = {name: [[r.size, r.crc32] for r in ranges] for name, ranges in self.files.items()}
+        files = {}
+        for name, ranges in self.files.items():
+            files[name] = [[r.size, r.crc32] for r in ranges]
         save = {"id": self.save_id, "digest": _digest(self.save_id)}
-        text = json.dumps(
-            {"format": FORMAT, "digest": _digest(files), "save": save, "files": files},
-            separators=(",", ":"),
-        )
-        (folder / FILE_NAME).write_text(text)
+        content = {"format": FORMAT, "digest": _digest(files), "save": save, "files": files}
+        (folder / FILE_NAME).write_text(json.dumps(content, separators=(",", ":")))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The list in ``folder``.
+        """Return the list in ``folder``.
 
         Raises:
             LayerWiseError: it is missing, damaged, or in a newer format.
@@ -104,13 +99,13 @@ class Manifest:
             )
         try:
             content = json.loads(path.read_text())
-            found, written, files = content["format"], content["digest"], content["files"]
+            files, found = content["files"], content["format"]
             if found != FORMAT:
                 raise LayerWiseError(
                     f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
                     "upgrade it"
                 )
-            if _digest(files) != written:
+            if _digest(files) != content["digest"]:
                 raise ValueError("its own digest does not match")
             if outside := sorted(filter(leads_out, files)):
                 raise ValueError(f"it lists {outside[0]!r}, which is outside of the folder")
@@ -127,8 +122,10 @@ class Manifest:
         Raises:
             LayerWiseError: a file is missing, has another length, or other bytes; names it.
         """
-        total = sum(r.size for ranges in self.files.values() for r in ranges)
-        first, last, seen = total * rank // world_size, total * (rank + 1) // world_size, 0
+        total = sum(map(self.size_of, self.files))
+        first = total * rank // world_size
+        last = total * (rank + 1) // world_size
+        seen = 0
         for name, ranges in self.files.items():
             mine = []
             for byte_range in ranges:
@@ -140,32 +137,30 @@ class Manifest:
                 _check_file(folder / name, self.size_of(name), mine)
 
     def differing(self, folder: Path) -> list[str]:
-        """One line for each file that ``folder`` lacks, or has otherwise. Large ranges are compared
-        by what else is in the file, which for what ``torch.save`` writes holds their checksums, so
-        that little is read."""
+        """Return a line for each file that ``folder`` lacks, or has otherwise. Large ranges are
+        compared by the rest of the file, which ``torch.save`` gives their checksums, so that little
+        is read.
+        """
         lines = []
         for name, ranges in self.files.items():
+            small = [byte_range for byte_range in ranges if byte_range.size <= _READ]
             try:
-                _check_file(
-                    folder / name,
-                    self.size_of(name),
-                    [byte_range for byte_range in ranges if byte_range.size <= _READ],
-                )
+                _check_file(folder / name, self.size_of(name), small)
             except (LayerWiseError, OSError) as e:
                 lines.append(str(e))
         return lines
 
     def size_of(self, name: str) -> int:
-        """The bytes of one of its files."""
+        """Return the number of bytes of the file ``name``."""
         return self.files[name][-1].start + self.files[name][-1].size
 
     def only(self, names: Iterable[str]) -> Manifest:
-        """The manifest of some of its files. Names that it does not list are left out."""
+        """Return the manifest of some of its files. Names that it does not list are left out."""
         return Manifest({name: self.files[name] for name in names if name in self.files})
 
 
 def names_in(folder: Path) -> list[str]:
-    """Paths within ``folder`` of everything that a manifest lists."""
+    """Return the paths within ``folder`` of everything that a manifest lists."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -174,15 +169,15 @@ def names_in(folder: Path) -> list[str]:
 
 
 def leads_out(name: str) -> bool:
-    """Whether ``name`` is no path within a folder: absolute, or with a part that is empty, ``.`` or
-    ``..``.
+    """Tell whether ``name`` leads out of a folder: is absolute, or has a part that is empty, ``.``
+    or ``..``.
     """
     return "\0" in name or any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _save_id(content: Mapping[str, Any]) -> str:
-    """The name of the save that wrote ``content``; version 0.1, which writes the same format, gave
-    saves none.
+    """Return the name of the save that wrote ``content``; version 0.1, which writes the same
+    format, gave saves none.
 
     Raises:
         ValueError: it is not what was written.
@@ -222,7 +217,9 @@ def _ranges(path: Path) -> Iterator[ByteRange]:
 
 
 def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """``(start, size, crc32)`` of the large records of a zip archive, in the order of the file."""
+    """Yield ``(start, size, crc32)`` of the large records of a zip archive, in the order of the
+    file.
+    """
     # torch may be told to leave checksums out; what it writes in their place are none.
     if not torch.serialization.get_crc32_options():
         return
@@ -234,21 +231,15 @@ def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]
     for entry in entries:
         if entry.file_size >= _LARGE and entry.compress_type == 0:
             file.seek(entry.header_offset + 26)
-            lengths = file.read(4)
-            yield (
-                entry.header_offset
-                + 30
-                + int.from_bytes(lengths[:2], "little")
-                + int.from_bytes(lengths[2:], "little"),
-                entry.file_size,
-                entry.CRC,
-            )
+            start = entry.header_offset + 30 + sum(struct.unpack("<2H", file.read(4)))
+            yield start, entry.file_size, entry.CRC
 
 
 def _crc32(file: BinaryIO, start: int, size: int) -> int:
-    """The checksum of ``size`` bytes from ``start`` on; -1 where there are not so many."""
+    """Return the checksum of ``size`` bytes from ``start`` on; -1 where there are not so many."""
     file.seek(start)
-    value, block = 0, memoryview(bytearray(min(size, _READ)))
+    value = 0
+    block = memoryview(bytearray(min(size, _READ)))
     while size > 0:
         count = file.readinto(block[:size])  # type: ignore[attr-defined]
         if not count:

@@ -1,4 +1,4 @@
-"""How a file of ``torch.save``'s is read without running anything that is in it."""
+"""Reading of files of ``torch.save`` without running anything that is in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ds_layerwise.checkpoint.plain_values import stand_ins
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 
-#: What reading a dict leads to that is not what it should be.
+#: Errors of reading a dict that is not what it should be.
 _MALFORMED = (
     LookupError,
     TypeError,
@@ -31,7 +31,7 @@ _MALFORMED = (
     RecursionError,
 )
 
-#: What torch's readers raise at files that are missing or damaged.
+#: Errors of torch's readers at files that are missing or damaged.
 UNREADABLE = (
     RuntimeError,
     EOFError,
@@ -65,8 +65,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def load_safely(path: Path, *, with_objects: bool = False) -> Any:
-    """What ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and DeepSpeed's
-    own records.
+    """Read what ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and
+    DeepSpeed's own records.
 
     Nothing in the file is executed.
 
@@ -95,7 +95,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
 
 
 def load_bytes_safely(content: bytes, path: Path) -> Any:
-    """What ``torch.save`` wrote into ``content``, a part of the file ``path``; as
+    """Read what ``torch.save`` wrote into ``content``, a part of the file ``path``; as
     :func:`load_safely`.
     """
     try:
@@ -105,9 +105,7 @@ def load_bytes_safely(content: bytes, path: Path) -> Any:
 
 
 def _refused(path: Path, error: BaseException) -> LayerWiseError:
-    """The error for ``path``, without what torch advises: to read it again, and run what is in
-    it.
-    """
+    """Return the error for ``path``, without what torch advises: to run what is in it."""
     text = str(error)
     if isinstance(error, UnpicklingError):
         found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)

@@ -1,4 +1,4 @@
-"""What in a folder of a checkpoint is somebody else's, and is kept when another save takes its
+"""Files of somebody else in the folder of a checkpoint, which stay when another save takes its
 place.
 """
 
@@ -16,7 +16,7 @@ from ds_layerwise.errors import LayerWiseError
 
 
 def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
-    """Paths within ``folder`` of what no save wrote: files, links, and folders that are empty.
+    """Return the paths within ``folder`` of what no save wrote: files, links, and empty folders.
 
     A save wrote what its list names, and what DeepSpeed calls files of a checkpoint.
 
@@ -27,21 +27,9 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
     return [name for name in _entries(folder) if not is_ours(name)]
 
 
-def written_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
-    """Paths within ``folder`` of the files that :func:`others_in` leaves out, without those that no
-    list names.
-    """
-    is_ours = _known(folder, replaces)
-    return [
-        name
-        for name in _entries(folder)
-        if is_ours(name) and name not in MARKS and not (folder / name).is_dir()
-    ]
-
-
 def is_a_saves(folder: Path) -> bool:
-    """Whether ``folder`` is what is left of a save, or one that was to be replaced: nothing else
-    may be removed.
+    """Tell whether ``folder`` is left of a save, or was to be replaced: nothing else may be
+    removed.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -67,9 +55,7 @@ def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove what is left of a save. What stays where that is not brought to an end says whose it
-    is.
-    """
+    """Remove what is left of a save. A part that stays, where this dies, says whose it is."""
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():
@@ -105,10 +91,11 @@ def _known(folder: Path, replaces: Sequence[str]) -> Callable[[str], bool]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Files, links and empty folders, by their paths within ``folder``."""
+    """Yield files, links and empty folders, by their paths within ``folder``."""
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         here = Path(place).relative_to(folder)
-        yield from ((here / name).as_posix() for name in (*files, *links))
+        for name in (*files, *links):
+            yield (here / name).as_posix()
         if not folders and not files and Path(place) != folder:
             yield here.as_posix()

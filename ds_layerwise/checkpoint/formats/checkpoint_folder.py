@@ -1,10 +1,8 @@
-"""A checkpoint's folder from outside an engine: where it is, whether its bytes are those saved, the
-model's file.
-"""
+"""A checkpoint's folder from outside an engine: its place, its bytes, the model's file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,11 +23,11 @@ from ds_layerwise.checkpoint.formats.universal import LATEST, is_universal
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.errors import LayerWiseError
 
-#: DeepSpeed's file with the module; the second is that of ZeRO-3, whose parameters are elsewhere.
-MODEL_FILE, ZERO3_MODEL_FILE = (
-    "mp_rank_{mp_rank:02d}_model_states.pt",
-    "zero_pp_rank_0_mp_rank_00_model_states.pt",
-)
+#: The name of DeepSpeed's file with the module.
+MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
+
+#: The name of that file of ZeRO-3, whose parameters are elsewhere.
+ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 #: Files are checked in parts of about this many bytes.
 _PART = 1 << 26
@@ -39,14 +37,12 @@ Result = TypeVar("Result")
 
 
 class Bars(Protocol):
-    """Shows how far something is: call what the context gives with the bytes that were done
-    since.
-    """
+    """Progress bars: what the context gives is called with the bytes that were done since."""
 
     def __call__(
         self, what: str, total_bytes: int
     ) -> AbstractContextManager[Callable[[int], object]]:
-        """A bar for ``what``, as long as the context lasts."""
+        """Show a bar for ``what``, as long as the context lasts."""
 
 
 def in_parallel(
@@ -57,7 +53,7 @@ def in_parallel(
     workers: int,
     bars: Bars,
 ) -> list[Result]:
-    """``work`` on every item, in ``workers`` threads; each comes with the bytes that it counts for.
+    """Do ``work`` on every item, which comes with its bytes, in ``workers`` threads.
 
     Threads, because reading, checksums and ``torch.save`` leave the interpreter alone while they
     work.
@@ -76,7 +72,7 @@ def in_parallel(
 
 
 def find(path: Path) -> Path:
-    """The folder of one checkpoint: ``path`` itself, or the one that ``latest`` in it names.
+    """Return the folder of one checkpoint: ``path`` itself, or the one that ``latest`` names.
 
     Raises:
         LayerWiseError: there is none, or it is of a kind that only an engine reads.
@@ -114,7 +110,7 @@ def _find(path: Path) -> Path:
 
 
 def manifest_of(folder: Path) -> Manifest | None:
-    """The list of its files; None where the writer was DeepSpeed's converter, which leaves none.
+    """Return the list of files; None where DeepSpeed's converter wrote, which leaves none.
 
     Raises:
         LayerWiseError: it is missing or damaged, or somebody else wrote a regular checkpoint.
@@ -128,7 +124,7 @@ def manifest_of(folder: Path) -> Manifest | None:
 
 
 def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> list[str]:
-    """One line for each file that is missing or holds other bytes than ``manifest`` says."""
+    """Return a line for each file that is missing or holds other bytes than ``manifest`` says."""
 
     def check(part: tuple[str, int, int]) -> tuple[str, str]:
         name, index, count = part
@@ -143,10 +139,9 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
         size, path = manifest.size_of(name), folder / name
         # A list may say anything, and a file is no longer than it is.
         count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
-        parts += [
-            ((name, index, count), size * (index + 1) // count - size * index // count)
-            for index in range(count)
-        ]
+        for index in range(count):
+            part = size * (index + 1) // count - size * index // count
+            parts.append(((name, index, count), part))
     lines: dict[str, str] = {}
     for name, line in in_parallel(check, parts, what="check", workers=workers, bars=bars):
         if line:
@@ -162,14 +157,13 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
-        raise LayerWiseError(
-            lines[0] + (f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else "")
-        )
+        more = f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else ""
+        raise LayerWiseError(lines[0] + more)
 
 
 def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool) -> None:
-    """Whether ``out`` may be written; ``replaceable`` says whether what is there is of the kind
-    that it becomes.
+    """Check that ``out`` may be written; ``replaceable`` tells whether it is of the kind that it
+    becomes.
 
     Raises:
         LayerWiseError: it exists and must stay.
@@ -189,84 +183,79 @@ def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool)
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What DeepSpeed's model file says of parameters and buffers. Tensors are mapped from it."""
+    """Parameters and buffers in DeepSpeed's model file. Tensors are mapped from it."""
 
     path: Path
     module: Mapping[str, Tensor]
-    """What is of the module's ``state_dict`` in this file, or in those of the experts, as a
-    whole.
-    """
+    """The part of the module's ``state_dict`` that is whole here, or in the files of experts."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the trained parameters; of experts, those that the first rank held."""
     frozen: Mapping[str, Tensor]
-    """What DeepSpeed's scripts take for frozen and empty parameters."""
+    """The values that DeepSpeed's scripts take for frozen and empty parameters."""
     aliases: Mapping[str, str]
-    """By a name that is not stored, the tied parameter that is."""
+    """The tied parameters that are stored, by a name that is not."""
     world_size: int
 
     @classmethod
     def read(cls, folder: Path, *, trust: bool, mp_rank: int = 0) -> ModelFile | None:
-        """The one in ``folder``; None if there is none.
+        """Read the one in ``folder``; None if there is none.
 
         Args:
             trust: whether code in it may run.
-            mp_rank: which piece of a model that is cut.
+            mp_rank: the number of the piece of a model that is cut.
 
         Raises:
             LayerWiseError: it is damaged, or holds objects of a kind that only code can restore.
         """
-        names = (MODEL_FILE.format(mp_rank=mp_rank), ZERO3_MODEL_FILE)
-        paths = [path for name in names if (path := folder / name).exists()]
-        if not paths:
-            return None
+        path = folder / MODEL_FILE.format(mp_rank=mp_rank)
+        is_zero3 = not path.exists()
+        if is_zero3:
+            path = folder / ZERO3_MODEL_FILE
+            if not path.exists():
+                return None
         load = _load_trusted if trust else _load_client_state
-        content = load(paths[0])
+        content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
-            raise LayerWiseError(f"{paths[0]} holds no module; it is no model file of DeepSpeed")
+            raise LayerWiseError(f"{path} holds no module; it is no model file of DeepSpeed")
         shapes = _shapes(content)
+        # Each stage of a pipeline has a file of its own.
         for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
-            # Of a pipeline, each stage has its own.
-            shapes = shapes if stage == paths[0] else {**_shapes(load(stage)), **shapes}
-        held = {
-            **(content["module"] or {}),
-            **_experts(folder, _load_trusted if trust else load_safely),
-        }
-        frozen: Mapping[str, Tensor] = content.get(FROZEN_PARAM_FRAGMENTS) or {}
-        module = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        if paths[0].name == ZERO3_MODEL_FILE:
-            elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}
-            module, frozen = (
-                {name: value for name, value in module.items() if name not in elsewhere},
-                {},
-            )
-        tied = content.get("shared_params") or {}
-        # DeepSpeed goes by addresses, and all tensors without elements have the same one.
-        aliases = {
-            alias: name
-            for alias, name in tied.items()
-            if alias not in module or module[alias].numel()
-        }
-        return cls(
-            paths[0], module, shapes, frozen, aliases, int(content.get("dp_world_size") or 1)
-        )
+            if stage != path:
+                shapes = {**_shapes(load(stage)), **shapes}
+        elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())} if is_zero3 else set()
+        module = {}
+        experts = _experts(folder, _load_trusted if trust else load_safely)
+        for name, value in {**(content["module"] or {}), **experts}.items():
+            if isinstance(value, Tensor) and name not in elsewhere:
+                module[name] = value
+        aliases = dict(content.get("shared_params") or {})
+        for alias in aliases.keys() & module.keys():
+            # DeepSpeed goes by addresses, and all tensors without elements have the same one.
+            if not module[alias].numel():
+                del aliases[alias]
+        frozen = {} if is_zero3 else content.get(FROZEN_PARAM_FRAGMENTS) or {}
+        world_size = int(content.get("dp_world_size") or 1)
+        return cls(path, module, shapes, frozen, aliases, world_size)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a trained parameter; None if the file knows none of that name."""
+        """Return the shape of a trained parameter; None if the file knows none of that name."""
         return self.shapes.get(name, self.shapes.get(first_expert(name) or name))
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
-        """Frozen parameters and buffers."""
+        """Return frozen parameters and buffers."""
         left_out = {*trained, *self.aliases}
         return {name: value for name, value in self.module.items() if name not in left_out}
 
 
 def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    groups: Sequence[Mapping[str, Any]] = content.get(PARAM_SHAPES) or ()
-    return {name: tuple(shape) for group in groups for name, shape in group.items()}
+    shapes = {}
+    for group in content.get(PARAM_SHAPES) or ():
+        shapes.update({name: tuple(shape) for name, shape in group.items()})
+    return shapes
 
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
-    """The weights of experts, each of which DeepSpeed writes a file of."""
+    """Read the weights of experts, each of which DeepSpeed writes a file of."""
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt")):
         found.update(load(path))

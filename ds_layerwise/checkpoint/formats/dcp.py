@@ -1,5 +1,4 @@
-"""Masters and states as ``torch.distributed.checkpoint`` has them: by name, whole in the file, each
-part by its owner.
+"""Checkpoints of ``torch.distributed.checkpoint``: masters and states by name, whole in the file.
 
 Under ``model``, a master by the name of its parameter, float32; under ``optim.state``, a state by
 that and its own. Both as torch's ``get_state_dict`` lays them out for FSDP2.
@@ -46,22 +45,24 @@ from ds_layerwise.errors import LayerWiseError
 
 T = TypeVar("T")
 
-#: What the file calls weights, states, and what is beside them.
+#: The names in the file of weights, states, and the header beside them.
 MODEL, STATE, HEADER = "model", "optim.state", "ds_layerwise.header"
 
-#: Where :data:`HEADER` begins, as torch has it beside its name.
+#: The beginning of :data:`HEADER` in the paths that torch keeps.
 _OWN = ("ds_layerwise",)
 
-#: What wrappers of modules put into names.
+#: Parts of names that come from wrappers of modules.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 #: The state that counts steps.
 _COUNT = "step"
 
+_UNKNOWN = RuleRecord("unknown", (), None)
+
 
 def unwrapped(name: str) -> str:
-    """``name`` as torch's ``get_state_dict`` has it, without what compiling and recomputing put
-    into it.
+    """Return ``name`` as torch's ``get_state_dict`` has it, without the parts that compiling and
+    recomputing put into it.
     """
     return _WRAPPERS.sub("", name)
 
@@ -72,9 +73,9 @@ def boxes(
     """Cut the elements ``[start, stop)`` of a tensor of ``shape`` into boxes, in ascending order of
     elements.
 
-    Returns:
-        Of each, where it begins along every axis, and how long it is. Each is a range of elements
-        in memory; of n axes there are at most 2n - 1.
+    Yields:
+        The start and the length of each box along every axis. A box is a range of elements in
+        memory; of n axes there are at most 2n - 1.
     """
     if start >= stop:
         return
@@ -123,17 +124,17 @@ class Piece(Tensor):
     def __init__(
         self, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
     ) -> None:
-        """All is done."""
+        """Take what ``__new__`` has taken."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """What it is."""
+        """Say how much of a tensor it is."""
         return f"Piece({self.held.numel()} of {tuple(self.shape)} from {self.start})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nothing can be computed with a part.
+        """Refuse to compute with a part.
 
         Raises:
             LayerWiseError: always.
@@ -143,30 +144,25 @@ class Piece(Tensor):
             "torch.distributed.checkpoint.save(), which writes parts; async_save() would copy them"
         )
 
-    def _boxes(self) -> list[tuple[torch.Size, torch.Size]]:
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        stop = self.start + self.held.numel()
         return [
-            (torch.Size(offset), torch.Size(size))
-            for offset, size in boxes(self.shape, self.start, self.start + self.held.numel())
+            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
+            for offset, size in boxes(self.shape, self.start, stop)
         ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """What torch is to write of it."""
+        """Return the boxes that torch is to write."""
         properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=offset, sizes=size),
-                    properties=properties,
-                    size=self.shape,
-                ),
-            )
-            for offset, size in self._boxes()
-        ]
+        items = []
+        for chunk in self._chunks():
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.shape)
+            index = MetadataIndex(fqn, chunk.offsets)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What torch is to read of it.
+        """Return the boxes that torch is to read.
 
         Raises:
             LayerWiseError: it is live memory, which a read that fails would leave half new.
@@ -177,20 +173,20 @@ class Piece(Tensor):
                 "engine.optimizer.load_sharded_state_dict(checkpoint), which checks everything "
                 "first"
             )
-        return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, size in self._boxes()]
+        return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The memory of one box."""
+        """Return the memory of one box."""
         first = 0
-        for offset, size in self._boxes():
-            if offset == index.offset:
-                return self.held[first : first + math.prod(size)].view(size)
-            first += math.prod(size)
+        for chunk in self._chunks():
+            if chunk.offsets == index.offset:
+                return self.held[first : first + chunk.sizes.numel()].view(chunk.sizes)
+            first += chunk.sizes.numel()
         raise LayerWiseError(f"{index.fqn}: there is no box at {index.offset} of it")
 
 
 def _listed_in(folder: Path) -> Metadata:
-    """The list of tensors in ``folder``.
+    """Return the list of tensors in ``folder``.
 
     Raises:
         Exception: there is none, or it is damaged.
@@ -205,6 +201,22 @@ def _listed_in(folder: Path) -> Metadata:
         if leads_out(name) or not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is no file of it")
     return found
+
+
+def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a list.
+
+    Raises:
+        ValueError: the list has lost our own.
+    """
+    sizes = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            sizes[key] = tuple(map(int, entry.size))
+    paths = (metadata.planner_data or {}).values()
+    if HEADER not in sizes and any(isinstance(path, tuple) and path[:1] == _OWN for path in paths):
+        raise ValueError(f"its list has lost {HEADER}")
+    return sizes
 
 
 class ShardedCheckpoint:
@@ -238,33 +250,21 @@ class ShardedCheckpoint:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
     ) -> None:
-        self._reader = (
-            checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
-        )
-        self._where = "the checkpoint" if isinstance(checkpoint, StorageReader) else str(checkpoint)
+        self._where = str(checkpoint)
+        if isinstance(checkpoint, StorageReader):
+            self._where = "the checkpoint"
+            self._reader = checkpoint
+        else:
+            self._reader = FileSystemReader(checkpoint)
         with self._naming(
             "is no checkpoint of torch.distributed.checkpoint that this rank can read"
         ):
-            self._metadata: Metadata = (
-                self._reader.read_metadata()
-                if isinstance(checkpoint, StorageReader)
-                else _listed_in(Path(checkpoint))
-            )
-            self._sizes = {
-                key: tuple(map(int, each.size))
-                for key, each in self._metadata.state_dict_metadata.items()
-                if isinstance(each, TensorStorageMetadata)
-            }
-            paths = (self._metadata.planner_data or {}).values()
-            if HEADER not in self._sizes and any(
-                path[:1] == _OWN for path in paths if isinstance(path, tuple)
-            ):
-                raise ValueError(f"its list has lost {HEADER}")
-        shapes = {
-            key.removeprefix(f"{MODEL}."): size
-            for key, size in self._sizes.items()
-            if key.startswith(f"{MODEL}.")
-        }
+            self._metadata = self._read_list(checkpoint)
+            self._sizes = _sizes_in(self._metadata)
+        shapes = {}
+        for key, size in self._sizes.items():
+            if key.startswith(f"{MODEL}."):
+                shapes[key.removeprefix(f"{MODEL}.")] = size
         if not shapes:
             raise LayerWiseError(
                 f"{self._where} has no weights under {MODEL}; it has "
@@ -272,32 +272,36 @@ class ShardedCheckpoint:
                 "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
             )
         self.beside: Beside | None = None
-        """None of what another package wrote."""
+        """None in a checkpoint of another package."""
         if HEADER in self._sizes:
             self.beside = self._own_beside()
         self._keys = self._states_of(shapes)
-        self.wrapped = {
-            unwrapped(name): name for name in (*rules, *others, *second) if unwrapped(name) != name
-        }
-        """By name without wrappers, as torch has it, what this run calls a parameter."""
-        renamed = {
-            old: self.wrapped.get(new, new) for old, new in new_names(shapes, rename or {}).items()
-        }
-        rules = {old: rules[new] for old, new in renamed.items() if new in rules}
-        self._others = self._found_of(
-            others, {new: old for old, new in renamed.items()}, shapes, strict=strict
-        )
-        self._shapes = {old: shape for old, shape in shapes.items() if renamed[old] not in second}
-        if self.beside is not None:
+        self.wrapped: dict[str, str] = {}
+        """The names of this run, by names without wrappers, as torch has them."""
+        for name in (*rules, *others, *second):
+            if unwrapped(name) != name:
+                self.wrapped[unwrapped(name)] = name
+        old = {}
+        for name, new in new_names(shapes, rename or {}).items():
+            old[self.wrapped.get(new, new)] = name
+        self._others = self._found_of(others, old, shapes, strict=strict)
+        not_own = {old.get(name) for name in second}
+        self._shapes = {name: shape for name, shape in shapes.items() if name not in not_own}
+        if self.beside is None:
+            own_rules = {old[name]: rule for name, rule in rules.items() if name in old}
+            trained = self._shapes.keys() - {old.get(name) for name in others}
+            self.header = self._header_of(own_rules, trained)
+        else:
             own = self.beside.header
             # It says what was trained. What was not is under model alone, and may be trained now.
             self.header = replace(
                 own, shapes=self._shapes, rules=self._known(own.rules), kept=self._known(own.kept)
             )
-        else:
-            self.header = self._header_of(
-                rules, {old for old in self._shapes if renamed[old] not in others}
-            )
+
+    def _read_list(self, checkpoint: str | os.PathLike[str] | StorageReader) -> Metadata:
+        if isinstance(checkpoint, StorageReader):
+            return checkpoint.read_metadata()
+        return _listed_in(Path(checkpoint))
 
     def _found_of(
         self,
@@ -307,9 +311,7 @@ class ShardedCheckpoint:
         *,
         strict: bool,
     ) -> dict[str, tuple[str, torch.dtype]]:
-        """By name, what the file calls each of ``others`` that it has, and this run's dtype of
-        it.
-        """
+        """Return the names in the file of those of ``others`` that it has, and their dtypes."""
         for name, value in others.items():
             if name in old and shapes[old[name]] != tuple(value.shape):
                 raise LayerWiseError(
@@ -324,16 +326,17 @@ class ShardedCheckpoint:
         return {name: (old[name], value.dtype) for name, value in others.items() if name in old}
 
     def _states_of(self, names: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-        """By name of a parameter, the states of it; one name may be the beginning of another."""
+        """Return the states of parameters by name; one name may be the beginning of another."""
         found: dict[str, list[str]] = {}
         for key in self._sizes:
-            if key.startswith(f"{STATE}."):
-                parts = key.removeprefix(f"{STATE}.").split(".")
-                ends = (
-                    end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in names
-                )
-                if (end := next(ends, None)) is not None:
-                    found.setdefault(".".join(parts[:end]), []).append(".".join(parts[end:]))
+            if not key.startswith(f"{STATE}."):
+                continue
+            parts = key.removeprefix(f"{STATE}.").split(".")
+            for end in range(len(parts) - 1, 0, -1):
+                name = ".".join(parts[:end])
+                if name in names:
+                    found.setdefault(name, []).append(".".join(parts[end:]))
+                    break
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
 
     def _known(self, told: Mapping[str, T]) -> dict[str, T]:
@@ -346,9 +349,8 @@ class ShardedCheckpoint:
         with naming(Path(self._where)):
             for path, blocks in (beside.sums or {}).items():
                 size = self._sizes.get(path)
-                if size is None or math.prod(size) != sum(
-                    last - first for first, (last, _) in blocks.items()
-                ):
+                saved = sum(last - first for first, (last, _) in blocks.items())
+                if size is None or math.prod(size) != saved:
                     raise ValueError(f"its list has {path} as {size}, which was saved otherwise")
         return beside
 
@@ -361,41 +363,24 @@ class ShardedCheckpoint:
             raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
     def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
-        """What is known of a checkpoint that this package did not write."""
-        counted = sorted(
-            name for name, keys in self._keys.items() if _COUNT in keys and name in trained
-        )
+        """Return the header of a checkpoint that another package wrote."""
         step = 0
-        if counted:
-            path = f"{STATE}.{counted[0]}.{_COUNT}"
-            self._read({path: (count := self._empty(path))})
-            with self._naming(f"has no number as {path}"):
-                step = int(count)
-        return Header(
-            step=step,
-            shapes=self._shapes,
-            param_groups=None,
-            dtypes=None,
-            rules={
-                name: RuleRecord(
-                    rules[name].family if name in rules else "unknown",
-                    self._with_count(keys, rules.get(name)),
-                    rules[name].gradient_average if name in rules else None,
-                )
-                for name, keys in self._keys.items()
-                if name in trained
-            },
-        )
-
-    @staticmethod
-    def _with_count(keys: tuple[str, ...], rule: RuleRecord | None) -> tuple[str, ...]:
-        """``keys``, and a count of steps if that is all that a rule of this run has beyond them: it
-        says no more then than that there was a step."""
-        return (
-            (*keys, _COUNT)
-            if rule is not None and {*rule.state_keys} - {*keys} == {_COUNT}
-            else keys
-        )
+        found = {}
+        for name, keys in sorted(self._keys.items()):
+            if name not in trained:
+                continue
+            if _COUNT in keys and not step:
+                path = f"{STATE}.{name}.{_COUNT}"
+                count = self._empty(path)
+                self._read({path: count})
+                with self._naming(f"has no number as {path}"):
+                    step = int(count)
+            rule = rules.get(name, _UNKNOWN)
+            if {*rule.state_keys} - {*keys} == {_COUNT}:
+                # A count that is missing says no more than that there was a step.
+                keys = (*keys, _COUNT)
+            found[name] = RuleRecord(rule.family, keys, rule.gradient_average)
+        return Header(step=step, shapes=self._shapes, param_groups=None, dtypes=None, rules=found)
 
     def _read(self, targets: dict[str, Any]) -> None:
         """Fill ``targets``, by their names in the file, by this rank alone.
@@ -415,28 +400,26 @@ class ShardedCheckpoint:
             reader.read_data(plan, planner).wait()
         if self.beside is not None:
             for path, target in targets.items():
-                values, start = (
-                    (target.held, target.start) if isinstance(target, Piece) else (target, 0)
-                )
-                self.beside.check(path, values, start)
+                if isinstance(target, Piece):
+                    self.beside.check(path, target.held, target.start)
+                else:
+                    self.beside.check(path, target)
 
     def identity(self) -> list[str]:
-        """What is the same for all ranks that read the same save."""
-        return [
-            f"save {getattr(self._metadata.storage_meta, 'save_id', None)}",
-            f"{len(self._sizes)} tensors",
-        ]
+        """Return lines that are the same for all ranks that read the same save."""
+        save = getattr(self._metadata.storage_meta, "save_id", None)
+        return [f"save {save}", f"{len(self._sizes)} tensors"]
 
     def read_others(self) -> dict[str, Tensor]:
-        """Frozen parameters and buffers, by name."""
+        """Return frozen parameters and buffers, by name."""
         read = {old: self._empty(f"{MODEL}.{old}") for old, _ in self._others.values()}
         if read:
             self._read({f"{MODEL}.{old}": value for old, value in read.items()})
         return {name: read[old].to(dtype) for name, (old, dtype) in self._others.items()}
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """One piece, the elements ``[start, stop)`` and what has a checksum with them, read into
-        memory of the host.
+        """Return one piece, the elements ``[start, stop)`` and those in the same blocks of
+        checksums, read into memory of the host.
         """
         shape, rule = self._shapes[name], self.header.rules.get(name)
         if self.beside is not None:
@@ -457,14 +440,8 @@ class ShardedCheckpoint:
         return [PieceRecord(name, start, master, held)]
 
     def _empty(self, path: str, size: tuple[int, ...] | None = None) -> Tensor:
-        """Memory of the host for a tensor of the file, or for ``size`` of it."""
+        """Return memory of the host for a tensor of the file, or for ``size`` of it."""
         with self._naming(f"cannot be read at {path}"):
-            found = self._metadata.state_dict_metadata[path]
-            dtype = (
-                found.properties.dtype
-                if isinstance(found, TensorStorageMetadata)
-                else torch.float32
-            )
-            return torch.empty(
-                self._sizes[path] if size is None else size, dtype=dtype, device="cpu"
-            )
+            size = self._sizes[path] if size is None else size
+            properties: Any = self._metadata.state_dict_metadata[path]
+            return torch.empty(size, dtype=properties.properties.dtype, device="cpu")

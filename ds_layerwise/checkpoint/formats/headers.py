@@ -117,6 +117,10 @@ class Beside:
                 )
 
 
+def raw_bytes(values: Tensor) -> Any:
+    """Return the elements of ``values`` as bytes, in an array of numpy."""
+    return values.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+
+
 def _crc32(values: Tensor) -> int:
-    raw: Any = values.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(raw, zlib.crc32(str(values.dtype).encode()))
+    return zlib.crc32(raw_bytes(values), zlib.crc32(str(values.dtype).encode()))

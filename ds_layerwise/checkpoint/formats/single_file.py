@@ -1,59 +1,86 @@
 """Masters and states of all parameters, whole, in one file of safetensors: outside of the engine's
 checkpoints.
 
-By name of a parameter, ``master.NAME`` is its float32 weights, in its shape, and ``state.NAME.KEY``
-a state; those that have one element for each of the parameter have its shape. ``ds_layerwise`` is
-what a regular checkpoint says beside its tensors, as ``torch.save`` writes it.
+``master.NAME`` is the float32 weights of a parameter, in its shape, and ``state.NAME.KEY`` a state;
+a state that has one element for each of the parameter has its shape. ``ds_layerwise`` is the header
+and the checksums, as a sharded checkpoint has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.formats.headers import Beside, sums_of, write_beside
-from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
+from ds_layerwise.checkpoint.formats.headers import Beside, raw_bytes
+from ds_layerwise.checkpoint.record import PieceRecord, flat
 from ds_layerwise.errors import LayerWiseError
 
-_HEADER = "ds_layerwise"
+#: The name of the tensor of :func:`.headers.write_beside`.
+HEADER = "ds_layerwise"
 
 
-def name_in_file(name: str, key: str | None) -> str:
-    """What the state ``key`` of ``name`` is called, or its master for None."""
-    return f"master.{name}" if key is None else f"state.{name}.{key}"
+def name_in_file(name: str, key: str) -> str:
+    """Return the name of the state ``key`` of the parameter ``name``, or of its master if ``key``
+    is empty.
+    """
+    return f"state.{name}.{key}" if key else f"master.{name}"
 
 
 def write(
-    path: Path, tensors: Mapping[str, Tensor], header: Header, scaler: tuple[str, Any]
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], values: Iterable[Tensor]
 ) -> None:
-    """Write ``tensors``, by their names in the file, and what is beside them. ``path`` is replaced
-    in one go.
+    """Write a file, tensor by tensor. ``path`` is replaced in one go.
 
     Args:
-        scaler: the loss scaler, and the key that DeepSpeed has it under.
+        tensors: dtype and shape of each, the longest dtypes first, so that readers find them
+            aligned.
+        values: all elements in the order of ``tensors``, in parts of any size.
 
     Raises:
-        LayerWiseError: it cannot be written; what was there is as before.
+        LayerWiseError: the file cannot be written; what was there is as before.
     """
-    sums = {name: sums_of(value) for name, value in tensors.items()}
-    beside = write_beside(header, scaler, sums)
+    entries = {}
+    stop = 0
+    for name, (dtype, shape) in tensors.items():
+        start, stop = stop, stop + dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": _code(dtype), "shape": shape, "data_offsets": (start, stop)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write_to(new: Path) -> None:
+        with new.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for value in values:
+                file.write(raw_bytes(value))
+
     try:
-        atomic.write_whole(path, lambda new: save_file({**tensors, _HEADER: beside}, new))
-    except (SafetensorError, OSError) as e:
+        atomic.write_whole(path, write_to)
+    except OSError as e:
         raise LayerWiseError(f"{path} cannot be written: {e}") from e
 
 
+def _code(dtype: torch.dtype) -> str:
+    """Return the name that safetensors has for ``dtype``, such as BF16."""
+    name = str(dtype).removeprefix("torch.").removesuffix("fn")
+    for long, short in (("uint", "u"), ("int", "i"), ("float", "f")):
+        name = name.replace(long, short)
+    return name.upper()
+
+
 class OneFile:
-    """Such a file, open for reading; see :class:`.record.Saved`. Tensors are mapped from it.
+    """A file of whole parameters, open for reading; see :class:`.record.Saved`. Tensors are mapped
+    from it.
 
     Raises:
-        LayerWiseError: it is missing, damaged, or none of these.
+        LayerWiseError: the file is missing, damaged, or of another kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,41 +88,44 @@ class OneFile:
             raise LayerWiseError(
                 f"{path} is no file; every rank reads it, so it must be on a disk that all share"
             )
-        self._path = path
         try:
-            opened: Any = safe_open(path, framework="pt")
-            names = set(opened.keys())
+            self._file: Any = safe_open(path, framework="pt")
+            names = set(self._file.keys())
         except (SafetensorError, OSError) as e:
             raise LayerWiseError(f"{path} is no whole file of safetensors: {e}") from e
-        self._file = opened
-        if _HEADER not in names:
+        if HEADER not in names:
             raise LayerWiseError(
-                f"{path} was not written by save_state_dict_to_file(): it has no {_HEADER}"
+                f"{path} was not written by save_state_dict_to_file(): it has no {HEADER}"
             )
-        self.beside = Beside(self._file.get_tensor(_HEADER), path)
+        self.beside = Beside(self._file.get_tensor(HEADER), path)
         self.header = self.beside.header
-        wanted = {
-            name_in_file(name, key)
-            for name, rule in self.header.rules.items()
-            for key in (None, *rule.state_keys)
-        }
-        if missing := wanted - names:
-            raise LayerWiseError(f"{path} lacks {min(missing)}, and is not whole")
+        for name in self.header.rules:
+            for key in self._keys(name):
+                if name_in_file(name, key) not in names:
+                    raise LayerWiseError(
+                        f"{path} lacks {name_in_file(name, key)}, and is not whole"
+                    )
+
+    def _keys(self, name: str) -> tuple[str, ...]:
+        """Return the keys of the master and the states of ``name``."""
+        return ("", *self.header.rules[name].state_keys)
 
     def identity(self) -> list[str]:
-        """What is the same for all ranks that read the same save."""
+        """Return lines that are the same for all ranks that read the same save."""
         return [f"save {self.beside.save}"]
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """One piece, the whole parameter, of which the elements ``[start, stop)`` are compared with
-        their checksums.
+        """Return one piece, the whole parameter, of which the elements ``[start, stop)`` are
+        compared with their checksums.
         """
-        shape, state = self.header.shapes[name], dict[str, Tensor]()
-        for key in (None, *self.header.rules[name].state_keys):
+        shape = tuple(self.header.shapes[name])
+        state: dict[str, Tensor] = {}
+        for key in self._keys(name):
             path = name_in_file(name, key)
             value = self._file.get_tensor(path)
-            is_part = key is None or tuple(value.shape) == tuple(shape)
-            first, last = self.beside.around(path, start, stop) if is_part else (0, value.numel())
+            first, last = 0, value.numel()
+            if not key or tuple(value.shape) == shape:
+                first, last = self.beside.around(path, start, stop)
             self.beside.check(path, value.reshape(-1)[first:last], first)
-            state[key or ""] = flat(value, shape) if key else value.reshape(-1)
+            state[key] = flat(value, shape) if key else value.reshape(-1)
         return [PieceRecord(name, 0, state.pop(""), state)]

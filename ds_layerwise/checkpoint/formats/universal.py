@@ -56,8 +56,8 @@ _OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_
 
 
 def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What DeepSpeed's converter asks of the model's file, where parameters of ``shapes`` are not
-    cut.
+    """Return the entries that DeepSpeed's converter asks of the model's file, where parameters of
+    ``shapes`` are not cut.
     """
     # What has no axis it would put together along one, unless every tensor-parallel rank has all of
     # it.
@@ -69,7 +69,7 @@ def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether ``folder`` holds a universal checkpoint."""
+    """Tell whether ``folder`` holds a universal checkpoint."""
     return (folder / "zero").is_dir()
 
 
@@ -89,52 +89,59 @@ class UniversalCheckpoint:
             raise LayerWiseError(
                 f"{state_path} holds no dict; it is no optimizer state of DeepSpeed"
             )
-        folders = sorted(path.parent for path in self._zero.rglob("fp32.pt"))
-        if not folders:
+        self._folders = {}
+        shapes = {}
+        for path in sorted(path.parent for path in self._zero.rglob("fp32.pt")):
+            name = path.relative_to(self._zero).as_posix()
+            self._folders[name] = path
+            shapes[name] = tuple(self._read(path / "fp32.pt").shape)
+        if not shapes:
             raise LayerWiseError(
                 f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint"
             )
-        self._folders = {path.relative_to(self._zero).as_posix(): path for path in folders}
-        shapes = {
-            name: tuple(self._read(path / "fp32.pt").shape) for name, path in self._folders.items()
-        }
         if KEY in state_dict:
-            with naming(state_path):
-                listed, parts = (
-                    ours_of(state_dict, state_path).get(key) for key in ("listed", "num_parts")
-                )
-                ours = header_of(state_dict)
-            if listed and not (folder / FILE_NAME).exists():
-                raise LayerWiseError(
-                    f"{folder / FILE_NAME} is missing: the save was never finished, or files were "
-                    "lost since; load another checkpoint"
-                )
-            if missing := ours.shapes.keys() - shapes.keys():
-                raise LayerWiseError(
-                    f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not "
-                    "whole"
-                )
+            self.header = self._own_header(state_dict, state_path, shapes)
+        else:
+            self.header = self._foreign_header(state_dict, shapes)
+
+    def _own_header(
+        self, state_dict: Mapping[str, Any], path: Path, shapes: dict[str, tuple[int, ...]]
+    ) -> Header:
+        with naming(path):
+            ours = ours_of(state_dict, path)
+            header = header_of(state_dict)
+        listing = self._zero.parent / FILE_NAME
+        if ours.get("listed") and not listing.exists():
+            raise LayerWiseError(
+                f"{listing} is missing: the save was never finished, or files were lost since; "
+                "load another checkpoint"
+            )
+        if missing := header.shapes.keys() - shapes.keys():
+            raise LayerWiseError(
+                f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole"
+            )
+        if ours.get("num_parts") in (None, 1):
             # Of a model that was cut, the converter puts parts together, and keeps what one rank
             # said of its own.
-            known = shapes if parts not in (None, 1) else {**shapes, **ours.shapes}
-            self.header = replace(ours, shapes=known)
-        else:
-            step = self._foreign_step(state_dict)
-            rules = {
-                name: self._foreign_rule(path, has_step=step is not None)
-                for name, path in self._folders.items()
-            }
-            self.header = Header(
-                step=step or 0,
-                shapes=shapes,
-                param_groups=None,
-                dtypes=None,
-                rules={name: rule for name, rule in rules.items() if rule is not None},
-            )
+            shapes = {**shapes, **header.shapes}
+        return replace(header, shapes=shapes)
+
+    def _foreign_header(
+        self, state_dict: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
+    ) -> Header:
+        step = self._foreign_step(state_dict)
+        rules = {}
+        for name, path in self._folders.items():
+            keys = {file.stem for file in path.glob("*.pt")} - {"fp32", "step"}
+            if keys == {"exp_avg", "exp_avg_sq"} and step is not None:
+                rules[name] = ADAM
+            elif keys:
+                rules[name] = RuleRecord("an unknown optimizer", tuple(sorted(keys)), None)
+        return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=rules)
 
     def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
-        """The number of updates, which the converter writes for each parameter, or for ZeRO-3
-        leaves in the dict.
+        """Return the number of updates, which the converter writes for each parameter, or for
+        ZeRO-3 leaves in the dict.
         """
         for path in self._folders.values():
             if (path / "step.pt").exists():
@@ -144,26 +151,19 @@ class UniversalCheckpoint:
         return max(steps, default=None)
 
     @staticmethod
-    def _foreign_rule(path: Path, *, has_step: bool) -> RuleRecord | None:
-        keys = {file.stem for file in path.glob("*.pt")} - {"fp32", "step"}
-        if keys == {"exp_avg", "exp_avg_sq"} and has_step:
-            return ADAM
-        return RuleRecord("an unknown optimizer", tuple(sorted(keys)), None) if keys else None
-
-    @staticmethod
     def _read(path: Path) -> Tensor:
         # Not kept: the system limits how many files a process may have mapped.
-        content = load_safely(path)
-        value = content.get(PARAM) if isinstance(content, dict) else content
+        value = load_safely(path)
+        if isinstance(value, dict):
+            value = value.get(PARAM)
         if not isinstance(value, (Tensor, int, float)):
             raise LayerWiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
-        return torch.as_tensor(
-            value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu"
-        )
+        dtype = torch.float32 if isinstance(value, float) else None
+        return torch.as_tensor(value, dtype=dtype, device="cpu")
 
     def value(self, name: str, key: str) -> Tensor:
-        """The state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape that it
-        was saved in.
+        """Return the state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape
+        that it was saved in.
 
         Raises:
             LayerWiseError: the file is missing or damaged.
@@ -186,7 +186,7 @@ class UniversalCheckpoint:
         return self._read(path)
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """See :meth:`.record.Saved.pieces`: one piece, the whole parameter."""
+        """Return one piece, the whole parameter; see :meth:`.record.Saved.pieces`."""
         master = self.value(name, "fp32").reshape(-1)
         rule = self.header.rules.get(name)
         state = {}
@@ -196,7 +196,7 @@ class UniversalCheckpoint:
 
 
 def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[str]:
-    """Write ``names`` of ``saved`` into the universal checkpoint ``folder``; returns the files,
+    """Write ``names`` of ``saved`` into the universal checkpoint ``folder``; return the files,
     within ``folder``.
 
     Memory: one state of one parameter, where it lies in more than one piece; else none.
@@ -226,18 +226,14 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
                 write(f"{in_place[key]}.pt", _param(name, values, shape))
             else:
                 (home / OWN_STATES).mkdir(exist_ok=True)
-                whole = (
-                    _param(name, values, shape)
-                    if pieces[0].is_elementwise(key)
-                    else {PARAM: values[0].clone()}
-                )
+                whole = {PARAM: values[0].clone()}
+                if pieces[0].is_elementwise(key):
+                    whole = _param(name, values, shape)
                 write(f"{OWN_STATES}/{key}.pt", whole)
-        for key in set(CONVERTED) - set(in_place.values()):
-            zeros = {
-                PARAM: torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel).view(shape),
-                CAT_DIM: 0,
-            }
-            write(f"{key}.pt", _step(saved.header.step) if key == "step" else zeros)
+        for key in {*CONVERTED} - {*in_place.values()}:
+            zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel)
+            content: Any = _param(name, [zeros], shape)
+            write(f"{key}.pt", _step(saved.header.step) if key == "step" else content)
     return written
 
 
@@ -246,10 +242,10 @@ def _step(number: int) -> Tensor:
 
 
 def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
-    """Refuse what would be written outside of its folder: names are folders here, and states files.
+    """Refuse names, which are folders here, and states, which are files, that lead elsewhere.
 
     Raises:
-        LayerWiseError: ``name``, or one of ``keys``, leads elsewhere.
+        LayerWiseError: ``name``, or one of ``keys``, does.
     """
     if leads_out(name):
         raise LayerWiseError(
@@ -274,8 +270,9 @@ def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[st
 
 
 def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write what belongs to no parameter, from the ``optimizer_state_dict`` of any rank; returns
-    the files, within ``folder``."""
+    """Write what belongs to no parameter, from the ``optimizer_state_dict`` of any rank; return the
+    files, within ``folder``.
+    """
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
@@ -295,7 +292,7 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write what is not trained; returns the files, within ``folder``.
+    """Write what is not trained; return the files, within ``folder``.
 
     Args:
         model_file: DeepSpeed's file with the module, the scheduler and the client's state; linked,
@@ -319,8 +316,8 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
 
 
 def shares(saved: Saved, count: int) -> list[list[str]]:
-    """The parameters of ``saved`` in ``count`` parts of about equal size, each in the order of the
-    files.
+    """Return the parameters of ``saved`` in ``count`` parts of about equal size, each in the order
+    of the files.
     """
     sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
     total, seen = sum(sizes.values()), 0

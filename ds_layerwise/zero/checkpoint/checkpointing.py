@@ -230,12 +230,7 @@ class Checkpointing:
                 check_accuracy(
                     planned.routes,
                     planned.specs,
-                    resumed_groups.after(
-                        self.optimizer,
-                        saved.header,
-                        self._otherwise(saved.header),
-                        wins=config.on_hyper_change,
-                    ),
+                    self._resumption(saved.header).after(),
                     told=(
                         f"with what the parameter groups of {folder} go on with "
                         f"(layerwise.on_hyper_change is {config.on_hyper_change!r}), "
@@ -454,30 +449,26 @@ class Checkpointing:
             self.first_step.arm()
         self.progress.resume()
 
-    def _otherwise(self, header: Header) -> dict[int, str]:
+    def _resumption(self, header: Header, **scheduler: Any) -> resumed_groups.Resumption:
         # What a config names has its settings there, and not in groups.
         rules = self.owned.rule_records() if self.optimizer.recipes_by_group else {}
-        return resumed_groups.otherwise_trained(
-            rules,
-            header.rules,
-            {
-                saved: self.planned.routes[name].group
-                for name, names in self.planned.names.items()
-                for saved in names
-            },
+        group_of = {}
+        for name, names in self.planned.names.items():
+            group_of.update(dict.fromkeys(names, self.planned.routes[name].group))
+        return resumed_groups.Resumption(
+            optimizer=self.optimizer,
+            header=header,
+            wins=self.config.on_hyper_change,
+            otherwise=resumed_groups.otherwise_trained(rules, header.rules, group_of),
+            **scheduler,
         )
 
     def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
-        """What is beside the tensors: step count, hyper-parameters, loss scale."""
+        """Take over what is beside the tensors: step count, hyper-parameters, loss scale."""
         self.progress.updates, self.scaling.overflow = header.step, header.overflow
-        lines = resumed_groups.take_over(
-            self.optimizer,
-            header,
-            wins=self.config.on_hyper_change,
-            scheduler=self.engine().lr_scheduler,
-            goes_on=wants_scheduler,
-            otherwise=self._otherwise(header),
-        )
+        lines = self._resumption(
+            header, scheduler=self.engine().lr_scheduler, goes_on=wants_scheduler
+        ).take_over()
         if comm.rank_of(None) == 0:
             recipes = dict.fromkeys(
                 self.planned.routes[spec.name].recipe for spec in self.planned.specs

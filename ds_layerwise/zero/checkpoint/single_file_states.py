@@ -1,20 +1,19 @@
-"""From the ranks that own them, masters and states of all parameters on rank 0, and into one
-file.
-"""
+"""Masters and states of all ranks on their way into one file, which rank 0 writes."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.formats.single_file import name_in_file, write
+from ds_layerwise.checkpoint.formats.headers import sums_of, write_beside
+from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, write
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
@@ -23,16 +22,15 @@ from ds_layerwise.ranks.comm import comm
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank has of one tensor of the file."""
+    """The elements of a tensor of the file that one rank has."""
 
     rank: int
     start: int
     numel: int
-    shape: tuple[int, ...] | None
-    """The shape of the whole, which this is; None for a part of what has one element for each of
-    the parameter.
-    """
-    dtype: str
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dtype: torch.dtype
+    sums: dict[int, tuple[int, int]]
 
 
 def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
@@ -58,114 +56,62 @@ def save(
 ) -> None:
     """Write all of ``pieces`` of all ranks into one file. Every rank must call it; rank 0 writes.
 
-    Memory: one tensor on the device and one on the host; beside the file, while it is written, as
-    much disk again.
+    Memory: what a rank owns of one tensor, on the device and on the host.
 
     Raises:
         LayerWiseError: on every rank, if rank 0 cannot write.
     """
-    mine = {
-        name_in_file(piece.name, key): (piece, key)
-        for piece in pieces
-        for key in (None, *piece.state)
-    }
-    everyone = comm.gather_objects({name: _part(*of) for name, of in mine.items()}, group=None)
+    rank = comm.rank_of(None)
+    values: dict[str, Tensor] = {}
+    mine: dict[str, _Part] = {}
+    for piece in pieces:
+        for key, value in (("", piece.master), *piece.state.items()):
+            name = name_in_file(piece.name, key)
+            start, shape = 0, tuple(value.shape)
+            if not key or piece.is_elementwise(key):
+                start, shape = piece.param_start, header.shapes[piece.name]
+            values[name] = value.reshape(-1)
+            mine[name] = _Part(
+                rank, start, value.numel(), shape, value.dtype, sums_of(value, start)
+            )
     parts: dict[str, dict[int, _Part]] = {}
-    for of_rank in everyone:
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for of_rank in comm.gather_objects(mine, group=None):
         for name, part in of_rank.items():
-            # Ranks that hold the same hold it alike.
+            # Ranks that hold the same elements hold the same values.
             parts.setdefault(name, {}).setdefault(part.start, part)
-    shapes = {
-        name_in_file(name, key): shape
-        for name, shape in header.shapes.items()
-        for key in (None, *header.rules[name].state_keys)
-    }
-    rank, error = comm.rank_of(None), None
-    scratch = path.with_name(f"{path.name}.parts")
-    whole: dict[str, Tensor] = {}
-    made = False
-    try:
-        for index, (name, of) in enumerate(sorted(parts.items())):
-            place = None
-            if rank == 0 and error is None:
-                try:
-                    made = made or _make_scratch(scratch)
-                    place = _place(scratch, index, of, shapes[name])
-                    whole[name] = place
-                except (OSError, RuntimeError) as e:
-                    # The others go on sending.
-                    error = LayerWiseError(f"{scratch} cannot be written: {e}")
-            for part in of.values():
-                value = _bring(part, mine.get(name), rank, device)
-                if place is not None and value is not None:
-                    place.view(-1)[part.start : part.start + part.numel].copy_(value)
-        with comm.Alike(None):
-            if error is not None:
-                raise error
+            sums.setdefault(name, {}).update(part.sums)
+    tensors = {name: (of[min(of)].dtype, of[min(of)].shape) for name, of in parts.items()}
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])))
+    brought = _bring(tensors, parts, values, device)
+    with comm.Alike(None):
+        try:
             if rank == 0:
-                write(path, whole, header, scaler)
-    finally:
-        whole.clear()
-        if made:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _make_scratch(scratch: Path) -> bool:
-    """Make the folder of whole tensors; what a save that was killed has left in it may be
-    overwritten.
-
-    Raises:
-        OSError: it cannot be made, or holds what no save has written.
-    """
-    scratch.mkdir(parents=True, exist_ok=True)
-    if foreign := next((each.name for each in scratch.iterdir() if not each.name.isdigit()), None):
-        raise OSError(f"it holds {foreign}, and is removed after a save; move that away")
-    return True
-
-
-def _part(piece: PieceRecord, key: str | None) -> _Part:
-    value, dtype = (
-        (piece.master, piece.master.dtype)
-        if key is None
-        else (piece.state[key], piece.state[key].dtype)
-    )
-    own = key is not None and not piece.is_elementwise(key)
-    return _Part(
-        comm.rank_of(None),
-        0 if own else piece.param_start,
-        value.numel(),
-        tuple(value.shape) if own else None,
-        str(dtype).removeprefix("torch."),
-    )
-
-
-def _place(scratch: Path, index: int, of: Mapping[int, _Part], shape: tuple[int, ...]) -> Tensor:
-    """Memory for a whole tensor, which is a file of its own so that not all of them have to fit."""
-    first = next(iter(of.values()))
-    own = shape if first.shape is None else first.shape
-    numel, dtype = torch.Size(own).numel(), getattr(torch, first.dtype)
-    if not numel:
-        return torch.empty(own, dtype=dtype, device="cpu")
-    # Memory of a file for which the disk has no room ends the process at the first write to it.
-    with (scratch / str(index)).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
-    return torch.from_file(str(scratch / str(index)), shared=True, size=numel, dtype=dtype).view(
-        own
-    )
+                beside = write_beside(header, scaler, sums)
+                layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
+                write(path, layout, chain(brought, [beside]))
+        finally:
+            # The others go on sending where rank 0 cannot write.
+            deque(brought, maxlen=0)
 
 
 def _bring(
-    part: _Part, mine: tuple[PieceRecord, str | None] | None, rank: int, device: torch.device
-) -> Tensor | None:
-    """What ``part`` is of, 1-D, on rank 0; None on all others."""
-    if rank == part.rank and mine is not None:
-        piece, key = mine
-        value = (piece.master if key is None else piece.state[key]).reshape(-1)
-        if rank:
-            comm.send(value.to(device).contiguous(), to=0)
-        return value if rank == 0 else None
-    if rank:
-        return None
-    received = torch.empty(part.numel, dtype=getattr(torch, part.dtype), device=device)
-    comm.receive(received, out_of=part.rank)
-    return received
+    names: Iterable[str],
+    parts: Mapping[str, Mapping[int, _Part]],
+    mine: Mapping[str, Tensor],
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Yield all ``parts`` on rank 0, in the order of ``names`` and of elements; on the others send
+    it what is theirs.
+    """
+    rank = comm.rank_of(None)
+    for name in names:
+        for _, part in sorted(parts[name].items()):
+            if part.rank == rank == 0:
+                yield mine[name]
+            elif part.rank == rank:
+                comm.send(mine[name].to(device).contiguous(), to=0)
+            elif rank == 0:
+                received = torch.empty(part.numel, dtype=part.dtype, device=device)
+                comm.receive(received, out_of=part.rank)
+                yield received

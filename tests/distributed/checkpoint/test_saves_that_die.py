@@ -43,14 +43,11 @@ class Scenario:
     tag: str = "first"
     universal: bool = False
     can_exchange: bool = True
-    can_rename: bool = True
     resume_on: int = 1
 
     def engine(self):
         if not self.can_exchange:
             atomic._exchange = lambda one, other: False
-        if not self.can_rename:
-            atomic._renames_folders = lambda path: False
         return start(Net(), ds_config(layerwise={"save_universal": self.universal}))
 
 
@@ -58,7 +55,6 @@ SCENARIOS = {
     "a new tag": Scenario(tag="second"),
     "the same tag": Scenario(resume_on=2),
     "the same tag by two renames": Scenario(can_exchange=False),
-    "the same tag, file by file": Scenario(can_exchange=False, can_rename=False),
     "the same tag, universal too": Scenario(universal=True),
     "a new tag, universal too, by renames": Scenario(tag="second", universal=True, can_exchange=False, resume_on=3),
 }
