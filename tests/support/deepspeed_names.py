@@ -154,8 +154,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _used(owner: str, kind: Literal["imported", "read", "asked"], names: str, parameters: tuple[str, ...] | None = None, *,
-          since: str | None = None) -> tuple[Used, ...]:
+def _used(owner: str, kind: Literal["imported", "read", "asked"], names: str,
+          parameters: tuple[str, ...] | None = None, *, since: str | None = None) -> tuple[Used, ...]:
     """Names of ``owner`` that differ in nothing else."""
     return tuple(Used(f"{owner}.{name}", kind, parameters, since=since) for name in names.split())
 
@@ -173,7 +173,6 @@ IMPORTED = (
     Used("deepspeed.moe.utils.is_moe_param", "imported", ("param",)),
     *_used("deepspeed.runtime", "imported", "config lr_schedules"),
     Used(f"{_BASE}.ZeROOptimizer", "imported"),
-    Used("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine", "imported"),
     Used(_ENGINE, "imported"),
     Used("deepspeed.runtime.fp16.loss_scaler.CreateLossScaler", "imported", (
         "dtype", "static_loss_scale", "dynamic_scaling", "dynamic_loss_args")),
@@ -264,8 +263,6 @@ READ = (
         "self", "path", "exist_ok")),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.save", "read", (
         "self", "state_dict", "path")),
-    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.load", "read", (
-        "self", "path", "map_location")),
     Used("deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine.FastCheckpointEngine._writer", "read"),
     Used("deepspeed.runtime.model_checkpointing.writer_factory.CheckpointWriterFactory._writer", "read"),
     *_used(f"{_PIPE}.module.PipelineModule", "read", """

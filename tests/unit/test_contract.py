@@ -37,7 +37,7 @@ from tests.support import deepspeed_names, lookup
 from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
 from tests.support.rooms import rooms
 
-pytestmark = rooms("contract", "register", "patches")
+pytestmark = rooms("contract", "register", "patches", "only_ours")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}

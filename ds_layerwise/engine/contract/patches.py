@@ -82,7 +82,7 @@ _patches: dict[str, _Patch] = {}
 class _Changes:
     """The state of changes: who makes one now, and whether an engine was collected meanwhile."""
 
-    # The thread that imports DeepSpeed to look names up may run code of somebody who registers, too.
+    # The thread that imports DeepSpeed to look names up may run code that registers, too.
     lock = threading.RLock()
     depth = 0
     """The number of changes within each other, all of one thread."""
@@ -169,11 +169,7 @@ def unwrap() -> None:
     if not is_registered():
         return
     _refuse_replaced(
-        [
-            patch
-            for patch in _patches.values()
-            if patch.now() not in (patch.ours, patch.original)
-        ],
+        [patch for patch in _patches.values() if patch.now() not in (patch.ours, patch.original)],
         "; undo that first",
     )
     for key, values in _ADDED.items():
