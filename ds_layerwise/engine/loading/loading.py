@@ -230,9 +230,10 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
             folder.
     """
     with comm.Alike(None):
-        mine = str(tag)
         if tag is None:
             mine = _latest_tag(load_dir, universal_first=engine.load_universal_checkpoint())
+        else:
+            mine = str(tag)
     places = comm.gather_objects((mine, str(load_dir.absolute())), group=None)
     differing = [rank for rank, (other, _) in enumerate(places) if other != places[0][0]]
     if not differing:

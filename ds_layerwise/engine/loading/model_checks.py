@@ -42,7 +42,9 @@ def _check_names_and_shapes(
         which = f"lacks {few(lacking)}" if lacking else f"has {few(more)}"
         raise LayerWiseError(
             f"the checkpoint {which}{where}, which the model {'has' if lacking else 'lacks'}; "
-            "rename it with layerwise.rename, or load what fits with load_module_strict=False"
+            # A pipeline's layers have numbers.
+            f"{'' if where else 'rename it with layerwise.rename, or '}load what fits with "
+            "load_module_strict=False"
         )
     for name in wanted.keys() & saved.keys():
         if isinstance(wanted[name], Tensor) and wanted[name].shape != saved[name].shape:
@@ -86,7 +88,10 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
                 "by a model of other layers, or not by a pipeline"
             )
         _check_names_and_shapes(
-            load_safely(Path(paths[0])), layer.state_dict(), strict=strict, where=f" of layer {number}"
+            load_safely(Path(paths[0])),
+            layer.state_dict(),
+            strict=strict,
+            where=f" of layer {number}",
         )
     saved = {
         int(path.name.split("-")[0].removeprefix("layer_"))

@@ -108,7 +108,7 @@ class TestSaving(DistributedTest):
             engine.save_checkpoint(tmp_path, tag="a_universal")
         plain = start(Net(), ds_config())
         plain.save_checkpoint(tmp_path, tag="b_universal")
-        with pytest.raises(LayerWiseError, match="b_universal holds no universal checkpoint, and this save would put"):
+        with pytest.raises(LayerWiseError, match="b_universal holds a regular checkpoint, and this save would put"):
             engine.save_checkpoint(tmp_path, tag="b")
         assert folders(tmp_path) == ["a", "a_universal", "b_universal"]
 
