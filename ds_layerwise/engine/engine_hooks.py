@@ -1,4 +1,4 @@
-"""The hook: how DeepSpeed's engine comes to build this backend.
+"""Hooks by which DeepSpeed's engine comes to build this backend.
 
 Note: what is wrapped, and why there
     ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is
@@ -8,14 +8,12 @@ Note: what is wrapped, and why there
     optimizer that the config names; ``_do_optimizer_sanity_check`` would pick another wrapper class
     for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper.
     ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what
-    ``offload_optimizer`` left on the device. The other modules of this folder have more. Every wrap
-    asks first whether it is for us.
+    ``offload_optimizer`` left on the device. The other modules of this folder have more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -44,6 +42,7 @@ from ds_layerwise.engine import (
     shared_storage,
 )
 from ds_layerwise.engine.contract import patches
+from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.loading import loading
 from ds_layerwise.engine.saving import exit_saves, saving
 from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
@@ -63,63 +62,47 @@ from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.zero import param_map
-from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import autocast, param_owner
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step.unused_calls import warn_once
 
 
-def _uses_us(engine: DeepSpeedEngine) -> bool:
+def _is_for_us(engine: DeepSpeedEngine) -> bool:
     # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
     return is_for_us(engine._config._param_dict)
 
 
 def _run(engine: DeepSpeedEngine) -> RunConfig:
-    """What the engine's config says to this backend; read once."""
+    """Return the engine's config as this backend understands it; read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
-        found = RunConfig.from_ds_config(
-            config._param_dict, client=config_hook.has_client(config._param_dict)
-        )
-        layerwise = found.layerwise.model_copy(
-            update={"overrides": (*found.layerwise.overrides, *python_overrides.now())}
-        )
-        config._layerwise_run = replace(found, layerwise=layerwise)
-    run: RunConfig = config._layerwise_run
-    return run
+        given = config._param_dict
+        run = RunConfig.from_ds_config(given, client=config_hook.has_client(given))
+        overrides = (*run.layerwise.overrides, *python_overrides.now())
+        layerwise = run.layerwise.model_copy(update={"overrides": overrides})
+        config._layerwise_run = replace(run, layerwise=layerwise)
+    known: RunConfig = config._layerwise_run
+    return known
 
 
 def _configure_with_arguments(
-    original: Callable[..., Any], engine: DeepSpeedEngine, args: Any, mpu: Any
-) -> Any:
+    original: Method, engine: DeepSpeedEngine, args: Any, mpu: Any
+) -> None:
     """Choose the device where DeepSpeed will, but before anything can use the one that all
     processes start with.
     """
-    result = original(args, mpu)
+    original(args, mpu)
     device_rank = getattr(args, "device_rank", engine.local_rank)
-    if _uses_us(engine) and device_rank >= 0:
+    if device_rank >= 0:
         get_accelerator().set_device(device_rank)
-    return result
 
 
-def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    given = engine._config._param_dict
-    if not _uses_us(engine):
-        unknown = (
-            engine.client_optimizer is None
-            and engine._config.optimizer_name not in (None, *ds_config_module.DEEPSPEED_OPTIMIZERS)
-            and not hasattr(torch.optim, engine._config.optimizer_name)
-        )
-        if unknown and (meant := type_meant(engine._config.optimizer_name)):
-            raise ConfigError(
-                f"optimizer.type {engine._config.optimizer_name!r} is not known; did you mean "
-                f"{meant!r}?"
-            )
-        if "layerwise" in given:
-            raise ConfigError(
-                "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
-                f"{engine._config.optimizer_name!r}; change it, or remove the section"
-            )
+def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
+    config = engine._config
+    given = config._param_dict
+    if not _is_for_us(engine):
+        _refuse_what_others_ignore(engine, config)
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
         engine.mpu = sequence.MeshGroups(engine.mesh_device)
@@ -127,14 +110,10 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         _check_config(engine, given)
     if dist.is_initialized():
         described = what_ranks_share(given)
-        described.append(
-            f"gradient_accumulation_steps = {engine._config.gradient_accumulation_steps}"
-        )
-        described += [
-            f"{override.label(i)} = {override.changes()}"
-            for i, override in enumerate(_run(engine).layerwise.overrides)
-            if override.key is not None
-        ]
+        described.append(f"gradient_accumulation_steps = {config.gradient_accumulation_steps}")
+        for i, override in enumerate(_run(engine).layerwise.overrides):
+            if override.key is not None:
+                described.append(f"{override.label(i)} = {override.changes()}")
         comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
     try:
         return original()
@@ -143,8 +122,26 @@ def _do_sanity_check(original: Callable[[], Any], engine: DeepSpeedEngine) -> An
         raise
 
 
+def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
+    """Refuse a config that was meant for this backend, and is not for it.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    name = config.optimizer_name
+    is_known = name in (None, *ds_config_module.DEEPSPEED_OPTIMIZERS) or hasattr(torch.optim, name)
+    if engine.client_optimizer is None and not is_known and (meant := type_meant(name)):
+        raise ConfigError(f"optimizer.type {name!r} is not known; did you mean {meant!r}?")
+    if "layerwise" in config._param_dict:
+        raise ConfigError(
+            "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
+            f"{name!r}; change it, or remove the section"
+        )
+
+
 def _alike() -> AbstractContextManager[None]:
-    """What one rank refuses, all refuse; DeepSpeed can be told to work without a process group."""
+    """Refuse on all ranks what one refuses; DeepSpeed can be told to work without a process
+    group."""
     return comm.Alike(None) if dist.is_initialized() else nullcontext()
 
 
@@ -154,30 +151,28 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    run = _run(engine)
+    run, client, mpu = _run(engine), engine.client_optimizer, engine.mpu
     _refuse_what_is_not_read(engine._config, given)
-    if config_hook.has_client(given):
-        if engine.client_optimizer is None:
-            raise ConfigError(
-                "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
-                "optimizer given to initialize(), and there is none of these; name one, or remove "
-                "the section"
-            )
-        if not callable(engine.client_optimizer):
-            must_be_optimizer(engine.client_optimizer)
-        _refuse_what_clients_lack(run)
-    else:
+    if not config_hook.has_client(given):
         check_recipes(run.optimizer.recipes)
-    if not config_hook.has_client(given) and engine.client_optimizer is not None:
+        if client is not None:
+            raise ConfigError(
+                "the optimizer is given twice: deepspeed.initialize(optimizer=...) and "
+                f"optimizer.type {given['optimizer']['type']!r} in the config; remove one"
+            )
+    elif client is None:
         raise ConfigError(
-            "the optimizer is given twice: deepspeed.initialize(optimizer=...) and optimizer.type "
-            f"{given['optimizer']['type']!r} in the config; remove one"
+            "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
+            "optimizer given to initialize(), and there is none of these; name one, or remove "
+            "the section"
         )
-    if not isinstance(engine.mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(
-        engine.mpu
-    ):
-        check_mpu(engine.mpu, autotp_size=engine.autotp_size())
-    elif engine.mpu is not None and engine.autotp_size() > 1:
+    else:
+        if not callable(client):
+            must_be_optimizer(client)
+        _refuse_what_clients_lack(run)
+    if not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
+        check_mpu(mpu, autotp_size=engine.autotp_size())
+    elif mpu is not None and engine.autotp_size() > 1:
         raise ConfigError(
             f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
             "sequence parallelism, which this optimizer does not support; remove one of the two"
@@ -194,8 +189,7 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
             )
 
 
-#: Keys that the newest supported DeepSpeed reads and the oldest does not, and what they say by
-#: default.
+#: Keys that the newest supported DeepSpeed reads and the oldest does not, with their defaults.
 _NOT_IN_EVERY_RELEASE = {
     "gradient_allreduce_op": "mean",
     "managed_gradient_accumulation": True,
@@ -207,45 +201,40 @@ _NOT_IN_EVERY_RELEASE = {
 
 def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
     for path, default in _NOT_IN_EVERY_RELEASE.items():
-        *sections, key = path.split(".")
-        section = given.get(sections[0]) or {} if sections else given
-        if section.get(key, default) != default and not hasattr(config, key):
+        section, _, key = path.rpartition(".")
+        values = (given.get(section) or {}) if section else given
+        if values.get(key, default) != default and not hasattr(config, key):
             raise ConfigError(
                 f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
                 "remove it, or install a newer DeepSpeed"
             )
 
 
-def _broadcast_model(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    if _uses_us(engine):
-        with _alike():
-            _check_model(engine)
-            sequence.check(engine)
-            if pipeline.is_pipeline(engine.module):
-                pipeline.check(engine, engine.module, _run(engine).layerwise)
-        if dist.is_initialized():
-            described = [
-                f"{name} {tuple(param.shape)} "
-                f"{param.dtype}{'' if param.requires_grad else ' (frozen)'}"
-                f"{' (trained by another engine before)' * param_owner.is_trained(param)}"
-                for name, param in engine.module.named_parameters()
-            ]
-            what = (
-                "the model, of which parts have to be of equal size,"
-                if engine.mp_world_size > 1
-                else "the model"
-            )
-            staged = pipeline.is_pipeline(engine.module)
-            with comm.Alike(None):
-                comm.check_alike(
-                    "the model" if staged else what,
-                    comm.digest_of(described),
-                    described,
-                    group=engine.seq_data_parallel_group if staged else None,
-                )
-        with viewable_as_bytes(engine.module.parameters()):
-            return original()
-    return original()
+def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
+    model = engine.module
+    is_stage = pipeline.is_pipeline(model)
+    with _alike():
+        _check_model(engine)
+        sequence.check(engine)
+        if is_stage:
+            pipeline.check(engine, model, _run(engine).layerwise)
+    if dist.is_initialized():
+        what = "the model"
+        if engine.mp_world_size > 1 and not is_stage:
+            what = "the model, of which parts have to be of equal size,"
+        described = [_described(name, param) for name, param in model.named_parameters()]
+        group = engine.seq_data_parallel_group if is_stage else None
+        with comm.Alike(None):
+            comm.check_alike(what, comm.digest_of(described), described, group=group)
+    with viewable_as_bytes(model.parameters()):
+        return original()
+
+
+def _described(name: str, param: torch.nn.Parameter) -> str:
+    notes = "" if param.requires_grad else " (frozen)"
+    if param_owner.is_trained(param):
+        notes += " (trained by another engine before)"
+    return f"{name} {tuple(param.shape)} {param.dtype}{notes}"
 
 
 def _check_model(engine: DeepSpeedEngine) -> None:
@@ -270,25 +259,18 @@ def _check_model(engine: DeepSpeedEngine) -> None:
         )
 
 
-def _configure_basic_optimizer(
-    original: Callable[[Any], Any], engine: DeepSpeedEngine, model_parameters: Any
-) -> Any:
-    if not _uses_us(engine):
-        return original(model_parameters)
+def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_parameters: Any) -> Any:
     with _alike():
-        section = (
-            None if engine.client_lr_scheduler else engine._config._param_dict.get("scheduler")
-        )
+        section = engine._config._param_dict.get("scheduler")
+        if engine.client_lr_scheduler:
+            section = None
         return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
 def _configure_optimizer(
-    original: Callable[[Any, Any], Any],
-    engine: DeepSpeedEngine,
-    client_optimizer: Any,
-    model_parameters: Any,
+    original: Method, engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any
 ) -> Any:
-    if not _uses_us(engine) or client_optimizer is None:
+    if client_optimizer is None:
         return original(client_optimizer, model_parameters)
     with _alike(), pointing_to_ours(client_optimizer):
         ours = ClientOptimizer(
@@ -302,9 +284,7 @@ def _configure_optimizer(
     return result
 
 
-def _do_optimizer_sanity_check(
-    original: Callable[[Any], Any], engine: DeepSpeedEngine, basic_optimizer: Any
-) -> Any:
+def _do_optimizer_sanity_check(original: Method, _: DeepSpeedEngine, basic_optimizer: Any) -> Any:
     if isinstance(basic_optimizer, LayerWiseOptimizer):
         return "zero_optimization"
     # Ours would take the gradients before another optimizer sees them.
@@ -314,9 +294,7 @@ def _do_optimizer_sanity_check(
     return original(basic_optimizer)
 
 
-def _configure_zero_optimizer(
-    original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any
-) -> Any:
+def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     if not isinstance(optimizer, LayerWiseOptimizer):
         return original(optimizer)
     optimizer.restore_groups()
@@ -326,11 +304,8 @@ def _configure_zero_optimizer(
             "layerwise.save_universal is true, and tensor parallelism has cut the model into "
             f"{engine.mp_world_size} parts, which the universal format would have whole; remove it"
         )
-    if (
-        layerwise.verify_first_step
-        and settings.model_group is not None
-        and comm.size_of(settings.model_group) > 1
-    ):
+    is_cut = settings.model_group is not None and comm.size_of(settings.model_group) > 1
+    if layerwise.verify_first_step and is_cut:
         raise ConfigError(
             "layerwise.verify_first_step is true, and tensor or pipeline parallelism has cut the "
             "model: what is compared is an update of whole parameters, which no rank has; remove "
@@ -348,20 +323,18 @@ def _configure_zero_optimizer(
     param_map.write(built)
     patches.engines.add(engine)
     exit_saves.end_at_exit(engine)
+    # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
     if pipeline.is_pipeline(engine.module):
         if built.rank == 0:
             announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")
     elif dist.get_rank() == 0:
-        # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
         announce(built.describe())
     if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
         logger.debug("ds_layerwise: %s", as_text(built.listed()))
     return built
 
 
-def _clip_grad_norm_(
-    original: Callable[..., Any], parameters: Any, *args: Any, **options: Any
-) -> Any:
+def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: Any) -> Any:
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(param_owner.is_trained(param) and param.grad is None for param in given):
         warn_once(
@@ -372,48 +345,40 @@ def _clip_grad_norm_(
     return original(given, *args, **options)
 
 
-def _zero_grad(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+def _zero_grad(original: Method, engine: DeepSpeedEngine) -> Any:
     # Gradients do not stay on the parameters, where the original looks for them.
-    if isinstance(engine.optimizer, LayerWiseZeroOptimizer):
-        engine.optimizer.zero_grad()
+    engine.optimizer.zero_grad()
     return original()
 
 
-def _zero_use_cpu_optimizer(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    return False if _uses_us(engine) else original()
-
-
-#: What an engine of this backend needs after it was made. Here and below by keys of
+#: Hooks that an engine of this backend needs after it was made. Here and below by keys of
 #: :mod:`.engine.contract.contract`.
-FOR_LIFE: dict[str, Callable[..., Any]] = {
-    "zero_grad": _zero_grad,
-    "zero_use_cpu_optimizer": _zero_use_cpu_optimizer,
+FOR_LIFE: dict[str, Method] = {
+    **only_ours(uses_us, {"zero_grad": _zero_grad}),
+    **only_ours(_is_for_us, {"zero_use_cpu_optimizer": lambda _, engine: False}),
     **saving.WRAPS,
     **loading.WRAPS,
 }
-WRAPS: dict[str, Callable[..., Any]] = {
+WRAPS: dict[str, Method] = {
     **config_hook.WRAPS,
     "clip_grad_norm_": _clip_grad_norm_,
-    "_configure_with_arguments": _configure_with_arguments,
     "_do_sanity_check": _do_sanity_check,
-    **shared_storage.WRAPS,
-    "_broadcast_model": _broadcast_model,
-    "_configure_optimizer": _configure_optimizer,
-    "_configure_basic_optimizer": _configure_basic_optimizer,
     "_do_optimizer_sanity_check": _do_optimizer_sanity_check,
     "_configure_zero_optimizer": _configure_zero_optimizer,
+    **only_ours(
+        _is_for_us,
+        {
+            "_configure_with_arguments": _configure_with_arguments,
+            "_configure_distributed_model": shared_storage.configure_distributed_model,
+            "_broadcast_model": _broadcast_model,
+            "_configure_optimizer": _configure_optimizer,
+            "_configure_basic_optimizer": _configure_basic_optimizer,
+        },
+    ),
     **inference_only.WRAPS,
     **schedules.WRAPS,
     **FOR_LIFE,
 }
-
-
-def _autotp_group(engine: DeepSpeedEngine) -> comm.Group | None:
-    return (
-        engine.tensor_parallel_config().tensor_parallel.tp_group
-        if engine.autotp_size() > 1
-        else None
-    )
 
 
 def _settings(engine: DeepSpeedEngine) -> Settings:
@@ -421,21 +386,22 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     model_dtype, _ = engine.get_data_types()
     autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     compute_dtype = autocast_dtype or model_dtype
-    loss_scale = engine.dynamic_loss_scale_args() if autocast_dtype is None else autocast.LOSS_SCALE
+    is_autocast = autocast_dtype is not None
     # 0.18.9 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
     # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to
     # look at.
-    check_overflow = (
-        config.bfloat16_config.check_grad_overflow
-        if engine.bfloat16_enabled()
-        else compute_dtype == torch.float16 or compute_grad_norm
-    )
-    group, mpu = (
-        engine.seq_data_parallel_group,
-        None if sequence.is_ulysses(engine.mpu) else engine.mpu,
-    )
+    check_overflow = compute_dtype == torch.float16 or compute_grad_norm
+    if engine.bfloat16_enabled():
+        check_overflow = config.bfloat16_config.check_grad_overflow
+    group = engine.seq_data_parallel_group
+    mpu = None if sequence.is_ulysses(engine.mpu) else engine.mpu
     model_group = None if mpu is None else mpu.get_model_parallel_group()
+    shards = None
+    if not pipeline.is_pipeline(engine.module):
+        is_autotp = engine.autotp_size() > 1
+        autotp = engine.tensor_parallel_config().tensor_parallel.tp_group if is_autotp else None
+        shards = tensor_group(mpu, autotp_group=autotp)
     expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
@@ -446,16 +412,12 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         expert_groups=expert_groups,
         model_group=model_group,
         mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
-        tensor_group=None
-        if pipeline.is_pipeline(engine.module)
-        else tensor_group(mpu, autotp_group=_autotp_group(engine)),
+        tensor_group=shards,
         compute_dtype=compute_dtype,
-        accumulation_dtype=None
-        if run.accumulation_dtype is None
-        else DTYPES[run.accumulation_dtype],
+        accumulation_dtype=DTYPES[run.accumulation_dtype] if run.accumulation_dtype else None,
         # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
         wire_dtype=config.communication_data_type,
-        autocast=autocast_dtype is not None,
+        autocast=is_autocast,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
         bucket_numel=run.bucket_numel,
         overlap_comm=bool(engine.zero_overlap_comm()),
@@ -463,9 +425,9 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         may_be_unused=engine.zero_ignore_unused_parameters(),
         check_overflow=check_overflow,
         compute_grad_norm=compute_grad_norm,
-        dynamic_loss_scale=autocast_dtype is not None or engine.dynamic_loss_scale(),
+        dynamic_loss_scale=is_autocast or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
-        loss_scale_args=loss_scale,
+        loss_scale_args=autocast.LOSS_SCALE if is_autocast else engine.dynamic_loss_scale_args(),
         host_ratio=run.host_ratio,
         pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),

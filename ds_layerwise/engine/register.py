@@ -34,9 +34,11 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
     with patches.changing():
         if not patches.is_registered():
             contract.check()
-        # It imports names that are only known to be there now.
-        from ds_layerwise.engine import engine_hooks
-
+        try:
+            # It imports names that another DeepSpeed may lack.
+            from ds_layerwise.engine import engine_hooks
+        except ImportError as error:
+            raise contract.unknown_release([str(error)]) from error
         patches.wrap(engine_hooks.WRAPS, for_life=engine_hooks.FOR_LIFE)
         if given is not None:
             python_overrides.keep(given)

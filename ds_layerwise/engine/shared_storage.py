@@ -1,5 +1,5 @@
-"""Weights that are one by their memory alone, which would come apart when parameters move into
-their buffer.
+"""Refusal of weights that are one by their memory alone, and would come apart when parameters move
+into their buffer.
 
 DeepSpeed casts and moves a model parameter by parameter, too, which takes them apart before
 anything is routed.
@@ -7,7 +7,7 @@ anything is routed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ds_layerwise.config.sections import is_for_us
+from ds_layerwise.engine.contract.only_ours import Method
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.ranks.comm import comm
 
 
-class _Held(NamedTuple):
+class _Place(NamedTuple):
     """A parameter or a buffer of a model, and the bytes from its first to its last element, gaps
     included.
     """
@@ -44,16 +44,15 @@ def refuse_shared_memory(model: nn.Module) -> None:
     Raises:
         RoutingError: names both, and the way out.
     """
-    for one, other in _meeting(
-        [
-            *_held(model.named_parameters(), is_param=True),
-            *_held(model.named_buffers(), is_param=False),
-        ]
-    ):
-        trained, same = (
-            (other, one) if other.is_param and other.tensor.requires_grad else (one, other)
-        )
-        if not trained.tensor.requires_grad or not _overlap(one.tensor, other.tensor):
+    places = [
+        *_places(model.named_parameters(), is_param=True),
+        *_places(model.named_buffers(), is_param=False),
+    ]
+    for first, second in _meeting(places):
+        trained, same = first, second
+        if second.is_param and second.tensor.requires_grad:
+            trained, same = second, first
+        if not trained.tensor.requires_grad or not _overlap(first.tensor, second.tensor):
             continue
         apart = (
             f"or give one of them memory of its own: {same.name}.data = {same.name}.data.clone()"
@@ -64,88 +63,74 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 "moves into memory of its own, so that the buffer would stay as it is now; take "
                 f"it from the parameter where it is used, {apart}"
             )
-        alike = (one.start, one.tensor.shape, one.tensor.stride()) == (
-            other.start,
-            other.tensor.shape,
-            other.tensor.stride(),
-        )
-        way_out = (
-            f"tie them as one parameter, {trained.name} = {same.name}"
-            if alike
-            else "make one parameter, of which forward() takes what each is"
-        )
+        way_out = "make one parameter, of which forward() takes what each is"
+        if (first.start, _axes(first.tensor)) == (second.start, _axes(second.tensor)):
+            way_out = f"tie them as one parameter, {trained.name} = {same.name}"
         raise RoutingError(
-            f"{one.name} and {other.name} are two parameters in the same memory, as assigning to "
-            ".data leaves them: each would move into memory of its own, and be trained apart; "
+            f"{first.name} and {second.name} are two parameters in the same memory, as assigning "
+            "to .data leaves them: each would move into memory of its own, and be trained apart; "
             f"{way_out}, {apart}"
         )
 
 
-def _held(named: Iterable[tuple[str, Tensor]], *, is_param: bool) -> Iterator[_Held]:
+def _axes(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return the size and the stride of each axis."""
+    return list(zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _reach(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last, gaps included."""
+    return 1 + sum((size - 1) * stride for size, stride in _axes(tensor))
+
+
+def _places(named: Iterable[tuple[str, Tensor]], *, is_param: bool) -> Iterator[_Place]:
     for name, tensor in named:
         # What has no memory yet, or whose memory is other tensors'.
         anything: object = tensor
-        if (
-            tensor.numel() == 0
-            or tensor.device.type == "meta"
-            or tensor.layout != torch.strided
-            or is_traceable_wrapper_subclass(anything)
-        ):
-            continue
-        reach = sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        start = tensor.data_ptr()
-        yield _Held(name, tensor, is_param, start, start + (reach + 1) * tensor.element_size())
+        has_memory = tensor.numel() > 0 and tensor.device.type != "meta"
+        is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(anything)
+        if has_memory and is_plain:
+            start = tensor.data_ptr()
+            stop = start + _reach(tensor) * tensor.element_size()
+            yield _Place(name, tensor, is_param, start, stop)
 
 
-def _meeting(held: Iterable[_Held]) -> Iterator[tuple[_Held, _Held]]:
-    """The pairs of which one begins before the other ends, in the order of the model."""
-    order = list(held)
+def _meeting(places: Sequence[_Place]) -> list[tuple[_Place, _Place]]:
+    """Return the pairs of which one begins before the other ends, in the order of ``places``."""
     begun: list[int] = []
-    found = []
-    for i in sorted(range(len(order)), key=lambda i: (str(order[i].tensor.device), order[i].start)):
-        each = order[i]
+    pairs = []
+    for i in sorted(
+        range(len(places)), key=lambda i: (str(places[i].tensor.device), places[i].start)
+    ):
+        here = places[i]
         begun = [
             j
             for j in begun
-            if order[j].tensor.device == each.tensor.device and order[j].stop > each.start
+            if places[j].tensor.device == here.tensor.device and places[j].stop > here.start
         ]
-        found += [(min(i, j), max(i, j)) for j in begun]
+        pairs += [(min(i, j), max(i, j)) for j in begun]
         begun.append(i)
-    return ((order[i], order[j]) for i, j in sorted(found))
+    return [(places[i], places[j]) for i, j in sorted(pairs)]
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether an element of ``one`` is one of ``other``, whose reaches meet: columns may lie
-    between columns.
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Tell whether an element of ``first`` is one of ``second``, as their reaches meet: columns may
+    lie between columns.
     """
-    if one.is_contiguous() and other.is_contiguous() or one.element_size() != other.element_size():
+    if first.is_contiguous() and second.is_contiguous():
         return True
-    first = min(one.data_ptr(), other.data_ptr())
-    places = [(each, (each.data_ptr() - first) // each.element_size()) for each in (one, other)]
-    size = max(
-        place
-        + 1
-        + sum((n - 1) * stride for n, stride in zip(each.shape, each.stride(), strict=True))
-        for each, place in places
-    )
+    if first.element_size() != second.element_size():
+        return True
+    begin = min(first.data_ptr(), second.data_ptr())
+    starts = [(tensor.data_ptr() - begin) // tensor.element_size() for tensor in (first, second)]
+    size = max(starts[0] + _reach(first), starts[1] + _reach(second))
     taken = torch.zeros(size, dtype=torch.bool, device="cpu")
-    (a, at_a), (b, at_b) = places
-    taken.as_strided(a.shape, a.stride(), at_a).fill_(True)
-    return bool(taken.as_strided(b.shape, b.stride(), at_b).any())
+    taken.as_strided(first.shape, first.stride(), starts[0]).fill_(True)
+    return bool(taken.as_strided(second.shape, second.stride(), starts[1]).any())
 
 
-def _configure_distributed_model(
-    original: Callable[[Any], Any], engine: DeepSpeedEngine, model: Any
-) -> Any:
-    if is_for_us(engine._config._param_dict):
-        with comm.Alike(None) if dist.is_initialized() else nullcontext():
-            refuse_shared_memory(model)
+def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any) -> Any:
+    """Refuse shared memory where the engine takes its model, before it casts or moves it."""
+    with comm.Alike(None) if dist.is_initialized() else nullcontext():
+        refuse_shared_memory(model)
     return original(model)
-
-
-#: By keys of :mod:`.engine.contract.contract`.
-WRAPS: dict[str, Callable[..., Any]] = {
-    "_configure_distributed_model": _configure_distributed_model
-}

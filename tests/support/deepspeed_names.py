@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that the package only reads, or that DeepSpeed's code asks an optimizer for: looked up by tests.
+"""Names of DeepSpeed that the package imports or reads, or that DeepSpeed's code asks an optimizer for.
 
 An attribute that objects only get when they are made is found in the code that sets it, so that none has to be made.
 """
@@ -14,25 +14,42 @@ from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
-from ds_layerwise.engine.contract import lookup
-from ds_layerwise.engine.contract.contract import _BASE, _CONFIG, _ENGINE, _PIPE, _TIMERS, Name
-from ds_layerwise.engine.contract.lookup import bases_of
+from ds_layerwise.engine.contract.contract import difference
+from tests.support import lookup
+from tests.support.lookup import bases_of
 
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_CONFIG = "deepspeed.runtime.config.DeepSpeedConfig"
+_BASE = "deepspeed.runtime.base_optimizer"
+_PIPE = "deepspeed.runtime.pipe"
+_TIMERS = "deepspeed.utils.timer"
 _ACCELERATOR = "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator"
 
 
 @dataclass(frozen=True)
-class Used(Name):
+class Used:
     """One name of DeepSpeed that nothing goes around."""
 
-    kind: Literal["read", "asked"]  # type: ignore[assignment]
-    """``read``: got from, called on or set on what was imported, or an object of DeepSpeed. ``asked``: code of the
-    owner asks an optimizer, or a parameter, for it, and finds it in this package."""
+    path: str
+    """Module, class and name. A class's attribute may be one that only its instances have."""
+
+    kind: Literal["imported", "read", "asked"]
+    """``imported``: by an import statement. ``read``: got from, called on or set on what was imported, or an object of
+    DeepSpeed. ``asked``: code of the owner asks an optimizer, or a parameter, for it, and finds it in this package."""
+
+    parameters: tuple[str, ...] | None = None
+    """What the name is called with here. It may take more, by default. None: it is not called, or does not say what it
+    takes."""
 
     since: str | None = None
     """The first release that is to have it."""
     until: str | None = None
     """The first that is to have it no more."""
+
+    @property
+    def key(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
 
     def is_in(self, release: str) -> bool:
         """Whether ``release`` is to have it."""
@@ -42,17 +59,20 @@ class Used(Name):
     def problem(self) -> str | None:
         path = self.path
         try:
+            if self.kind == "imported":
+                return self._changed(lookup.find(path))
             owner, name = lookup.owner_of(path)
         except lookup.Absent as absent:
-            return f"{path} is not there, as {absent}"
+            return str(absent) if absent.part == path else f"{path} is not there, as {absent}"
         if self.kind == "asked":
             return None if is_asked_for(owner, name) else f"{path} is not asked for"
         if not is_attribute(owner, name):
             return f"{path} is not there"
-        if self.parameters is None:
-            return None
-        changed = lookup.difference(getattr(owner, name, None), self.parameters)
-        return changed and f"{path} {changed}"
+        return self._changed(getattr(owner, name, None))
+
+    def _changed(self, value: Any) -> str | None:
+        changed = None if self.parameters is None else difference(value, self.parameters)
+        return changed and f"{self.path} {changed}"
 
 
 def _number(release: str) -> tuple[int, ...]:
@@ -134,11 +154,45 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _used(owner: str, kind: Literal["read", "asked"], names: str, parameters: tuple[str, ...] | None = None, *,
-          since: str | None = None) -> tuple[Used, ...]:
+def _used(owner: str, kind: Literal["imported", "read", "asked"], names: str,
+          parameters: tuple[str, ...] | None = None, *, since: str | None = None) -> tuple[Used, ...]:
     """Names of ``owner`` that differ in nothing else."""
     return tuple(Used(f"{owner}.{name}", kind, parameters, since=since) for name in names.split())
 
+
+IMPORTED = (
+    Used("deepspeed.comm", "imported"),
+    Used("deepspeed.accelerator.get_accelerator", "imported", ()),
+    *_used("deepspeed.checkpoint.constants", "imported", """
+        BASE_OPTIMIZER_STATE CAT_DIM CLIP_GRAD DS_VERSION FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES GROUP_PADDINGS
+        LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES PARAM_SLICE_MAPPINGS PARTITION_COUNT
+        SINGLE_PARTITION_OF_FP32_GROUPS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
+        UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE ZERO_STAGE"""),
+    Used("deepspeed.git_version_info.version", "imported"),
+    Used("deepspeed.moe.layer.MoE", "imported"),
+    Used("deepspeed.moe.utils.is_moe_param", "imported", ("param",)),
+    *_used("deepspeed.runtime", "imported", "config lr_schedules"),
+    Used(f"{_BASE}.ZeROOptimizer", "imported"),
+    Used(_ENGINE, "imported"),
+    Used("deepspeed.runtime.fp16.loss_scaler.CreateLossScaler", "imported", (
+        "dtype", "static_loss_scale", "dynamic_scaling", "dynamic_loss_args")),
+    *_used("deepspeed.runtime.fp16.loss_scaler", "imported", "DynamicLossScaler LossScaler"),
+    Used(f"{_PIPE}.engine.PipelineEngine", "imported"),
+    *_used(f"{_PIPE}.module", "imported", "PipelineModule TiedLayerSpec"),
+    Used(f"{_PIPE}.topology.PipelineParallelGrid", "imported"),
+    Used("deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME", "imported"),
+    Used("deepspeed.runtime.torch_autocast.get_comm_dtype", "imported", ("param",)),
+    Used("deepspeed.runtime.utils.count_used_parameters_in_backward", "imported", ("parameters",)),
+    Used("deepspeed.runtime.zero.config.ZeroStageEnum", "imported"),
+    Used("deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum", "imported"),
+    *_used("deepspeed.utils", "imported", "groups logger"),
+    *_used("deepspeed.utils.bwc", "imported", """
+        bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_group bwc_tensor_model_parallel_world_size""",
+           ("mpu",)),
+    Used("deepspeed.utils.tensor_fragment.fragment_address", "imported", ("numel", "start")),
+    Used(f"{_TIMERS}.NoopTimer", "imported", ()),
+    Used("deepspeed.utils.torch.register_grad_hook", "imported", ("param", "hook")),
+)
 
 READ = (
     *_used("deepspeed", "read", "__version__ initialize"),
@@ -209,8 +263,6 @@ READ = (
         "self", "path", "exist_ok")),
     Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.save", "read", (
         "self", "state_dict", "path")),
-    Used("deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine.load", "read", (
-        "self", "path", "map_location")),
     Used("deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine.FastCheckpointEngine._writer", "read"),
     Used("deepspeed.runtime.model_checkpointing.writer_factory.CheckpointWriterFactory._writer", "read"),
     *_used(f"{_PIPE}.module.PipelineModule", "read", """
@@ -251,4 +303,4 @@ ASKED = (
     Used("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.ds_grad_is_ready", "asked"),
 )
 
-USED: tuple[Used, ...] = (*READ, *ASKED)
+USED: tuple[Used, ...] = (*IMPORTED, *READ, *ASKED)

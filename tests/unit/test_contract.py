@@ -25,7 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 
-from ds_layerwise.engine.contract import contract, lookup, patches
+from ds_layerwise.engine.contract import contract, patches
 from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.engine.engine_hooks import WRAPS
 from ds_layerwise.engine.register import register, unregister
@@ -33,11 +33,11 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from ds_layerwise.zero.setup import param_owner
 from tests.contract_releases import ROOT, walk
-from tests.support import deepspeed_names
+from tests.support import deepspeed_names, lookup
 from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
 from tests.support.rooms import rooms
 
-pytestmark = rooms("contract", "lookup", "register", "patches")
+pytestmark = rooms("contract", "register", "patches", "only_ours")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}
@@ -107,7 +107,7 @@ def identifiers(tree):
 
 def test_every_import_is_on_the_list_and_no_other():
     found = {path for tree in TREES.values() for path in imported(tree).values()}
-    assert found - {"deepspeed"} == {name.path for name in CONTRACT if name.kind == "imported"}
+    assert found - {"deepspeed"} == {name.path for name in USED if name.kind == "imported"}
 
 
 @pytest.mark.parametrize("path", TREES, ids=[str(path.relative_to(ROOT)) for path in TREES])
@@ -151,8 +151,8 @@ def test_every_entry_is_used():
 
 def test_an_entry_is_there_once_and_what_is_wrapped_is_found_by_its_name():
     every = (*CONTRACT, *USED)
-    assert len({(name.path, name.kind) for name in every}) == len(every)
-    wrapped = [name.key for name in CONTRACT if name.kind == "wrapped"]
+    assert len({(name.path, getattr(name, "kind", None)) for name in every}) == len(every)
+    wrapped = [name.key for name in CONTRACT if name.parameters is not None]
     assert sorted(wrapped) == sorted(WRAPS)
     assert contract.resolve("load_checkpoint") == (DeepSpeedEngine, "load_checkpoint")
     assert contract.resolve("get_zero_config") == (config_module, "get_zero_config")
@@ -209,8 +209,6 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", _broadcast_model)
     monkeypatch.setattr(zero_utils, "ZERO_SUPPORTED_OPTIMIZERS", ())
     monkeypatch.delattr(config_module, "DEEPSPEED_OPTIMIZERS")
-    monkeypatch.delattr(moe_utils, "is_moe_param")
-    monkeypatch.setitem(sys.modules, "deepspeed.utils.bwc", None)
     before = snapshot()
     with pytest.raises(ConfigError) as raised:
         register()
@@ -221,10 +219,6 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
         f"{ENGINE}._broadcast_model takes (self, source_rank), not (self)",
         "deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS is no list",
         "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS is not there",
-        "deepspeed.moe.utils.is_moe_param is not there",
-        *(f"deepspeed.utils.bwc.{name} is not there, as deepspeed.utils.bwc is not there" for name in (
-            "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
-            "bwc_tensor_model_parallel_world_size")),
     ]
     first, *lines, last = str(raised.value).splitlines()
     assert sorted(line.strip() for line in lines) == sorted(expected)
@@ -235,7 +229,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     assert DeepSpeedEngine.zero_grad.__wrapped__
 
 
-def test_what_is_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
+def test_what_is_imported_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
     def allreduce_gradients(self, bucket_size=0):
         """It asks an optimizer for nothing."""
 
@@ -244,38 +238,44 @@ def test_what_is_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
     monkeypatch.setattr(DeepSpeedEngine, "allreduce_gradients", allreduce_gradients)
     monkeypatch.delattr(DeepSpeedEngine, "is_gradient_accumulation_boundary")
     monkeypatch.delattr(PipelineParallelGrid, "get_stage_id")
+    monkeypatch.delattr(moe_utils, "is_moe_param")
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.bwc", None)
     assert set(deepspeed_names.missing(deepspeed.__version__)) == {
         f"{ENGINE}.use_node_local_storage cannot be called",
         f"{ENGINE}.reduce_gradients is not asked for",
         f"{ENGINE}.is_gradient_accumulation_boundary is not there",
         "deepspeed.runtime.pipe.topology.PipelineParallelGrid.get_stage_id is not there",
+        "deepspeed.moe.utils.is_moe_param is not there",
+        *(f"deepspeed.utils.bwc.{name} is not there, as deepspeed.utils.bwc is not there" for name in (
+            "bwc_pipeline_parallel_world_size", "bwc_tensor_model_parallel_group",
+            "bwc_tensor_model_parallel_world_size")),
     }
 
 
-@pytest.mark.parametrize("name", [name for name in CONTRACT if name.kind in ("wrapped", "extended")],
-                         ids=lambda name: name.key)
+@pytest.mark.parametrize("name", CONTRACT, ids=lambda name: name.key)
 def test_one_missing_name_leaves_the_others_alone(unregistered, monkeypatch, name):
-    monkeypatch.delattr(*lookup.owner_of(name.path))
+    monkeypatch.delattr(*name.place())
     before = snapshot()
     with pytest.raises(ConfigError, match=f"(?s)\n  {re.escape(name.path)} is not there\n.*nothing was patched"):
         register()
     assert not changed(before, snapshot())
 
 
-def test_nothing_is_imported_before_it_is_looked_up():
-    code = """if True:
+@pytest.mark.parametrize("gone", ["DeepSpeedEngine._save_checkpoint", "utils.is_moe_param"])
+def test_nothing_is_patched_before_all_is_imported(gone):
+    code = f"""if True:
         import ds_layerwise
         from deepspeed.moe import utils
         from deepspeed.runtime import config
         from deepspeed.runtime.engine import DeepSpeedEngine
-        del utils.is_moe_param, DeepSpeedEngine._save_checkpoint
+        del {gone}
         before, known = dict(vars(DeepSpeedEngine)), list(config.DEEPSPEED_OPTIMIZERS)
         for _ in range(2):
             try:
                 ds_layerwise.register()
             except ds_layerwise.ConfigError as error:
                 said = str(error)
-                assert "_save_checkpoint is not there" in said and "is_moe_param is not there" in said, said
+                assert {gone.split(".")[-1]!r} in said and "nothing was patched" in said, said
             else:
                 raise SystemExit("registered")
             ds_layerwise.unregister()
@@ -461,10 +461,8 @@ def test_releases_are_those_of_the_change():
 @pytest.mark.parametrize("renamed", [False, True])
 def test_what_is_wrapped_under_a_new_name_is_found_in_releases_of_before_and_after(unregistered, monkeypatch, renamed):
     old, new = f"{ENGINE}._configure_zero_optimizer", f"{ENGINE}._renamed"
-    entries = {part: tuple(replace(name, path=new, was=old) if name.path == old else name
-                           for name in getattr(contract, part)) for part in ("CONTRACT", "_WRAPPED")}
-    for part, names in entries.items():
-        monkeypatch.setattr(contract, part, names)
+    monkeypatch.setattr(contract, "CONTRACT", tuple(replace(name, path=new, was=old) if name.path == old else name
+                                                    for name in CONTRACT))
     original = DeepSpeedEngine._configure_zero_optimizer
     if renamed:
         monkeypatch.setattr(DeepSpeedEngine, "_renamed", original, raising=False)
@@ -490,7 +488,7 @@ def test_what_is_wrapped_under_a_new_name_is_found_in_releases_of_before_and_aft
     (7, True),
 ])
 def test_what_a_signature_may_be(function, differs):
-    assert (lookup.difference(function, ("self", "a")) is not None) is differs
+    assert (contract.difference(function, ("self", "a")) is not None) is differs
 
 
 def test_what_only_instances_have_is_found_in_the_code_that_sets_it():

@@ -1,5 +1,5 @@
-"""What of DeepSpeed is wrapped while this backend is registered, and what stays as long as an
-engine needs it.
+"""Patches of DeepSpeed: those of a registered backend, and those that stay as long as an engine
+needs them.
 
 Note: who changes patches
     One thread at a time, inside :func:`changing`. When Python collects an engine, it calls from
@@ -28,7 +28,7 @@ from ds_layerwise.zero.setup.param_owner import is_trained
 #: Engines of this backend.
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
-#: What is added to lists of DeepSpeed, by their names in the contract.
+#: Additions to lists of DeepSpeed, by their names in the contract.
 _ADDED: dict[str, tuple[object, ...]] = {
     "DEEPSPEED_OPTIMIZERS": OPTIMIZER_TYPES,
     "ZERO_SUPPORTED_OPTIMIZERS": (LayerWiseOptimizer,),
@@ -44,24 +44,20 @@ class _Patch:
     owner: Any
     name: str
     original: Any
-    """What the owner had under that name itself; ``_NOTHING`` if that was inherited, or nowhere."""
+    """The attribute that the owner had itself; ``_NOTHING`` if that was inherited, or nowhere."""
     ours: Any
     for_life: bool
-    """Whether it stays as long as there is an engine that was not destroyed."""
-
-    @property
-    def path(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
+    """True if it stays as long as there is an engine that was not destroyed."""
 
     def now(self) -> Any:
-        """What is there now."""
+        """Return the present attribute of the owner itself."""
         return vars(self.owner).get(self.name, _NOTHING)
 
     def put(self) -> None:
         setattr(self.owner, self.name, self.ours)
 
     def undo(self) -> bool:
-        """Put back what was there, unless somebody has replaced it since; returns whether it is
+        """Put back what was there, unless somebody has replaced it since; tell whether it is
         there.
         """
         if self.now() is self.ours:
@@ -72,65 +68,60 @@ class _Patch:
         return self.now() is self.original
 
     def is_called(self) -> bool:
-        """Whether what is there now is ours, or says that it goes around it."""
+        """Tell whether the present attribute is ours, or says that it goes around ours."""
         within = self.now()
         while within is not self.ours and hasattr(within, "__wrapped__"):
             within = within.__wrapped__
         return within is self.ours
 
 
-#: By key of the contract.
+#: All patches, by key of the contract.
 _patches: dict[str, _Patch] = {}
 
 
 class _Changes:
-    """Who changes patches now, and whether an engine was collected meanwhile."""
+    """The state of changes: who makes one now, and whether an engine was collected meanwhile."""
 
-    def __init__(self) -> None:
-        # The thread that imports DeepSpeed to look names up may run code of somebody who registers,
-        # too.
-        self.lock = threading.RLock()
-        self.depth = 0
-        """How many changes are within each other, all of one thread."""
-        self.is_due = False
-        """Whether there may be something to put back."""
-
-
-_changes = _Changes()
+    # The thread that imports DeepSpeed to look names up may run code that registers, too.
+    lock = threading.RLock()
+    depth = 0
+    """The number of changes within each other, all of one thread."""
+    is_due = False
+    """True if there may be something to put back."""
 
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Around every change of patches, and around what decides on one: other threads wait."""
-    with _changes.lock:
-        _changes.depth += 1
+    """Let other threads wait during a change of patches, and during what decides on one."""
+    with _Changes.lock:
+        _Changes.depth += 1
         try:
             yield
         finally:
-            _changes.depth -= 1
-    if _changes.is_due:
+            _Changes.depth -= 1
+    if _Changes.is_due:
         _put_back_soon()
 
 
 def _put_back_soon() -> None:
     """Put back what no engine needs: now, or once those who change patches have done so."""
-    _changes.is_due = True
-    while _changes.is_due and _changes.lock.acquire(blocking=False):
+    _Changes.is_due = True
+    while _Changes.is_due and _Changes.lock.acquire(blocking=False):
         try:
-            if _changes.depth:
+            if _Changes.depth:
                 return
-            _changes.is_due = False
-            _changes.depth += 1
+            _Changes.is_due = False
+            _Changes.depth += 1
             try:
                 _put_back()
             finally:
-                _changes.depth -= 1
+                _Changes.depth -= 1
         finally:
-            _changes.lock.release()
+            _Changes.lock.release()
 
 
 def is_registered() -> bool:
-    """Whether DeepSpeed is to know this backend now."""
+    """Tell whether DeepSpeed is to know this backend now."""
     return any(not patch.for_life for patch in _patches.values())
 
 
@@ -140,35 +131,33 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
     Inside :func:`changing`.
 
     Args:
-        for_life: what stays until no engine is left that was not destroyed.
+        for_life: keys of what stays until no engine is left that was not destroyed.
 
     Raises:
         ConfigError: they went through them before, and somebody has replaced one since.
     """
-    targets = {key: contract.resolve(key) for key in wraps}
+    # What an engine still needs has stayed.
+    targets = {key: contract.resolve(key) for key in wraps if key not in _patches}
     for patch in _patches.values():
         if patch.now() is patch.original:
             patch.put()
-    if lost := [patch.path for patch in _patches.values() if not patch.is_called()]:
-        raise ConfigError(
-            f"{_were_replaced(lost)}, by what does not say that it calls what was there; undo "
-            "that, or write it with functools.wraps"
-        )
+    _refuse_replaced(
+        [patch for patch in _patches.values() if not patch.is_called()],
+        ", by what does not say that it calls what was there; undo that, or write it with "
+        "functools.wraps",
+    )
     for key, values in _ADDED.items():
-        there = _list(key)
-        there.extend(value for value in values if value not in there)
-    for key, wrapper in wraps.items():
-        # What an engine still needs has stayed.
-        if key not in _patches:
-            owner, name = targets[key]
-            original = getattr(owner, name)
-            _replace(
-                key,
-                owner,
-                name,
-                _wrapped(original, wrapper, is_method=inspect.isclass(owner)),
-                for_life=key in for_life,
-            )
+        entries: list[object] = getattr(*contract.resolve(key))
+        entries.extend(value for value in values if value not in entries)
+    for key, (owner, name) in targets.items():
+        patch = _patches[key] = _Patch(
+            owner,
+            name,
+            vars(owner).get(name, _NOTHING),
+            _wrapped(getattr(owner, name), wraps[key], is_method=inspect.isclass(owner)),
+            key in for_life,
+        )
+        patch.put()
 
 
 def unwrap() -> None:
@@ -179,13 +168,13 @@ def unwrap() -> None:
     """
     if not is_registered():
         return
-    if lost := [
-        patch.path for patch in _patches.values() if patch.now() not in (patch.ours, patch.original)
-    ]:
-        raise ConfigError(f"{_were_replaced(lost)}; undo that first")
+    _refuse_replaced(
+        [patch for patch in _patches.values() if patch.now() not in (patch.ours, patch.original)],
+        "; undo that first",
+    )
     for key, values in _ADDED.items():
-        there = _list(key)
-        there[:] = [value for value in there if value not in values]
+        entries: list[object] = getattr(*contract.resolve(key))
+        entries[:] = [value for value in entries if value not in values]
     for key, patch in list(_patches.items()):
         if not patch.for_life:
             _patches.pop(key).undo()
@@ -194,14 +183,11 @@ def unwrap() -> None:
         weakref.finalize(engine, _put_back_soon).atexit = False
 
 
-def _were_replaced(paths: Sequence[str]) -> str:
-    verb = "were" if len(paths) > 1 else "was"
-    return f"{', '.join(paths)} {verb} replaced after ds_layerwise.register()"
-
-
-def _list(key: str) -> list[Any]:
-    found: list[Any] = getattr(*contract.resolve(key))
-    return found
+def _refuse_replaced(lost: Sequence[_Patch], way_out: str) -> None:
+    if lost:
+        names = ", ".join(f"{patch.owner.__name__}.{patch.name}" for patch in lost)
+        verb = "were" if len(lost) > 1 else "was"
+        raise ConfigError(f"{names} {verb} replaced after ds_layerwise.register(){way_out}")
 
 
 def _put_back() -> None:
@@ -215,20 +201,12 @@ def _put_back() -> None:
             del _patches[key]
 
 
-def _replace(key: str, owner: Any, name: str, ours: Any, *, for_life: bool) -> None:
-    _patches[key] = _Patch(owner, name, vars(owner).get(name, _NOTHING), ours, for_life)
-    _patches[key].put()
-
-
 def _wrapped(
     original: Callable[..., Any], wrapper: Callable[..., Any], *, is_method: bool
 ) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(functools.partial(original, owner), owner, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        bound = functools.partial(original, args[0]) if is_method else original
+        return wrapper(bound, *args, **kwargs)
 
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return method if is_method else function
+    return wrapped

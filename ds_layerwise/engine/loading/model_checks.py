@@ -27,37 +27,29 @@ def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stric
     Raises:
         LayerWiseError: names or shapes differ, or there are two values for one parameter.
     """
-    held = engine.module.state_dict(keep_vars=True)
-    _check_names_and_shapes(
-        checkpoint["module"], held, strict=strict, way_out="rename it with layerwise.rename, or "
-    )
+    values = engine.module.state_dict(keep_vars=True)
+    _check_names_and_shapes(checkpoint["module"], values, strict=strict)
     load: Load | None = engine.optimizer.checkpointing.load
     if load is not None and load.found is not None:
-        _check_tied(checkpoint["module"], held)
+        _check_tied(checkpoint["module"], values)
 
 
 def _check_names_and_shapes(
-    found: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    *,
-    strict: bool,
-    of: str = "",
-    way_out: str = "",
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, where: str = ""
 ) -> None:
-    for what, names in (
-        ("lacks", wanted.keys() - found.keys()),
-        ("has", found.keys() - wanted.keys()),
-    ):
-        if strict and names:
+    if strict and saved.keys() != wanted.keys():
+        lacking, more = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+        which = f"lacks {few(lacking)}" if lacking else f"has {few(more)}"
+        raise LayerWiseError(
+            f"the checkpoint {which}{where}, which the model {'has' if lacking else 'lacks'}; "
+            # A pipeline's layers have numbers.
+            f"{'' if where else 'rename it with layerwise.rename, or '}load what fits with "
+            "load_module_strict=False"
+        )
+    for name in wanted.keys() & saved.keys():
+        if isinstance(wanted[name], Tensor) and wanted[name].shape != saved[name].shape:
             raise LayerWiseError(
-                f"the checkpoint {what} {few(sorted(names))}{of}, which the model "
-                f"{'has' if what == 'lacks' else 'lacks'}; {way_out}load what fits with "
-                "load_module_strict=False"
-            )
-    for name in wanted.keys() & found.keys():
-        if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape:
-            raise LayerWiseError(
-                f"{name}{of} is {tuple(found[name].shape)} in the checkpoint, "
+                f"{name}{where} is {tuple(saved[name].shape)} in the checkpoint, "
                 f"{tuple(wanted[name].shape)} in the model"
             )
 
@@ -88,17 +80,18 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
     for index, layer in enumerate(module.forward_funcs):
         if not hasattr(layer, "load_state_dict"):
             continue
-        number, paths = (
-            module._local_start + index,
-            module.ckpt_layer_path_list(escape(str(folder)), index),
-        )
+        number = module._local_start + index
+        paths = module.ckpt_layer_path_list(escape(str(folder)), index)
         if len(paths) != 1:
             raise LayerWiseError(
                 f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved "
                 "by a model of other layers, or not by a pipeline"
             )
         _check_names_and_shapes(
-            load_safely(Path(paths[0])), layer.state_dict(), strict=strict, of=f" of layer {number}"
+            load_safely(Path(paths[0])),
+            layer.state_dict(),
+            strict=strict,
+            where=f" of layer {number}",
         )
     saved = {
         int(path.name.split("-")[0].removeprefix("layer_"))
@@ -111,7 +104,7 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
         )
 
 
-#: What the engine takes from the model's file when it has loaded the model.
+#: Keys of the model's file that the engine takes when it has loaded the model.
 _COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
 
 
@@ -125,11 +118,12 @@ def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> N
     """
     # Who calls load_module_state_dict loads no scheduler.
     load: Load | None = engine.optimizer.checkpointing.load
-    wants = load is not None and load.wants_scheduler
-    for key in _COUNTS if load is not None else ():
+    if load is None:
+        return
+    for key in _COUNTS:
         if not isinstance(checkpoint.get(key), int):
             raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, and no number")
-    if engine.lr_scheduler is not None and wants:
+    if engine.lr_scheduler is not None and load.wants_scheduler:
         more = check_state(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
         if more and comm.rank_of(None) == 0:
             announce(

@@ -2,8 +2,8 @@
 
 Note: what is wrapped, and why there
     ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end;
-    here it writes aside and the folder is moved into place once every rank has written its part,
-    and the rank that moves it sees all of them; the paths are those that the engine gave its
+    here it writes an incomplete folder, which is moved into place once every rank has written its
+    part, and the rank that moves it sees all of them; the paths are those that the engine gave its
     checkpoint engine. ``_save_checkpoint``, ``_save_moe_checkpoint`` and ``_save_zero_checkpoint``
     write the files of one rank: an error in there is raised on all ranks, which would wait for that
     one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs beside the
@@ -13,7 +13,7 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -30,6 +30,7 @@ from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.formats import regular, universal
 from ds_layerwise.checkpoint.formats.tags import check_tag
+from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.saving.save_snapshot import snapshot
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.process_exit import Attempt
@@ -44,7 +45,7 @@ unfinished: list[DeepSpeedEngine] = []
 
 
 def _save_whole(
-    original: Callable[..., Any],
+    original: Method,
     engine: DeepSpeedEngine,
     save_dir: str,
     tag: object = None,
@@ -52,43 +53,35 @@ def _save_whole(
     save_latest: bool = True,
     **options: Any,
 ) -> Any:
-    client_state = {} if client_state is None else client_state
-    if not uses_us(engine):
-        return original(save_dir, tag, client_state, save_latest, **options)
+    optimizer, writer = engine.optimizer, engine.checkpoint_engine
     with comm.Alike(None):
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        engine.optimizer.interrupted.check()
+        optimizer.interrupted.check()
         # What goes on beside the training must not depend on where the process is by then.
-        place, tag = (
-            Path(save_dir).absolute(),
-            check_tag(f"global_step{engine.global_steps}" if tag is None else tag),
-        )
+        place = Path(save_dir).absolute()
+        tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
         _check_kind(place / tag, is_universal=False)
-        if engine.optimizer.config.save_universal:
+        if optimizer.config.save_universal:
             _check_kind(place / f"{tag}_universal", is_universal=True)
     comm.check_alike("the checkpoint's tag", tag, [tag], group=None)
     commit_decoupled(engine)
-    with engine.optimizer.checkpointing.saving(), ExitStack() as undo:
-        save = Save(
-            place,
-            tag,
-            save_latest,
-            disks.begin(place / tag, own_disks=engine.use_node_local_storage()),
-        )
-        writer = engine.checkpoint_engine
+    with optimizer.checkpointing.saving(), ExitStack() as undo:
+        own_disks = engine.use_node_local_storage()
+        save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=own_disks))
         if not writer.is_decoupled():
             # What a process may still write to goes with the next save, which waits for it.
             undo.callback(_abandon, save)
         undo.callback(_release, writer)
         with _recorded(writer) as written:
             _choose_writer(engine, save)
-            done = original(str(place), tag + atomic.INCOMPLETE, client_state, False, **options)
+            state = {} if client_state is None else client_state
+            done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
         save = replace(save, written=tuple(written))
         if writer.is_decoupled():
             # It goes on beside the training, and is committed before the next step, or at the end
             # of the script.
-            engine.optimizer.checkpointing.save = save
+            optimizer.checkpointing.save = save
             unfinished.append(engine)
         else:
             _commit(engine, save)
@@ -96,24 +89,20 @@ def _save_whole(
     return done
 
 
-def _take_model_step(
-    original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any
-) -> Any:
-    if not uses_us(engine):
-        return original(*args, **options)
+def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     # The engine of a pipeline has not done so.
     commit_decoupled(engine)
-    optimizer, done = engine.optimizer, False
+    optimizer = engine.optimizer
     updates = optimizer.step_count
     optimizer.progress.updating = True
     try:
         result = original(*args, **options)
-        done = True
+        updates = optimizer.step_count
         optimizer.reports.write(engine)
         return result
     finally:
         # What raised before the update has changed nothing that a checkpoint holds.
-        optimizer.progress.updating = not done and optimizer.step_count != updates
+        optimizer.progress.updating = optimizer.step_count != updates
 
 
 def _check_kind(folder: Path, *, is_universal: bool) -> None:
@@ -122,32 +111,30 @@ def _check_kind(folder: Path, *, is_universal: bool) -> None:
     Raises:
         LayerWiseError: ``folder`` holds one.
     """
-    if not folder.is_dir() or universal.is_universal(folder) is is_universal:
+    if universal.is_universal(folder) is is_universal:
         return
     if any(folder.glob("zero/*")) or any(folder.glob("*_states.pt")):
-        held, new = ("no", "one") if is_universal else ("a", "a regular one")
+        there, new = ("regular", "universal") if is_universal else ("universal", "regular")
         raise LayerWiseError(
-            f"{folder} holds {held} universal checkpoint, and this save would put {new} there; "
+            f"{folder} holds a {there} checkpoint, and this save would put a {new} one there; "
             "choose another tag, or remove it"
         )
 
 
 @contextmanager
-def _recorded(checkpoint_engine: Any) -> Iterator[list[Path]]:
+def _recorded(checkpoint_engine: Any) -> Iterator[Iterable[Path]]:
     """Collect the paths of what the engine writes, into folders that are there; what is written
     later is copied.
     """
-    original, is_decoupled, members = (
-        checkpoint_engine.save,
-        checkpoint_engine.is_decoupled(),
-        vars(checkpoint_engine),
-    )
-    paths: list[Path] = []
+    original = checkpoint_engine.save
+    members = vars(checkpoint_engine)
+    is_decoupled = checkpoint_engine.is_decoupled()
+    # A file may be written twice.
+    paths: dict[Path, None] = {}
 
     def save(state_dict: Any, path: str) -> Any:
         done = original(snapshot(state_dict) if is_decoupled else state_dict, path)
-        if Path(path) not in paths:
-            paths.append(Path(path))
+        paths[Path(path)] = None
         return done
 
     replaced: dict[str, Any] = {"save": save, "makedirs": lambda path, exist_ok=False: None}
@@ -182,10 +169,9 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
         # Then it goes by ranks within groups of experts.
         return
     names = comm.gather_objects(_model_file(engine), group=None)
-    engine.save_non_zero_checkpoint = (
-        min(rank for rank in save.disks.here if names[rank] == names[save.disks.rank])
-        == save.disks.rank
-    )
+    rank = save.disks.rank
+    writers = [other for other in save.disks.here if names[other] == names[rank]]
+    engine.save_non_zero_checkpoint = rank == min(writers)
 
 
 def _abandon(save: Save) -> None:
@@ -213,51 +199,47 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     """List what was written, move it into place and point to it. All ranks have written their
     part.
     """
-    staged, owns = atomic.staged(save.folder), save.disks.is_owner
+    folder, owns, here = atomic.staged(save.folder), save.disks.is_owner, save.disks.here
     with comm.Alike(None):
-        written = _listed(
-            engine, staged, [path.relative_to(staged).as_posix() for path in save.written]
-        )
-        own = [Path(engine._get_zero_ckpt_name("", "")).name] if engine.save_zero_checkpoint else []
-        needed = [*own, _model_file(engine)]
+        names = [path.relative_to(folder).as_posix() for path in save.written]
+        written = _listed(engine, folder, names)
+        needed = [_model_file(engine)]
+        if engine.save_zero_checkpoint:
+            needed.append(Path(engine._get_zero_ckpt_name("", "")).name)
     everyone = comm.gather_objects((written, needed), group=None)
-    parts = {rank: everyone[rank][0] for rank in save.disks.here}
+    parts = {rank: everyone[rank][0] for rank in here}
     with comm.Alike(None):
         if owns:
-            disks.check_arrived(
-                save.folder,
-                save.disks.save_id,
-                parts,
-                {rank: everyone[rank][1] for rank in save.disks.here},
-            )
-    twin = save.save_dir / save.universal_tag if engine.optimizer.config.save_universal else None
-    if twin is not None:
+            needs = {rank: everyone[rank][1] for rank in here}
+            disks.check_arrived(save.folder, save.disks.save_id, parts, needs)
+    is_twin = engine.optimizer.config.save_universal
+    twin = save.save_dir / save.universal_tag
+    if is_twin:
         _write_universal(engine, save, twin)
     with comm.Alike(None):
         if owns:
-            listed = {SIGNATURE, *(name for part in parts.values() for name in part.files)}
-            rest = [
-                path.name for path in staged.iterdir() if path.is_file() and path.name not in listed
-            ]
-            files = Manifest.merged([*parts.values(), _listed(engine, staged, rest)]).files
+            files = dict(Manifest.merged(parts.values()).files)
+            rest = [path.name for path in folder.iterdir() if path.is_file()]
+            more = [name for name in rest if name not in files and name != SIGNATURE]
+            files |= _listed(engine, folder, more).files
             atomic.seal(save.folder, Manifest(files, save.disks.save_id))
     # It is whole on every disk. Where this ends before it is in place on all, loading brings it
     # there.
-    is_first = engine.global_rank == 0
+    moves_twin = is_twin and engine.global_rank == 0
     with comm.Alike(None):
-        if twin is not None and is_first:
+        if moves_twin:
             atomic.publish(twin)
         if owns:
             atomic.publish(save.folder)
     with comm.Alike(None):
-        if save.latest and twin is not None and is_first:
+        if save.latest and moves_twin:
             atomic.point(save.save_dir / universal.LATEST, twin.name)
         if save.latest and owns:
             atomic.point(save.save_dir / "latest", save.tag)
 
 
 def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest:
-    """The list of files that this rank has written.
+    """Return the list of the files ``names`` that this rank has written.
 
     Raises:
         LayerWiseError: one of them is not there, or cannot be read back.
@@ -273,48 +255,48 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
     if engine.optimizer.config.fsync:
         for name in names:
             atomic.flush(folder / name)
-        for path in {(folder / name).parent for name in names}:
-            atomic.flush(path)
+        for parent in {(folder / name).parent for name in names}:
+            atomic.flush(parent)
     return Manifest.of(folder, names)
 
 
 def _write_universal(engine: DeepSpeedEngine, save: Save, folder: Path) -> None:
     """Save in the universal format, too, whole but not in ``folder`` yet: each rank a part of the
     parameters, out of the files just written."""
-    regular = atomic.staged(save.folder)
+    regular, incomplete = atomic.staged(save.folder), atomic.staged(folder)
+    rank, optimizer = engine.global_rank, engine.optimizer
     with comm.Alike(None):
-        if engine.global_rank == 0:
-            atomic.begin(folder)
-    staged, rank = atomic.staged(folder), engine.global_rank
-    with comm.Alike(None), _saying_where(save.save_dir):
-        saved = engine.optimizer.checkpointing.open_regular(regular)
-        names = universal.write_parameters(
-            saved, staged, universal.shares(saved, dist.get_world_size())[rank]
-        )
         if rank == 0:
-            names += universal.write_common(saved.state_dict(0), staged)
-        if engine.optimizer.rank == 0:
+            atomic.begin(folder)
+    with comm.Alike(None), _saying_where(save.save_dir):
+        saved = optimizer.checkpointing.open_regular(regular)
+        share = universal.shares(saved, dist.get_world_size())[rank]
+        names = universal.write_parameters(saved, incomplete, share)
+        if rank == 0:
+            names += universal.write_common(saved.state_dict(0), incomplete)
+        if optimizer.rank == 0:
             # Every stage of a pipeline has its own.
             model_file = Path(engine._get_ckpt_name(str(regular.parent), regular.name))
-            names += universal.write_model(model_file, _not_trained(engine), staged)
-        written = _listed(engine, staged, names)
+            names += universal.write_model(model_file, _not_trained(engine), incomplete)
+        written = _listed(engine, incomplete, names)
     parts = comm.gather_objects(written, group=None)
     with comm.Alike(None):
         if rank == 0:
-            disks.check_seen(staged, dict(enumerate(parts)))
+            disks.check_seen(incomplete, dict(enumerate(parts)))
             atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
 
 
 def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Frozen parameters and buffers, by the names that the module's ``state_dict`` has for them."""
-    seen = {id(param) for param in engine.optimizer._params.values()}
-    found: dict[str, Tensor] = {}
+    """Return frozen parameters and buffers, by the first name in the module's ``state_dict``."""
+    known = {id(param) for param in engine.optimizer._params.values()}
+    rest: dict[str, Tensor] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:
-            found[name] = value
-        # The other names of a tied parameter stand for it.
-        seen |= {id(value)} if isinstance(value, nn.Parameter) else set()
-    return found
+        if isinstance(value, Tensor) and id(value) not in known:
+            rest[name] = value
+            if isinstance(value, nn.Parameter):
+                # Its other names, if it is tied, stand for it.
+                known.add(id(value))
+    return rest
 
 
 @contextmanager
@@ -341,38 +323,30 @@ def _saying_where(save_dir: str | Path) -> Iterator[None]:
         ) from e
 
 
-def _raised_alike(
-    original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any
+def _raised_on_all_ranks(
+    original: Method, _: DeepSpeedEngine, save_dir: str, *args: Any, **options: Any
 ) -> Any:
-    if not uses_us(engine):
-        return original(*args, **options)
-    with comm.Alike(None), _saying_where(args[0]):
-        return original(*args, **options)
+    with comm.Alike(None), _saying_where(save_dir):
+        return original(save_dir, *args, **options)
 
 
-def _save_model_file(
-    original: Callable[..., Any], engine: DeepSpeedEngine, *args: Any, **options: Any
-) -> Any:
-    if not uses_us(engine):
-        return original(*args, **options)
+def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     # The engine saves what zero_to_fp32.py needs of frozen parameters only where gradients are
     # partitioned.
     engine.zero_optimization_partition_gradients = lambda: True
     try:
-        return _raised_alike(original, engine, *args, **options)
+        return _raised_on_all_ranks(original, engine, *args, **options)
     finally:
         del engine.zero_optimization_partition_gradients
 
 
-def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    if not uses_us(engine):
-        return original()
+def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
     writer, checkpointing = engine.checkpoint_engine, engine.optimizer.checkpointing
     save, checkpointing.save = checkpointing.save, None
     if engine in unfinished:
         unfinished.remove(engine)
     if save is None and writer.get_commit_info() is None:
-        return None
+        return
     with ExitStack() as undo:
         if save is not None:
             undo.callback(_abandon, save)
@@ -381,7 +355,6 @@ def _commit_decoupled_checkpoint(original: Callable[[], Any], engine: DeepSpeedE
         if save is not None:
             _commit(engine, save)
         undo.pop_all()
-    return None
 
 
 def _wait_for(writer: Any) -> None:
@@ -411,17 +384,22 @@ def commit_decoupled(engine: DeepSpeedEngine) -> None:
         engine._commit_decoupled_checkpoint()
 
 
-def _destroy(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
+def _destroy(original: Method, engine: DeepSpeedEngine) -> Any:
     commit_decoupled(engine)
     return original()
 
 
-WRAPS: dict[str, Callable[..., Any]] = {
-    "_take_model_step": _take_model_step,
-    "save_checkpoint": _save_whole,
-    "_save_checkpoint": _save_model_file,
-    "_save_moe_checkpoint": _save_model_file,
-    "_save_zero_checkpoint": _raised_alike,
-    "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
+WRAPS = {
     "destroy": _destroy,
+    **only_ours(
+        uses_us,
+        {
+            "_take_model_step": _take_model_step,
+            "save_checkpoint": _save_whole,
+            "_save_checkpoint": _save_model_file,
+            "_save_moe_checkpoint": _save_model_file,
+            "_save_zero_checkpoint": _raised_on_all_ranks,
+            "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
+        },
+    ),
 }

@@ -169,10 +169,10 @@ class TestWhatIsLoaded(DistributedTest):
         return engine
 
     @pytest.mark.parametrize("tags, message", [
-        (("global_step1", "global_step2"), "rank 0 'global_step1', which was passed, in .* rank 1 'global_step2', whi"),
-        (("global_step1", None), "rank 0 'global_step1', which was passed, .* rank 1 'global_step2', which latest nam"),
-        (("latest is", "other"), "rank 0 'global_step2', which latest names, in .* rank 1 'global_step1', which late"),
-        (("latest is", "missing"), "rank 0 'global_step2', .* and rank 1 .* of 1, where no file latest names a tag")])
+        (("global_step1", "global_step2"), "rank 0 'global_step1' in .* rank 1 'global_step2' in "),
+        (("global_step1", None), "rank 0 'global_step1' in .* rank 1 'global_step2' in "),
+        (("latest is", "other"), "rank 0 'global_step2' in .* rank 1 'global_step1' in .* of 1; "),
+        (("latest is", "missing"), "rank 0 'global_step2' in .* and rank 1 None in .* of 1; None is where no file ")])
     def test_ranks_agree_on_a_tag_before_anything_is_read(self, tags, message, tmp_path):
         engine, rank, folder = self.saved(tmp_path), dist.get_rank(), tmp_path
         tag = tags[rank]

@@ -1,9 +1,7 @@
-"""Look up a dotted name of another package: whether it is there, and with which parameters."""
+"""Look up a dotted name of another package."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -74,29 +72,6 @@ def defines(owner: Any, name: str) -> bool:
         if isinstance(owner, type)
         else hasattr(owner, name)
     )
-
-
-def difference(found: Any, expected: Sequence[str]) -> str | None:
-    """How ``found`` differs from what is called with ``expected``, in this order or by name; None
-    if it does not.
-
-    It may take more, by default.
-    """
-    try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):
-        return "cannot be called"
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    # A decorator that takes anything does not say what is inside.
-    takes_anything = not named and len(parameters) == 2
-    as_expected = [p.name for p in named[: len(expected)]] == list(expected)
-    if (
-        takes_anything
-        or as_expected
-        and all(p.default is not p.empty for p in named[len(expected) :])
-    ):
-        return None
-    return f"takes {inspect.signature(found)}, not ({', '.join(expected)})"
 
 
 def bases_of(owner: type) -> list[type]:
