@@ -15,7 +15,7 @@ from ds_layerwise.recipes.base.fields import Positive, Section, merged_keys
 from ds_layerwise.recipes.recipe_registry import REGISTRY, recipes_of_settings
 from ds_layerwise.recipes.rules.any_torch_recipe import any_of
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.targets.norm_groups import NormGroup
 from ds_layerwise.recipes.targets.overrides import Override
 

@@ -41,7 +41,7 @@ from ds_layerwise.recipes.recipe_registry import (
 from ds_layerwise.recipes.rules.any_torch_recipe import any_of
 from ds_layerwise.recipes.rules.client_recipe import ClientOptimizerConfig
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.targets.mup import Mup
 from ds_layerwise.recipes.targets.norm_groups import NormGroup, norm_groups_of
 from ds_layerwise.recipes.targets.overrides import Override

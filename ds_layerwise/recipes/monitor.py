@@ -1,29 +1,25 @@
-"""What is told of updates, on request: ``layerwise.monitor``."""
+"""``layerwise.monitor``: measures of updates, on request."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from ds_layerwise.recipes.base.fields import Count, Section
 
 
 class Monitor(Section):
-    """What is told of updates, on request: of each optimizer, by name, over all parameters that it
-    trains.
-    """
+    """Measures of updates, by the name of each optimizer, over all parameters that it trains."""
 
-    example: ClassVar[str] = '{"update_rms": true}'
+    example = '{"update_rms": true}'
 
     update_rms: bool = False
-    """The root mean square of what an update changes float32 weights by, learning rate and weight
-    decay included.
+    """Report the root mean square of changes of float32 weights, learning rate and weight decay
+    included.
     """
     momentum_norm: bool = False
-    """The norm of the momentum (``momentum_buffer``, or ``exp_avg``) after an update."""
+    """Report the norm of the momentum (``momentum_buffer``, or ``exp_avg``) after an update."""
     every: Count = 1
-    """After how many updates each."""
+    """Number of updates from one report to the next."""
 
     @property
     def asks(self) -> bool:
-        """Whether anything is to be told."""
+        """True if anything is to be reported."""
         return self.update_rms or self.momentum_norm

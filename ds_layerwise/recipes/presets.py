@@ -1,6 +1,4 @@
-"""Named starting values of ``optimizer.params``, each as somebody has published it; what a config
-says itself wins.
-"""
+"""Published values of ``optimizer.params``, by name; a config's own values win."""
 
 from __future__ import annotations
 
@@ -46,20 +44,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: How large an update is. They go together: who says the first has said what the others must fit.
+#: Settings of the size of an update. A config that has the first has none of a preset's others.
 _SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
 
-#: Hooks that say so in place of the scale of a preset; see
-#: :class:`.update_hook_settings.UpdateHooks`.
+#: Hooks that replace the scale of a preset; see :class:`.update_hook_settings.UpdateHooks`.
 _HOOKS = ("hyperball", "relative_update")
 
 
 def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The starting values of ``preset`` that a config leaves as they are, which says what is
-    ``given`` itself.
-    """
-    left_out = {
-        *given,
-        *(_SIZE if _SIZE[0] in given or any(given.get(hook) for hook in _HOOKS) else ()),
-    }
+    """Return the values of ``preset`` that a config takes over, which is ``given`` its own."""
+    sized = "scale_mode" in given or any(map(given.get, _HOOKS))
+    left_out = {*given, *(_SIZE if sized else ())}
     return {key: value for key, value in PRESETS[preset].items() if key not in left_out}

@@ -1,6 +1,4 @@
-"""Every optimizer there is, by the name that a config uses: its recipe, and the class of the rule
-that runs it.
-"""
+"""Registry of optimizers: by the name that a config uses, the recipe and the class that runs it."""
 
 from __future__ import annotations
 
@@ -9,19 +7,12 @@ from typing import NamedTuple
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.rules import (
-    adafactor_recipe,
-    adamuon_recipe,
-    any_torch_recipe,
-    elementwise_recipes,
-    muon_recipe,
-    namo_recipe,
-    normuon_recipe,
-    polargrad_recipe,
-    scion_recipe,
-    shampoo_recipe,
-    soap_recipe,
-)
+from ds_layerwise.recipes.rules import any_torch_recipe
+from ds_layerwise.recipes.rules import elementwise_recipes as elementwise
+from ds_layerwise.recipes.rules import muon_recipes as muon
+from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
+from ds_layerwise.recipes.rules.shampoo_recipe import Shampoo
+from ds_layerwise.recipes.rules.soap_recipe import KlSoap, Soap
 
 
 class Entry(NamedTuple):
@@ -34,30 +25,29 @@ class Entry(NamedTuple):
     """
 
 
+_RULES: dict[type[Recipe], str] = {
+    muon.Muon: "muon:Muon",
+    muon.NorMuon: "normuon:NorMuon",
+    muon.AdaMuon: "adamuon:AdaMuon",
+    muon.Namo: "namo:Namo",
+    muon.Scion: "scion:Scion",
+    muon.PolarGrad: "polargrad:PolarGrad",
+    Adafactor: "adafactor:Adafactor",
+    Soap: "soap:Soap",
+    KlSoap: "soap:Soap",
+    Shampoo: "shampoo:Shampoo",
+    elementwise.AdamW: "elementwise:Adam",
+    elementwise.Adam: "elementwise:Adam",
+    elementwise.Lion: "elementwise:Lion",
+    elementwise.Sgd: "elementwise:Sgd",
+    elementwise.Signum: "elementwise:Signum",
+    elementwise.LaProp: "elementwise:LaProp",
+    elementwise.AdEMAMix: "elementwise:AdEMAMix",
+}
+
 REGISTRY: dict[str, Entry] = {
-    "muon": Entry(muon_recipe.Muon, "ds_layerwise.optimizers.rules.muon:Muon"),
-    "normuon": Entry(normuon_recipe.NorMuon, "ds_layerwise.optimizers.rules.normuon:NorMuon"),
-    "adamuon": Entry(adamuon_recipe.AdaMuon, "ds_layerwise.optimizers.rules.adamuon:AdaMuon"),
-    "namo": Entry(namo_recipe.Namo, "ds_layerwise.optimizers.rules.namo:Namo"),
-    "scion": Entry(scion_recipe.Scion, "ds_layerwise.optimizers.rules.scion:Scion"),
-    "polargrad": Entry(
-        polargrad_recipe.PolarGrad, "ds_layerwise.optimizers.rules.polargrad:PolarGrad"
-    ),
-    "adafactor": Entry(
-        adafactor_recipe.Adafactor, "ds_layerwise.optimizers.rules.adafactor:Adafactor"
-    ),
-    "soap": Entry(soap_recipe.Soap, "ds_layerwise.optimizers.rules.soap:Soap"),
-    "kl_soap": Entry(soap_recipe.KlSoap, "ds_layerwise.optimizers.rules.soap:Soap"),
-    "shampoo": Entry(shampoo_recipe.Shampoo, "ds_layerwise.optimizers.rules.shampoo:Shampoo"),
-    "adamw": Entry(elementwise_recipes.AdamW, "ds_layerwise.optimizers.rules.elementwise:Adam"),
-    "adam": Entry(elementwise_recipes.Adam, "ds_layerwise.optimizers.rules.elementwise:Adam"),
-    "lion": Entry(elementwise_recipes.Lion, "ds_layerwise.optimizers.rules.elementwise:Lion"),
-    "sgd": Entry(elementwise_recipes.Sgd, "ds_layerwise.optimizers.rules.elementwise:Sgd"),
-    "signum": Entry(elementwise_recipes.Signum, "ds_layerwise.optimizers.rules.elementwise:Signum"),
-    "laprop": Entry(elementwise_recipes.LaProp, "ds_layerwise.optimizers.rules.elementwise:LaProp"),
-    "ademamix": Entry(
-        elementwise_recipes.AdEMAMix, "ds_layerwise.optimizers.rules.elementwise:AdEMAMix"
-    ),
+    recipe.rule: Entry(recipe, f"ds_layerwise.optimizers.rules.{rule}")
+    for recipe, rule in _RULES.items()
 }
 
 #: Keys of other packages' optimizers that mean something else here, and what to do.
@@ -70,41 +60,37 @@ NOT_HERE = {
 
 
 def entry_of(name: str, *, whole: bool) -> Entry:
-    """The optimizer that a config calls ``name``: one of the registry, or a class by its path.
+    """Return the optimizer that a config calls ``name``: an entry of the registry, or a class by
+    its path.
 
     Args:
         whole: whether a class by its path is to have whole parameters.
     """
     if any_torch_recipe.is_path(name):
-        return Entry(
-            any_torch_recipe.recipe_of(name, whole=whole),
-            "ds_layerwise.optimizers.foreign.any_torch:AnyTorch",
-        )
+        recipe = any_torch_recipe.recipe_of(name, whole=whole)
+        return Entry(recipe, "ds_layerwise.optimizers.foreign.any_torch:AnyTorch")
     return REGISTRY[name]
 
 
 def recipes_of_settings() -> tuple[type[Recipe], ...]:
-    """Recipes that together have every setting there is."""
-    return (
-        *(entry.recipe for entry in REGISTRY.values()),
-        any_torch_recipe.WholeTorch,
-        any_torch_recipe.ElementTorch,
-    )
+    """Return recipes that together have every setting there is."""
+    recipes = (entry.recipe for entry in REGISTRY.values())
+    return (*recipes, any_torch_recipe.WholeTorch, any_torch_recipe.ElementTorch)
 
 
 def names(*, whole: bool) -> tuple[str, ...]:
-    """The optimizers that need whole parameters, or those that do not."""
+    """Return the names of optimizers that need whole parameters, or of those that do not."""
     return tuple(name for name, entry in REGISTRY.items() if entry.recipe.whole is whole)
 
 
 def refuse_of_others(
     params: Iterable[str], matrix: type[Recipe], scalar: type[Recipe], known: Collection[str]
 ) -> None:
-    """Refuse keys of ``optimizer.params`` that are not ``known``, and are those of optimizers that
-    a run has not.
+    """Refuse keys of ``optimizer.params`` that are not ``known``, and belong to optimizers that a
+    run has not.
 
     Raises:
-        ConfigError: names the first, and who has it.
+        ConfigError: names the first key, and the optimizers that have it.
     """
     for key in params:
         if key in known:
@@ -120,9 +106,9 @@ def refuse_of_others(
                 "optimizer.params.matrix_optimizer needs optimizer.type 'LayerWise', got "
                 "'LayerWiseMuon', which has muon for matrices; change the type, or remove the key"
             )
-        if of := [name for name, entry in REGISTRY.items() if key in entry.recipe.keys()]:
+        if owners := [name for name, entry in REGISTRY.items() if key in entry.recipe.keys()]:
             raise ConfigError(
-                f"optimizer.params.{key} belongs to {' or '.join(of)}, and this run has "
+                f"optimizer.params.{key} belongs to {' or '.join(owners)}, and this run has "
                 f"{matrix.rule} for matrices (another: optimizer.type 'LayerWise' with "
                 f"matrix_optimizer), {scalar.rule} for the rest (another: scalar_optimizer); "
                 "choose that, or remove it"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.plan.routes.routes import Route, parts_of
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.targets.fused_parts import Parts
 from ds_layerwise.recipes.targets.overrides import Override
 from tests.support.reference import whole_number_gradients

@@ -8,7 +8,7 @@ from ds_layerwise.config.sections import Recipes
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.model_file import read_model, route_model
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.rules.newton_schulz_settings import NsMethod
 
 

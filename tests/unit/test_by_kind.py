@@ -15,7 +15,7 @@ from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.recipes.presets import PRESETS
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms

@@ -22,7 +22,7 @@ from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.config_table import DOCUMENT, config_with, read_table
 from tests.support.rooms import rooms
 

@@ -25,8 +25,7 @@ from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
-from ds_layerwise.recipes.rules.orthogonalized_recipe import Orthogonalized
+from ds_layerwise.recipes.rules.muon_recipes import Muon, Orthogonalized
 from ds_layerwise.recipes.rules.shampoo_recipe import Shampoo
 from ds_layerwise.recipes.rules.soap_recipe import KlSoap, Soap
 from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks

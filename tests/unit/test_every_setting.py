@@ -32,7 +32,7 @@ from ds_layerwise.recipes.base.recipe import WeightDecayMethod
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.recipes.rules.any_torch_recipe import ElementTorch, WholeTorch
 from ds_layerwise.recipes.rules.newton_schulz_settings import NsMethod
-from ds_layerwise.recipes.rules.orthogonalized_recipe import NsDtype, Orthogonalized, ScaleMode, TpMode
+from ds_layerwise.recipes.rules.muon_recipes import NsDtype, Orthogonalized, ScaleMode, TpMode
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support import elementwise, family, preconditioned
@@ -40,7 +40,7 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 
 pytestmark = rooms("recipe_registry", "rule_registry", "recipe", "overrides", "routing_rules", "orthogonalized",
-                   "orthogonalized_recipe", "kronecker", "kronecker_recipe", "elementwise", "elementwise_recipes",
+                   "muon_recipes", "kronecker", "kronecker_recipe", "elementwise", "elementwise_recipes",
                    "update_hook_settings", "update_hooks", "any_torch", "any_torch_recipe", "decay")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.5, 0.95), eps=1e-3)

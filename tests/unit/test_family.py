@@ -26,9 +26,8 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
 
-pytestmark = rooms("orthogonalized", "orthogonalized_recipe", "update_hook_settings", "update_hooks", "spectral",
-                   "muon", "muon_recipe", "normuon", "normuon_recipe", "adamuon", "adamuon_recipe", "namo",
-                   "namo_recipe", "scion", "scion_recipe", "polargrad", "polargrad_recipe", "batching")
+pytestmark = rooms("orthogonalized", "muon_recipes", "update_hook_settings", "update_hooks", "spectral",
+                   "muon", "normuon", "adamuon", "namo", "scion", "polargrad", "batching")
 
 LR, MOMENTUM, DECAY, STEPS = 0.1, 0.9, 0.2, 4
 SHAPES = [(12, 40), (40, 12), (16, 16)]

@@ -21,7 +21,7 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
 from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW, Lion
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms
 

@@ -52,7 +52,7 @@ from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 

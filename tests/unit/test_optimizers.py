@@ -18,13 +18,13 @@ from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules import elementwise_recipes as scalar_recipes
-from ds_layerwise.recipes.rules import muon_recipe as recipes
+from ds_layerwise.recipes.rules import muon_recipes as recipes
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
 from ds_layerwise.zero.checkpoint.resumed_groups import take_over
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "muon_recipe", "elementwise", "elementwise_recipes", "recipe_registry", "rule_registry",
+pytestmark = rooms("muon", "muon_recipes", "elementwise", "elementwise_recipes", "recipe_registry", "rule_registry",
                    "param_groups", "rule")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)

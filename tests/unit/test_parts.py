@@ -17,8 +17,7 @@ from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.recipe import Recipe, StateSpec, like
-from ds_layerwise.recipes.rules.muon_recipe import Muon
-from ds_layerwise.recipes.rules.normuon_recipe import NorMuon
+from ds_layerwise.recipes.rules.muon_recipes import Muon, NorMuon
 from ds_layerwise.recipes.targets.fused_parts import Part, Parts, whole_states
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.fused import by_index

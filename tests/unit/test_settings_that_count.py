@@ -18,7 +18,7 @@ from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
 from ds_layerwise.recipes.base.fields import merged_keys
 from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 

@@ -15,7 +15,7 @@ from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_tabl
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.rooms import rooms
 
 pytestmark = rooms("report", "param_list", "forecast", "prediction")

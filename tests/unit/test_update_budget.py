@@ -17,13 +17,13 @@ from ds_layerwise.plan.forecast.forecast import opened_bytes, specs_of, workspac
 from ds_layerwise.plan.forecast.model_file import ModelParam, find_model, read_model, route_model
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import update_sets
-from ds_layerwise.recipes.rules import muon_recipe as recipes
+from ds_layerwise.recipes.rules import muon_recipes as recipes
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
 from ds_layerwise.recipes.rules.newton_schulz_settings import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "muon_recipe", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
+pytestmark = rooms("muon", "muon_recipes", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
                    "newton_schulz_settings", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")

@@ -14,11 +14,11 @@ from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.plan.routes.routes import Route, recipe_named, with_changes
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.recipes.rules.elementwise_recipes import Adam, AdamW, Lion, Sgd
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("decay", "muon", "muon_recipe", "elementwise", "elementwise_recipes", "recipe", "routes")
+pytestmark = rooms("decay", "muon", "muon_recipes", "elementwise", "elementwise_recipes", "recipe", "routes")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 METHODS = ["decoupled", "independent", "l2", "palm"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.rules.orthogonalized import TINY, Batch, Scaled
 from ds_layerwise.orthogonalize.batching import unstack
-from ds_layerwise.recipes.rules.adamuon_recipe import AdaMuon as Recipe
+from ds_layerwise.recipes.rules.muon_recipes import AdaMuon as Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

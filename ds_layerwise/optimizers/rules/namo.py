@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.rules.orthogonalized import Batch, Scaled
 from ds_layerwise.orthogonalize.batching import matrices_of, stack, unstack
-from ds_layerwise.recipes.rules.namo_recipe import Namo as Recipe
+from ds_layerwise.recipes.rules.muon_recipes import Namo as Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

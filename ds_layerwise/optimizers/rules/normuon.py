@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.rules.orthogonalized import TINY, Batch, Scaled
 from ds_layerwise.orthogonalize.batching import stack, unstack
-from ds_layerwise.recipes.rules.normuon_recipe import NorMuon as Recipe
+from ds_layerwise.recipes.rules.muon_recipes import NorMuon as Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from ds_layerwise.orthogonalize.norms import frobenius_norms
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
 from ds_layerwise.plan.routes.routes import Axis, whole_shape
-from ds_layerwise.recipes.rules import orthogonalized_recipe as recipes
-from ds_layerwise.recipes.rules.orthogonalized_recipe import NsDtype, ScaleMode
+from ds_layerwise.recipes.rules import muon_recipes as recipes
+from ds_layerwise.recipes.rules.muon_recipes import NsDtype, ScaleMode
 
 T = TypeVar("T", bound="Orthogonalized")
 

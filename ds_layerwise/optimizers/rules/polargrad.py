@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_layerwise.optimizers.rules.orthogonalized import Batch, Orthogonalized
-from ds_layerwise.recipes.rules.polargrad_recipe import PolarGrad as Recipe
+from ds_layerwise.recipes.rules.muon_recipes import PolarGrad as Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_layerwise.optimizers.rules.orthogonalized import Orthogonalized, scale_factor
-from ds_layerwise.recipes.rules.scion_recipe import Scion as Recipe
+from ds_layerwise.recipes.rules.muon_recipes import Scion as Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

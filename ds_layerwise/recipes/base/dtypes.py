@@ -1,15 +1,13 @@
-"""In how many bits masters and states are kept, and what that takes: dtypes, blocks and bytes,
-without torch.
-"""
+"""Dtypes of masters and states without torch, and the bytes that they take."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-#: What masters are kept in.
+#: Formats of masters.
 MasterDtype = Literal["float32", "bfloat16+remainder"]
 
-#: What states are kept in that have one element for each of the parameter.
+#: Formats of states that have one element for each of the parameter.
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 
 #: Masters that have one mark together; see :mod:`ds_layerwise.optimizers.split_masters`.
@@ -18,7 +16,7 @@ BLOCK = 64
 #: Elements of a state of 8 bits that have one scale together.
 SCALED = 256
 
-#: Bytes of all else, by torch's names of dtypes.
+#: Bytes of one element, by torch's names of dtypes.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -34,14 +32,12 @@ DTYPE_BYTES = {
 
 
 def state_bytes(numel: int, dtype: str) -> int:
-    """The bytes of so many elements of a state."""
+    """Return the bytes of a state of ``numel`` elements."""
     return numel + 4 * -(-numel // SCALED) if dtype == "8bit" else numel * DTYPE_BYTES[dtype]
 
 
 def master_bytes(numel: int, param_dtype: str, kept_as: MasterDtype) -> int:
-    """The bytes of the masters of so many elements of parameters, a multiple of 64: none where
-    these are float32.
-    """
+    """Return the bytes of ``numel`` masters, a multiple of 64; float32 parameters need none."""
     if param_dtype == "float32":
         return 0
     if kept_as == "bfloat16+remainder" and param_dtype == "bfloat16":

@@ -1,10 +1,10 @@
-"""Adafactor: second moments of whole matrices, as a column times a row."""
+"""Recipe of Adafactor: second moments of whole matrices, as a column times a row."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -22,12 +22,12 @@ class Adafactor(Recipe):
     :mod:`ds_layerwise.optimizers.rules.adafactor`.
     """
 
-    rule: ClassVar[str] = "adafactor"
-    whole: ClassVar[bool] = True
-    family: ClassVar[str] = "adafactor"
+    rule = "adafactor"
+    whole = True
+    family = "adafactor"
 
     beta2_decay: Annotated[float, Field(le=0)] = -0.8
-    """Of the second moments, a step t takes t to this power of the new one."""
+    """At step t, the second moments take t to this power of the new one."""
     eps1: Positive = 2.0**-23
     """The least root of a second moment, and the least mean of one."""
     eps2: NonNegative = 1e-3
@@ -36,7 +36,7 @@ class Adafactor(Recipe):
     """The largest root mean square of an update before it is scaled; torch's ``d``."""
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """Mean squares of rows and of columns, and how many steps there were."""
+        """Return mean squares of rows and of columns, and the number of steps."""
         *batch, rows, cols = shape
         return {
             "row_var": StateSpec((*batch, rows, 1)),
@@ -45,36 +45,32 @@ class Adafactor(Recipe):
         }
 
     def work(self, shape: tuple[int, ...]) -> int:
-        """The FLOPs of the product of column and row."""
+        """Return the FLOPs of the product of column and row."""
         return 2 * math.prod(shape)
 
     def together(self, shape: tuple[int, ...]) -> int:
-        """How many matrices of a stack are updated together."""
+        """Return the number of matrices of a stack that are updated together."""
         *batch, rows, cols = shape
         return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes: the update of as many matrices as go together, what decay takes beside it, and
-        their norms.
-        """
+        """Return the bytes of the updates that go together, of their decay, and of their norms."""
         together = self.together(shape)
         return super().workspace((together, *shape[-2:])) + 16 * together
 
     def refusal(
         self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
     ) -> str | None:
-        """Tensor shards, because means of rows, of columns and of all are of a whole matrix."""
+        """Refuse tensor shards: means of rows, of columns and of all are of a whole matrix."""
+        if cut_axis is None:
+            return None
         return (
-            None
-            if cut_axis is None
-            else (
-                "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; "
-                "send it to another optimizer by layerwise.overrides"
-            )
+            "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; "
+            "send it to another optimizer by layerwise.overrides"
         )
 
     def summary(self, hyper: Callable[[str], str]) -> str:
-        """All settings."""
+        """Name all settings."""
         return (
             f"beta2_decay {self.beta2_decay:g}, eps1 {self.eps1:g}, eps2 {self.eps2:g}, "
             f"clip_threshold {self.clip_threshold:g}"

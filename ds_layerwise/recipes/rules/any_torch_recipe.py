@@ -66,7 +66,7 @@ class AnyTorch(Recipe):
     for one path.
     """
 
-    hyper: ClassVar[tuple[str, ...]] = ()
+    hyper = ()
 
     @model_validator(mode="after")
     def _decays_by_itself(self) -> AnyTorch:
@@ -138,7 +138,7 @@ class AnyTorch(Recipe):
 class WholeTorch(AnyTorch):
     """Such a class on whole matrices."""
 
-    whole: ClassVar[bool] = True
+    whole = True
     matrix_params: Arguments = ()
     """Keyword arguments of ``matrix_optimizer``, where that is a class."""
 
@@ -153,7 +153,7 @@ class ElementTorch(AnyTorch):
     anywhere.
     """
 
-    whole: ClassVar[bool] = False
+    whole = False
     lr_ratio = "scalar_lr_ratio"
     scalar_params: Arguments = ()
     """Keyword arguments of ``scalar_optimizer``, where that is a class."""

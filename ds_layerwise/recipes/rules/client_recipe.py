@@ -22,7 +22,7 @@ SPLIT = "split"
 class ClientOptimizerConfig(Section):
     """``layerwise.client_optimizer``: what the script cannot say of the optimizer that it gives."""
 
-    example: ClassVar[str] = "{'split': 'whole'}"
+    example = "{'split': 'whole'}"
 
     split: ClientSplit = "whole"
     """What a rank owns: whole parameters, or "element", evenly cut pieces, which an element-wise

@@ -1,11 +1,11 @@
-"""Optimizers that update every element as if it were alone: AdamW, Adam, Lion, SGD, Signum, LaProp,
+"""Recipes that update every element as if it were alone: AdamW, Adam, Lion, SGD, Signum, LaProp,
 AdEMAMix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,36 +13,41 @@ from ds_layerwise.recipes.base.fields import Decay, NonNegative
 from ds_layerwise.recipes.base.low_bit_settings import KeptAverage, KeptMoments, KeptMomentum
 from ds_layerwise.recipes.base.recipe import COUNT, Recipe, StateSpec, WeightDecayMethod
 
-#: How many steps something takes; none for 0.
+#: Number of steps; 0 for none.
 Steps = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class Elementwise(Recipe):
-    """What they have in common: parameters may be cut anywhere, and the rate is ``adam_lr``."""
+    """Recipe of parameters that may be cut anywhere, with the rate ``adam_lr``."""
 
-    whole: ClassVar[bool] = False
+    whole = False
     lr_ratio = "scalar_lr_ratio"
 
 
-class Adam(Elementwise, KeptMoments):
-    """Adam with L2 regularisation, as :class:`torch.optim.Adam`."""
+class TwoMoments(Elementwise, KeptMoments):
+    """Recipe with two averages, and a count of steps."""
 
-    rule: ClassVar[str] = "adam"
-    family: ClassVar[str] = "adam"
-    gradient_average: ClassVar[str | None] = "exp_avg"
-    hyper: ClassVar[tuple[str, ...]] = ("betas", "eps")
-
-    weight_decay_method: WeightDecayMethod = "l2"
+    hyper = ("betas", "eps")
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """Two moments, and how many steps there were."""
+        """Return two moments, and the number of steps."""
         return {**self.like(shape, "exp_avg", "exp_avg_sq"), **COUNT}
+
+
+class Adam(TwoMoments):
+    """Adam with L2 regularisation, as :class:`torch.optim.Adam`."""
+
+    rule = "adam"
+    family = "adam"
+    gradient_average = "exp_avg"
+
+    weight_decay_method: WeightDecayMethod = "l2"
 
 
 class AdamW(Adam):
     """Adam with decoupled weight decay, as :class:`torch.optim.AdamW`."""
 
-    rule: ClassVar[str] = "adamw"
+    rule = "adamw"
 
     weight_decay_method: WeightDecayMethod = "decoupled"
 
@@ -50,109 +55,97 @@ class AdamW(Adam):
 class Lion(Elementwise, KeptAverage):
     """Sign of a moving average, with decoupled weight decay (arXiv 2302.06675)."""
 
-    rule: ClassVar[str] = "lion"
-    family: ClassVar[str] = "lion"
-    gradient_average: ClassVar[str | None] = "exp_avg"
-    hyper: ClassVar[tuple[str, ...]] = ("betas",)
+    rule = "lion"
+    family = "lion"
+    gradient_average = "exp_avg"
+    hyper = ("betas",)
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """One average."""
+        """Return one average."""
         return self.like(shape, "exp_avg")
 
     def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """The second of the betas, with which the average follows."""
+        """Return the second of the betas, with which the average follows."""
         return float(hyper["betas"][1])
 
 
 class Sgd(Elementwise, KeptMomentum):
-    """SGD with momentum and L2 regularisation, as :class:`torch.optim.SGD`. Its momentum is a sum,
+    """SGD with momentum and L2 regularisation, as :class:`torch.optim.SGD`. The momentum is a sum,
     no average.
     """
 
-    rule: ClassVar[str] = "sgd"
-    family: ClassVar[str] = "sgd"
-    hyper: ClassVar[tuple[str, ...]] = ("momentum",)
+    rule = "sgd"
+    family = "sgd"
+    hyper = ("momentum",)
 
     weight_decay_method: WeightDecayMethod = "l2"
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """One momentum."""
+        """Return the momentum."""
         return self.like(shape, "momentum_buffer")
 
 
 class Signum(Elementwise, KeptMomentum):
     """Sign of the momentum (arXiv 1802.04434), as emerging_optimizers 0.5 has it."""
 
-    rule: ClassVar[str] = "signum"
-    family: ClassVar[str] = "signum"
-    gradient_average: ClassVar[str | None] = "momentum_buffer"
-    hyper: ClassVar[tuple[str, ...]] = ("momentum",)
+    rule = "signum"
+    family = "signum"
+    gradient_average = "momentum_buffer"
+    hyper = ("momentum",)
 
     nesterov: bool = False
     correct_bias: bool = True
     """Only matters with ``nesterov``: a sign has no size that could be corrected."""
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """One average, and how many steps there were."""
+        """Return one average, and the number of steps."""
         return {**self.like(shape, "momentum_buffer"), **COUNT}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
-        """Momentum, and how the sign is taken."""
-        kind = (
-            ", nesterov" + ("" if self.correct_bias else " without correction of bias")
-            if self.nesterov
-            else ""
-        )
-        return super().summary(hyper) + kind
+        """Name the momentum and the kind of sign."""
+        uncorrected = " without correction of bias" * (not self.correct_bias)
+        return super().summary(hyper) + f", nesterov{uncorrected}" * self.nesterov
 
 
-class LaProp(Elementwise, KeptMoments):
+class LaProp(TwoMoments):
     """Momentum of normalised gradients (arXiv 2002.04839): the order of Adam's two averages turned
     round.
     """
 
-    rule: ClassVar[str] = "laprop"
-    family: ClassVar[str] = "laprop"
-    hyper: ClassVar[tuple[str, ...]] = ("betas", "eps")
+    rule = "laprop"
+    family = "laprop"
 
     correct_bias: bool = True
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """Two averages, the first one of normalised gradients, and how many steps there were."""
-        return {**self.like(shape, "exp_avg", "exp_avg_sq"), **COUNT}
-
     def summary(self, hyper: Callable[[str], str]) -> str:
-        """Betas, eps, and whether they are corrected."""
-        return super().summary(hyper) + (
-            "" if self.correct_bias else ", without correction of bias"
-        )
+        """Name betas and eps, and tell if averages are not corrected."""
+        return super().summary(hyper) + ", without correction of bias" * (not self.correct_bias)
 
 
-class AdEMAMix(Elementwise, KeptMoments):
+class AdEMAMix(TwoMoments):
     """Adam with a second, slow average of the gradient (arXiv 2409.03137)."""
 
-    rule: ClassVar[str] = "ademamix"
-    family: ClassVar[str] = "ademamix"
-    gradient_average: ClassVar[str | None] = "exp_avg"
-    hyper: ClassVar[tuple[str, ...]] = ("betas", "eps")
+    rule = "ademamix"
+    family = "ademamix"
+    gradient_average = "exp_avg"
 
     alpha: NonNegative = 5.0
-    """How much the slow average counts, over the fast one."""
+    """Weight of the slow average, over the fast one."""
     beta3: Decay = 0.9999
-    """Of the slow average, what is kept at a step."""
+    """Share of the slow average that is kept at a step."""
     alpha_warmup_steps: Steps = 0
-    """Over so many steps ``alpha`` grows from 0; the paper takes all steps of the run."""
+    """Steps over which ``alpha`` grows from 0; the paper takes all steps of the run."""
     beta3_warmup_steps: Steps = 0
-    """Over so many steps ``beta3`` grows from the first of ``betas``; the paper takes all steps of
+    """Steps over which ``beta3`` grows from the first of ``betas``; the paper takes all steps of
     the run.
     """
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """Adam's moments, a slow first one, and how many steps there were."""
+        """Return Adam's moments, a slow first one, and the number of steps."""
         return {**self.like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), **COUNT}
 
     def summary(self, hyper: Callable[[str], str]) -> str:
-        """Betas and eps, and of the slow average what it keeps and how much it counts."""
+        """Name betas and eps, and the share and the weight of the slow average."""
 
         def warm(steps: int) -> str:
             return f" after {steps} steps" if steps else ""

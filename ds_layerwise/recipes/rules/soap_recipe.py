@@ -1,4 +1,4 @@
-"""SOAP and KL-SOAP: Adam in the eigenbases of Shampoo's factors."""
+"""Recipes of SOAP and KL-SOAP: Adam in the eigenbases of Shampoo's factors."""
 
 from __future__ import annotations
 
@@ -19,77 +19,68 @@ class Soap(Kronecker):
     :class:`ds_layerwise.optimizers.rules.soap.Soap`.
     """
 
-    rule: ClassVar[str] = "soap"
-    family: ClassVar[str] = "soap"
+    rule = "soap"
+    family = "soap"
     kl: ClassVar[bool] = False
 
     basis: Basis = "qr"
-    """How bases are computed anew: "qr", by a power iteration from those before; "eigh", exactly,
-    as the first are.
+    """Computation of new bases: "qr", by a power iteration from those before; "eigh", exactly, as
+    the first are.
     """
     power_iter_steps: Annotated[int, Field(ge=1, le=1000)] = 1
     """Steps of the power iteration, each with a QR decomposition."""
     lagged_basis: bool = True
-    """Whether a gradient is seen in the bases that those before it have made, as in the paper, so
-    that nothing moves at the first step; false: in those that it has changed itself, as in
+    """See a gradient in the bases that those before it have made, as in the paper, so that nothing
+    moves at the first step; false: in those that it has changed itself, as in
     Emerging-Optimizers."""
     nesterov: bool = False
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """Two moments, of which the second is in the eigenbases, the factors and their bases, and
-        the steps.
+        """Return two moments, of which the second is in the eigenbases, the factors and their
+        bases, and the number of steps.
         """
         return {**self.averages(shape, "exp_avg", "exp_avg_sq"), **self.squares(shape, "", "Q_")}
 
     def work(self, shape: tuple[int, ...]) -> int:
-        """FLOPs of an update: factors, gradient and momentum into the bases and the update out of
-        them; of the bases the share of one step."""
-        matrices = math.prod(shape[:-2])
-        each = 5 if self.kl and len(self.sides(shape)) == 2 else 4
-        return (
-            each * self.products(shape)
-            + matrices
-            * sum(self._basis_flops(side) for side in self.sides(shape).values())
-            // self.precondition_frequency
-        )
+        """Return the FLOPs of an update: factors, gradient and momentum into the bases and the
+        update out of them; of the bases the share of one step.
+        """
+        sides = self.sides(shape).values()
+        bases = math.prod(shape[:-2]) * sum(map(self._basis_flops, sides))
+        products = 5 if self.kl and len(sides) == 2 else 4
+        return products * self.products(shape) + bases // self.precondition_frequency
 
     def _basis_flops(self, side: int) -> int:
-        """Of computing one basis anew. The first product of a power iteration also says how to sort
-        the old basis.
-        """
+        # The first product of a power iteration also says how to sort the old basis.
         product = 2 * side**3
         if self.basis == "eigh":
             return product + EIGH_FLOPS * side**3
-        return self.power_iter_steps * (product + qr_flops(side)) + (product if self.kl else 0)
+        return self.power_iter_steps * (product + qr_flops(side)) + product * self.kl
 
     def workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes: what Adam works in, or the update that waits while the longer basis is made anew.
+        """Return the bytes of Adam, or of the update that waits while the longer basis is computed.
 
         A QR decomposition takes its input and two results, an eigendecomposition its result and
         twice that in LAPACK.
         """
         *_, rows, cols = shape
+        numel = rows * cols
         square = max(self.sides(shape).values()) ** 2
-        learning = max(3 * square, 2 * rows * cols if self.kl else 0) + (
-            rows * cols if self.lagged_basis else 0
-        )
-        vectors = 8 * max(rows, cols)
-        return 4 * self.together(shape) * (
-            max((3 + self.nesterov) * rows * cols, learning) + vectors
-        ) + self.decaying(shape)
+        learning = max(3 * square, 2 * numel * self.kl) + numel * self.lagged_basis
+        most = max((3 + self.nesterov) * numel, learning)
+        return 4 * self.together(shape) * (most + 8 * max(rows, cols)) + self.decaying(shape)
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """Always: an update is AdamW's, turned."""
+        """True: an update is AdamW's, turned."""
         return True
 
     def summary(self, hyper: Callable[[str], str]) -> str:
-        """Averages, and how bases are made."""
-        limit = f", RMS up to {self.max_update_rms:g}" if self.max_update_rms else ""
+        """Name the averages and the computation of bases."""
         return (
             f"betas {hyper('betas')}, eps {hyper('eps')}, shampoo_beta {self.shampoo_beta:g}, "
             f"bases by {self.basis} every {self.precondition_frequency} "
-            f"steps{', nesterov' if self.nesterov else ''}{limit}"
+            f"steps{', nesterov' * self.nesterov}{self.update_limit()}"
         )
 
 
@@ -98,17 +89,13 @@ class KlSoap(Soap):
     :class:`.optimizers.rules.soap.Soap`.
     """
 
-    rule: ClassVar[str] = "kl_soap"
-    family: ClassVar[str] = "kl_soap"
-    kl: ClassVar[bool] = True
+    rule = "kl_soap"
+    family = "kl_soap"
+    kl = True
 
     def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """SOAP's, and the eigenvalues of the factors in their bases."""
-        batch = shape[:-2]
-        return {
-            **super().states(shape),
-            **{
-                f"eigvals_{key}": StateSpec((*batch, side))
-                for key, side in self.sides(shape).items()
-            },
-        }
+        """Return SOAP's states, and the eigenvalues of the factors in their bases."""
+        specs = super().states(shape)
+        for key, side in self.sides(shape).items():
+            specs[f"eigvals_{key}"] = StateSpec((*shape[:-2], side))
+        return specs

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import OR_NULL, NonNegative, build
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class NormGroup(Conditions):
     """The parameters that meet its conditions, all that are given."""
 
-    example: ClassVar[str] = '{"name": "mtp.*"}'
+    example = '{"name": "mtp.*"}'
 
     gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
     """What their gradients are clipped to by their own norm, which the norm of all others then

@@ -23,7 +23,7 @@ from ds_layerwise.orthogonalize.newton_schulz import newton_schulz
 from ds_layerwise.plan.network.link_fit import Timing, Where
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.sync.bucket_transfers import Wire, average, gather_between_nodes, make_wires
-from ds_layerwise.recipes.rules import muon_recipe as recipes
+from ds_layerwise.recipes.rules import muon_recipes as recipes
 
 #: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of
 #: so many seconds.

@@ -14,14 +14,14 @@ from ds_layerwise.recipes.base.recipe import WeightDecayMethod
 from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
 from ds_layerwise.recipes.rules.elementwise_recipes import Adam, AdamW, AdEMAMix, LaProp, Lion, Sgd, Signum
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon", "muon_recipe",
+pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon", "muon_recipes",
                    "decay", "routes", "record", "reshard", "param_groups")
 
 MUON = Muon(ns_method="standard", ns_dtype="fp32")

@@ -11,9 +11,8 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, relative_error, start, train_engine
 
-pytestmark = rooms("orthogonalized", "orthogonalized_recipe", "normuon", "normuon_recipe", "adamuon", "adamuon_recipe",
-                   "namo", "namo_recipe", "scion", "scion_recipe", "polargrad", "polargrad_recipe",
-                   "update_hook_settings", "update_hooks", "routes")
+pytestmark = rooms("orthogonalized", "muon_recipes", "normuon", "adamuon", "namo", "scion",
+                   "polargrad", "update_hook_settings", "update_hooks", "routes")
 
 HALF = 10
 FP32 = {"ns_method": "standard", "ns_dtype": "fp32"}

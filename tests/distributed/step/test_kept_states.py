@@ -11,7 +11,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipe import Muon
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support import internals
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once

@@ -1,0 +1,292 @@
+"""Recipes of the Muon family: momenta of whole matrices, orthogonalised by Newton-Schulz."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ds_layerwise.recipes.base.fields import Decay, Positive
+from ds_layerwise.recipes.base.low_bit_settings import KeptMomentum
+from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.recipes.rules.newton_schulz_settings import (
+    FULL_BATCH_NUMEL,
+    NsMethod,
+    newton_schulz_flops,
+    newton_schulz_workspace,
+)
+from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
+
+NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
+ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
+TpMode = Literal["duplicated", "distributed", "blockwise"]
+Line = Literal["row", "column", "longer_side"]
+#: Coefficients of one step a row: the a, b and c of aX + b(XX')X + c(XX')(XX')X.
+Rows = tuple[tuple[float, float, float], ...]
+
+
+class Orthogonalized(UpdateHooks, KeptMomentum):
+    """Settings of a momentum and of its orthogonalisation; see
+    :class:`ds_layerwise.optimizers.rules.orthogonalized.Orthogonalized`.
+    """
+
+    whole = True
+    gradient_average = "momentum_buffer"
+    as_adamw = "matrix_optimizer to 'adamuon'"
+    hyper = ("momentum",)
+    full_batch_numel = FULL_BATCH_NUMEL
+
+    nesterov: bool = True
+    ns_method: NsMethod = "gram"
+    ns_steps: Annotated[int, Field(ge=1, le=1000)] = 5
+    ns_coefficients: Annotated[
+        str | Annotated[Rows, Field(min_length=1)],
+        Field(json_schema_extra={"expects": "a name or a list of [a, b, c]"}),
+    ] = "simple"
+    ns_dtype: NsDtype = "auto"
+    muon_tp_mode: TpMode = "duplicated"
+    """Treatment of matrices that tensor parallelism has cut; see
+    :mod:`.orthogonalize.tensor_shards`.
+    """
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """Return the momentum."""
+        return self.like(shape, "momentum_buffer")
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """Return the FLOPs of the Newton-Schulz iteration and of hooks."""
+        *batch, rows, cols = shape
+        return newton_schulz_flops(
+            rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
+        ) + self.hook_flops(shape)
+
+    def workspace(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of Newton-Schulz on as many matrices as go through it together, with l2
+        also of the gradients that weight decay changes; or the bytes of the hook after it.
+        """
+        return max(
+            newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2")),
+            self.hook_workspace(shape),
+        )
+
+    @property
+    def sees_tensor_shards(self) -> bool:
+        """True with ``muon_tp_mode`` "blockwise"."""
+        return self.muon_tp_mode == "blockwise"
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """False unless a recipe says otherwise."""
+        return False
+
+    def summary(self, hyper: Callable[[str], str]) -> str:
+        """Name the momentum, the scale of the update, and the hooks."""
+        nesterov = ", nesterov" * self.nesterov
+        return f"momentum {hyper('momentum')}{nesterov}{self.scale_summary()}{self.hook_summary()}"
+
+    def scale_summary(self) -> str:
+        """Name what :meth:`summary` says of one recipe; the text begins with a comma."""
+        raise NotImplementedError
+
+
+class Scaled(Orthogonalized):
+    """Orthogonalised momentum that is scaled by the shape of its matrix."""
+
+    as_adamw = "scale_mode to 'match_rms_adamw'"
+    sized_by = ("scale_mode", "extra_scale_factor")
+
+    scale_mode: ScaleMode = "original"
+    """See :func:`ds_layerwise.optimizers.rules.orthogonalized.scale_factor`."""
+    extra_scale_factor: Positive = 1.0
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True with ``scale_mode`` "match_rms_adamw", or what is the same: "spectral", and 0.2
+        times that; unless a hook decides how large updates are.
+        """
+        scale = (self.scale_mode, self.extra_scale_factor)
+        same = self.scale_mode == "match_rms_adamw" or scale == ("spectral", 0.2)
+        return same and self.sizing_hook is None
+
+    def scale_summary(self) -> str:
+        """Name the scale, unless a hook replaces it."""
+        if self.sizing_hook is not None:
+            return ""
+        return f", scale_mode {self.scale_mode}{_times(self.extra_scale_factor)}"
+
+
+def _times(factor: float) -> str:
+    return "" if factor == 1 else f" x {factor:g}"
+
+
+class Muon(Scaled):
+    """MomentUm Orthogonalized by Newton-schulz, for whole matrices; see
+    :class:`ds_layerwise.optimizers.rules.muon.Muon`.
+    """
+
+    rule = "muon"
+    family = "muon"
+
+
+class Adaptive(Scaled):
+    """Orthogonalised momentum that is divided by the root of a second moment."""
+
+    moment2_beta: Decay = 0.95
+    """Share of the second moment that is kept at a step."""
+    moment2_eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+    def scale_summary(self) -> str:
+        """Name the scale, and the average."""
+        return f"{super().scale_summary()}, moment2_beta {self.moment2_beta:g}"
+
+
+class NorMuon(Adaptive):
+    """Muon whose rows are evened out by a second moment of each; see
+    :class:`ds_layerwise.optimizers.rules.normuon.NorMuon`.
+    """
+
+    rule = "normuon"
+    family = "normuon"
+
+    moment2_per: Line = "row"
+    """Lines that have a second moment: each row, each column, or each of those of which there are
+    more. A row is a neuron of a layer that holds (outputs, inputs), as ``nn.Linear`` does; of
+    transformers' ``Conv1D`` that is a column."""
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """Return the momentum, and a number for each row, or column."""
+        *batch, rows, cols = shape
+        moment2 = (*batch, rows, 1) if self.axis(rows, cols) == -1 else (*batch, 1, cols)
+        return {**super().states(shape), "moment2_buffer": StateSpec(moment2)}
+
+    def axis(self, rows: int, cols: int) -> Literal[-2, -1]:
+        """Return the axis of a ``(rows, cols)`` matrix that squares are averaged over."""
+        per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
+        return -1 if per_row else -2
+
+    def refusal(
+        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
+    ) -> str | None:
+        """Refuse "longer_side" for a matrix that is cut: its parts cannot tell the longer side."""
+        if cut_axis is None or self.moment2_per != "longer_side" or self.sees_tensor_shards:
+            return None
+        line = "row" if shape[-2] >= shape[-1] else "column"
+        return (
+            "is cut by tensor parallelism, and moment2_per is 'longer_side', which the parts of a "
+            f"matrix do not show; set moment2_per to '{line}', which means the same for it"
+        )
+
+    def scale_summary(self) -> str:
+        """Name the scale, and the average."""
+        return f"{super().scale_summary()} per {self.moment2_per}"
+
+
+class AdaMuon(Adaptive):
+    """Muon divided by the root of a second moment for every element; see
+    :class:`ds_layerwise.optimizers.rules.adamuon.AdaMuon`.
+    """
+
+    rule = "adamuon"
+    family = "adamuon"
+
+    scale_mode: ScaleMode = "match_rms_adamw"
+    moment2_rescale: bool = True
+    """Bring what was divided back to the Frobenius norm of an orthogonal matrix, the root of its
+    shorter side.
+    """
+    sign_momentum: bool = False
+    """Orthogonalise the signs of the momentum, not the momentum."""
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """Return two states of the parameter's shape."""
+        return self.like(shape, "momentum_buffer", "moment2_buffer")
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True with ``scale_mode`` "match_rms_adamw" and ``moment2_rescale``, its defaults."""
+        return super().takes_rate_of_adamw and self.moment2_rescale
+
+    def scale_summary(self) -> str:
+        """Name the scale, the average, and the settings."""
+        rescale = ", not rescaled" * (not self.moment2_rescale)
+        return f"{super().scale_summary()}{rescale}{', of signs' * self.sign_momentum}"
+
+
+class Namo(Adaptive):
+    """Muon scaled by the norm of the momentum over that of gradients; see
+    :class:`ds_layerwise.optimizers.rules.namo.Namo`.
+    """
+
+    rule = "namo"
+    family = "namo"
+    only_sizes = True
+
+    @model_validator(mode="after")
+    def _sees_gradients(self) -> Namo:
+        if self.weight_decay_method == "l2":
+            raise ValueError(
+                "weight_decay_method of namo is 'l2', which would make weight decay a part of the "
+                "gradients whose norms it compares; set it to 'decoupled', 'independent' or 'palm'"
+            )
+        return self
+
+    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+        """Return the momentum, and a number for each matrix."""
+        return {**super().states(shape), "moment2_buffer": StateSpec((*shape[:-2], 1, 1))}
+
+
+class PolarGrad(Orthogonalized):
+    """Muon scaled by the nuclear norm of the momentum, steepest descent in the spectral norm; see
+    :class:`ds_layerwise.optimizers.rules.polargrad.PolarGrad`.
+    """
+
+    rule = "polargrad"
+    family = "muon"
+    only_sizes = True
+
+    extra_scale_factor: Positive = 1.0
+
+    def scale_summary(self) -> str:
+        """Name the scale."""
+        return f", nuclear norm{_times(self.extra_scale_factor)}"
+
+
+class Scion(Orthogonalized):
+    """Muon in a ball of the spectral norm; see
+    :class:`ds_layerwise.optimizers.rules.scion.Scion`.
+    """
+
+    rule = "scion"
+    family = "muon"
+    only_sizes = True
+
+    nesterov: bool = False
+    spectral_radius: Positive = 1.0
+    """Spectral norm of the ball, in units of the root of rows over columns."""
+    constrained: bool = True
+    """Stay in the ball: weights decay by the learning rate, whatever ``weight_decay`` says. False:
+    the ball bounds the update alone, and weights decay as for every other optimizer."""
+
+    @model_validator(mode="after")
+    def _stays_in_the_ball(self) -> Scion:
+        for key in ("weight_decay_method", "cautious_weight_decay"):
+            value = getattr(self, key)
+            if self.constrained and value not in ("decoupled", False):
+                raise ValueError(
+                    f"{key} of scion is {value!r}, and constrained is true, with which every "
+                    "weight decays by the learning rate; leave it out, or set constrained to false"
+                )
+        return self
+
+    @property
+    def own_weight_decay(self) -> float | None:
+        """The learning rate alone with ``constrained``."""
+        return 1.0 if self.constrained else None
+
+    def scale_summary(self) -> str:
+        """Name the radius, and tell whether it bounds weights."""
+        constrained = "constrained" if self.constrained else "unconstrained"
+        return f", spectral_radius {self.spectral_radius:g}, {constrained}"
