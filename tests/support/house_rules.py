@@ -41,19 +41,19 @@ class Source:
     def functions(self) -> Iterator[Function]:
         return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
-    def docstrings(self) -> Iterator[ast.Constant]:
-        """The docstrings, and the strings below fields and constants."""
+    def docstrings(self) -> Iterator[tuple[ast.Expr, str]]:
+        """The docstrings, and the strings below fields and constants, each with its text."""
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Module, ast.ClassDef, Function)):
                 for each in node.body:
                     if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(
                             each.value.value, str):
-                        yield each.value
+                        yield each, each.value.value
 
     @cached_property
     def code(self) -> list[tokenize.TokenInfo]:
         """The tokens that are code: no comments, no docstrings, no layout."""
-        inside = {(line) for doc in self.docstrings() for line in range(doc.lineno, (doc.end_lineno or 0) + 1)}
+        inside = {line for doc, _ in self.docstrings() for line in range(doc.lineno, (doc.end_lineno or 0) + 1)}
         return [token for token in tokenize.generate_tokens(io.StringIO(self.text).readline)
                 if token.type not in _SKIPPED and not (token.type == tokenize.STRING and token.start[0] in inside)]
 
@@ -122,8 +122,8 @@ def nested_comprehensions(files: Iterable[Source]) -> list[str]:
 
 def riddles(files: Iterable[Source]) -> list[str]:
     """Docstrings that open with a word that names nothing and does nothing."""
-    return [f"{source.module}: line {doc.lineno}: {doc.value.split(chr(10))[0][:60]}"
-            for source in files for doc in source.docstrings() if _OPENINGS.match(doc.value)]
+    return [f"{source.module}: line {doc.lineno}: {text.splitlines()[0][:60]}"
+            for source in files for doc, text in source.docstrings() if _OPENINGS.match(text)]
 
 
 def names_twice(files: Iterable[Source]) -> list[str]:
