@@ -26,12 +26,12 @@ class Entry(NamedTuple):
 
 
 _RULES: dict[type[Recipe], str] = {
-    muon.Muon: "muon:Muon",
-    muon.NorMuon: "normuon:NorMuon",
-    muon.AdaMuon: "adamuon:AdaMuon",
-    muon.Namo: "namo:Namo",
-    muon.Scion: "scion:Scion",
-    muon.PolarGrad: "polargrad:PolarGrad",
+    muon.Muon: "muon_family:Muon",
+    muon.NorMuon: "muon_family:NorMuon",
+    muon.AdaMuon: "muon_family:AdaMuon",
+    muon.Namo: "muon_family:Namo",
+    muon.Scion: "muon_family:Scion",
+    muon.PolarGrad: "muon_family:PolarGrad",
     Adafactor: "adafactor:Adafactor",
     Soap: "soap:Soap",
     KlSoap: "soap:Soap",

@@ -19,7 +19,7 @@ from namespaces import Cluster, sent_bytes
 from torch import Tensor, nn
 
 import ds_layerwise
-from ds_layerwise.optimizers.rules import orthogonalized
+from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.network.links import Links
 from ds_layerwise.plan.network.transport import Load, wire_time
@@ -147,7 +147,7 @@ def make_engine(
 def leave_out_newton_schulz() -> None:
     """Let matrices stay as they are on all sides. For the rest of this process."""
     original_muon.zeropower_via_gram_newtonschulz = lambda matrix, steps: matrix
-    orthogonalized.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
+    muon_family.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
 
 
 class Syncs:

@@ -39,7 +39,7 @@ from tests.support import elementwise, family, preconditioned
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 
-pytestmark = rooms("recipe_registry", "rule_registry", "recipe", "overrides", "routing_rules", "orthogonalized",
+pytestmark = rooms("recipe_registry", "rule_registry", "recipe", "overrides", "routing_rules", "muon_family",
                    "muon_recipes", "kronecker", "kronecker_recipe", "elementwise", "elementwise_recipes",
                    "update_hook_settings", "update_hooks", "any_torch", "any_torch_recipe", "decay")
 

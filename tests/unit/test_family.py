@@ -15,7 +15,7 @@ from ds_layerwise.config.sections import OptimizerConfig, Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
+from ds_layerwise.optimizers.rules.muon_family import scale_factor
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.routes.routes import Route, with_changes
@@ -26,8 +26,7 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
 
-pytestmark = rooms("orthogonalized", "muon_recipes", "update_hook_settings", "update_hooks", "spectral",
-                   "muon", "normuon", "adamuon", "namo", "scion", "polargrad", "batching")
+pytestmark = rooms("muon_family", "muon_recipes", "update_hook_settings", "update_hooks", "spectral", "batching")
 
 LR, MOMENTUM, DECAY, STEPS = 0.1, 0.9, 0.2, 4
 SHAPES = [(12, 40), (40, 12), (16, 16)]

@@ -13,8 +13,7 @@ from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.elementwise import Adam, Lion, Sgd
-from ds_layerwise.optimizers.rules.muon import Muon
-from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
+from ds_layerwise.optimizers.rules.muon_family import Muon, scale_factor
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules import elementwise_recipes as scalar_recipes
@@ -24,8 +23,8 @@ from ds_layerwise.zero.checkpoint.resumed_groups import take_over
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "muon_recipes", "elementwise", "elementwise_recipes", "recipe_registry", "rule_registry",
-                   "param_groups", "rule")
+pytestmark = rooms("muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "recipe_registry",
+                   "rule_registry", "param_groups", "rule")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 SIMPLE5 = coefficients("simple", 5)

@@ -10,7 +10,7 @@ from torch import nn
 from ds_layerwise.config.sections import Override
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rules.muon import Muon as Rule
+from ds_layerwise.optimizers.rules.muon_family import Muon as Rule
 from ds_layerwise.orthogonalize.part_views import first_state, seen_parts
 from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
 from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rules.muon import Muon
-from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
+from ds_layerwise.optimizers.rules.muon_family import Muon, scale_factor
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
 from ds_layerwise.plan.routes.routes import whole_shape

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_layerwise.config.sections import Recipes
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.optimizers.rules.muon import Muon
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.batching import batches
 from ds_layerwise.plan.forecast.forecast import opened_bytes, specs_of, workspace_bytes
 from ds_layerwise.plan.forecast.model_file import ModelParam, find_model, read_model, route_model
@@ -23,7 +23,7 @@ from ds_layerwise.recipes.rules.newton_schulz_settings import FULL_BATCH_NUMEL, 
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "muon_recipes", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
+pytestmark = rooms("muon_family", "muon_recipes", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
                    "newton_schulz_settings", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")

@@ -18,7 +18,7 @@ from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("decay", "muon", "muon_recipes", "elementwise", "elementwise_recipes", "recipe", "routes")
+pytestmark = rooms("decay", "muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "recipe", "routes")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 METHODS = ["decoupled", "independent", "l2", "palm"]

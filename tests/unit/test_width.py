@@ -9,7 +9,7 @@ from torch import nn
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
-from ds_layerwise.optimizers.rules.orthogonalized import scale_factor
+from ds_layerwise.optimizers.rules.muon_family import scale_factor
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.recipes.targets.mup import is_hidden

@@ -29,7 +29,7 @@ Rows = tuple[tuple[float, float, float], ...]
 
 class Orthogonalized(UpdateHooks, KeptMomentum):
     """Settings of a momentum and of its orthogonalisation; see
-    :class:`ds_layerwise.optimizers.rules.orthogonalized.Orthogonalized`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.Orthogonalized`.
     """
 
     whole = True
@@ -98,7 +98,7 @@ class Scaled(Orthogonalized):
     sized_by = ("scale_mode", "extra_scale_factor")
 
     scale_mode: ScaleMode = "original"
-    """See :func:`ds_layerwise.optimizers.rules.orthogonalized.scale_factor`."""
+    """See :func:`ds_layerwise.optimizers.rules.muon_family.scale_factor`."""
     extra_scale_factor: Positive = 1.0
 
     @property
@@ -123,7 +123,7 @@ def _times(factor: float) -> str:
 
 class Muon(Scaled):
     """MomentUm Orthogonalized by Newton-schulz, for whole matrices; see
-    :class:`ds_layerwise.optimizers.rules.muon.Muon`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.Muon`.
     """
 
     rule = "muon"
@@ -145,7 +145,7 @@ class Adaptive(Scaled):
 
 class NorMuon(Adaptive):
     """Muon whose rows are evened out by a second moment of each; see
-    :class:`ds_layerwise.optimizers.rules.normuon.NorMuon`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.NorMuon`.
     """
 
     rule = "normuon"
@@ -186,7 +186,7 @@ class NorMuon(Adaptive):
 
 class AdaMuon(Adaptive):
     """Muon divided by the root of a second moment for every element; see
-    :class:`ds_layerwise.optimizers.rules.adamuon.AdaMuon`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.AdaMuon`.
     """
 
     rule = "adamuon"
@@ -217,7 +217,7 @@ class AdaMuon(Adaptive):
 
 class Namo(Adaptive):
     """Muon scaled by the norm of the momentum over that of gradients; see
-    :class:`ds_layerwise.optimizers.rules.namo.Namo`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.Namo`.
     """
 
     rule = "namo"
@@ -240,7 +240,7 @@ class Namo(Adaptive):
 
 class PolarGrad(Orthogonalized):
     """Muon scaled by the nuclear norm of the momentum, steepest descent in the spectral norm; see
-    :class:`ds_layerwise.optimizers.rules.polargrad.PolarGrad`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.PolarGrad`.
     """
 
     rule = "polargrad"
@@ -256,7 +256,7 @@ class PolarGrad(Orthogonalized):
 
 class Scion(Orthogonalized):
     """Muon in a ball of the spectral norm; see
-    :class:`ds_layerwise.optimizers.rules.scion.Scion`.
+    :class:`ds_layerwise.optimizers.rules.muon_family.Scion`.
     """
 
     rule = "scion"

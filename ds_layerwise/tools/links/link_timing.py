@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.devices import fast_dtypes
-from ds_layerwise.optimizers.rules.muon import Muon
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import newton_schulz
 from ds_layerwise.plan.network.link_fit import Timing, Where
 from ds_layerwise.ranks.comm import comm, nodes

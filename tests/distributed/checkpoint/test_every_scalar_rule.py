@@ -21,8 +21,8 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon", "muon_recipes",
-                   "decay", "routes", "record", "reshard", "param_groups")
+pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon_family",
+                   "muon_recipes", "decay", "routes", "record", "reshard", "param_groups")
 
 MUON = Muon(ns_method="standard", ns_dtype="fp32")
 CAUTIOUS = {"cautious_weight_decay": True}

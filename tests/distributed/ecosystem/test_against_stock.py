@@ -12,7 +12,7 @@ from tests.support.models import tiny_gpt, token_batch, token_loss
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon", "muon_recipes", "newton_schulz", "newton_schulz_settings")
+pytestmark = rooms("muon_family", "muon_recipes", "newton_schulz", "newton_schulz_settings")
 
 STEPS = 100
 

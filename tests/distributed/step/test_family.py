@@ -11,8 +11,7 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, relative_error, start, train_engine
 
-pytestmark = rooms("orthogonalized", "muon_recipes", "normuon", "adamuon", "namo", "scion",
-                   "polargrad", "update_hook_settings", "update_hooks", "routes")
+pytestmark = rooms("muon_family", "muon_recipes", "update_hook_settings", "update_hooks", "routes")
 
 HALF = 10
 FP32 = {"ns_method": "standard", "ns_dtype": "fp32"}

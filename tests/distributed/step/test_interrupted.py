@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.optimizers.rules import orthogonalized
+from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.sync import exchange
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
@@ -36,7 +36,7 @@ CASES = {
     "what has arrived in a round": ({"stage": 1}, "unpack in cuts", 0),
 }
 
-PLACES = {"newton_schulz": (orthogonalized, "newton_schulz"), "slots": (HostMemory, "__enter__"),
+PLACES = {"newton_schulz": (muon_family, "newton_schulz"), "slots": (HostMemory, "__enter__"),
           "gather": (Wire, "gather"), "to_cuts": (exchange.Exchange, "to_cuts"), "unpack": (exchange, "unpack")}
 
 

@@ -14,8 +14,8 @@ from tests.support.reference import Recipe, Reference, train, trainable, whole_n
 from tests.support.rooms import rooms
 from tests.support.training import MUON, Net, ds_config, recipe_for, relative_error, start, train_engine
 
-pytestmark = rooms("recipe", "muon", "muon_recipes", "elementwise", "elementwise_recipes", "routes", "recipe_registry",
-                   "rule_registry")
+pytestmark = rooms("recipe", "muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "routes",
+                   "recipe_registry", "rule_registry")
 
 RANKS, STEPS = 2, 5
 

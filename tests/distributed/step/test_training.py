@@ -351,17 +351,17 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
     world_size = [1, 2, 4]
 
     def test_each_matrix_once_a_step_over_all_ranks(self):
-        from ds_layerwise.optimizers.rules import orthogonalized
+        from ds_layerwise.optimizers.rules import muon_family
         module = Net()
         engine = start(module, ds_config(params={"ns_method": "gram"}))
         shapes = []
-        original = orthogonalized.newton_schulz
+        original = muon_family.newton_schulz
 
         def counting(matrix, *args, **kwargs):
             shapes.extend([tuple(matrix.shape[-2:])] * matrix[..., 0, 0].numel())
             return original(matrix, *args, **kwargs)
 
-        orthogonalized.newton_schulz = counting
+        muon_family.newton_schulz = counting
         train_engine(engine, 1)
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, shapes)

@@ -1,0 +1,415 @@
+"""The rules of the Muon family: momenta, orthogonalised by Newton-Schulz, and scaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.devices import require
+from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.optimizers.rules.update_hooks import step_
+from ds_layerwise.orthogonalize.batching import (
+    Some,
+    batches,
+    matrices_of,
+    max_batch_numel,
+    stack,
+    unstack,
+)
+from ds_layerwise.orthogonalize.newton_schulz import (
+    NEED_FLOAT32,
+    Coefficients,
+    coefficients,
+    compute_dtype,
+    newton_schulz,
+)
+from ds_layerwise.orthogonalize.norms import frobenius_norms
+from ds_layerwise.orthogonalize.spectral import capped
+from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
+from ds_layerwise.plan.routes.routes import Axis, whole_shape
+from ds_layerwise.recipes.rules import muon_recipes as recipes
+from ds_layerwise.recipes.rules.muon_recipes import NsDtype, ScaleMode
+
+T = TypeVar("T", bound="Orthogonalized")
+
+#: What stands in for a norm of 0: dividing by it keeps zeros.
+TINY = torch.finfo(torch.float32).tiny
+
+
+def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
+    """Return the factor of an orthogonalised ``(rows, cols)`` update.
+
+    ``original`` is Keller Jordan's and DeepSpeed's; ``spectral`` gives every shape an update of RMS
+    1, ``match_rms_adamw`` of about AdamW's 0.2 (arXiv 2502.16982); ``unit_rms_norm`` maps RMS 1 to
+    RMS 1.
+    """
+    if mode == "original":
+        return math.sqrt(max(1, rows / cols))
+    if mode == "unit_rms_norm":
+        return math.sqrt(rows / cols)
+    return (0.2 if mode == "match_rms_adamw" else 1.0) * math.sqrt(max(rows, cols))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """``k`` matrices of equal shape that are updated together, as views of their tensors."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+    direction: Tensor
+    """``(k, rows, cols)``, read only: the matrices to orthogonalise."""
+    shape: tuple[int, int]
+    """The shape of each whole matrix."""
+
+    def state(self, key: str) -> list[Tensor]:
+        """Return the state ``key`` of each of ``params``, as a view."""
+        return [state[key] for state in self.states]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orthogonalized(UpdateRule):
+    """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
+
+    A subclass says what becomes of an orthogonal matrix (:meth:`adapted_`) and how it is scaled
+    (:meth:`scale`). State: ``momentum_buffer``, like the parameter, an exponential moving average
+    of the gradient, and what the recipe adds. The leading axis of a ``(batch, rows, cols)``
+    parameter counts matrices.
+    """
+
+    recipe: recipes.Orthogonalized
+    ns_coefficients: Coefficients
+    ns_dtype: NsDtype = "auto"
+    fast_dtypes: frozenset[torch.dtype] = frozenset()
+    """The dtypes that ``ns_dtype`` "auto" may take; see
+    :func:`.orthogonalize.newton_schulz.compute_dtype`.
+    """
+    cut: tuple[Axis, Peers] | None = None
+    """The axis of which this rank has a part, and the ranks that have the others; None for whole
+    matrices.
+    """
+
+    @classmethod
+    def of(cls: type[T], recipe: recipes.Orthogonalized) -> T:
+        """Return the rule that runs ``recipe``.
+
+        Raises:
+            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the ``ns_dtype``
+                asked for.
+        """
+        rows = coefficients(recipe.ns_coefficients, recipe.ns_steps)
+        ns_dtype = recipe.ns_dtype
+        if recipe.ns_coefficients in NEED_FLOAT32:
+            if ns_dtype in ("bf16", "fp16"):
+                raise ConfigError(
+                    f"ns_coefficients {recipe.ns_coefficients!r} diverges in half precision, got "
+                    f"ns_dtype {ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'"
+                )
+            ns_dtype = "fp32"
+        return cls(recipe=recipe, ns_coefficients=rows, ns_dtype=ns_dtype)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a device that has no products in ``ns_dtype``.
+
+        Raises:
+            ConfigError: see :func:`.optimizers.devices.require`.
+        """
+        if self.ns_dtype != "auto":
+            require(self.products_in, device, key="optimizer.params.ns_dtype", value=self.ns_dtype)
+
+    def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
+        """Return this rule for a device where ``fast_dtypes`` are much faster than float32."""
+        return replace(self, fast_dtypes=fast_dtypes)
+
+    @property
+    def products_in(self) -> torch.dtype:
+        """The dtype of the products of Newton-Schulz."""
+        return compute_dtype(self.ns_dtype, self.recipe.ns_method, self.fast_dtypes)
+
+    def of_shards(self: T, axis: Axis, peers: Peers) -> T:
+        """Return this rule for matrices of which this rank has a tensor shard."""
+        return self if self.recipe.sees_tensor_shards else replace(self, cut=(axis, peers))
+
+    def prepared(self, direction: Tensor) -> Tensor:
+        """Return the matrices to orthogonalise; ``direction`` is read only."""
+        return direction
+
+    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
+        """Return the update of ``batch`` before it is scaled, and update the states of ``batch``.
+
+        ``orthogonal`` may be overwritten.
+        """
+        return orthogonal
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return the factor of the update of whole ``(rows, cols)`` matrices."""
+        raise NotImplementedError
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        """Update momenta, then the parameters, batch by batch of equal shape."""
+        groups = batches(
+            [(*p.shape[:-2], *self._whole(p.shape)) for p in params],
+            max_batch_numel(params[0].device),
+        )
+        for group in groups:
+            self._update_batch(group, params, grads, states, hyper)
+        if self.recipe.spectral_clip is not None:
+            for group in groups:
+                self._clip_([some.of(params) for some in group], self.recipe.spectral_clip)
+
+    def _update_batch(
+        self,
+        group: Sequence[Some],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        mine = [some.of(params) for some in group]
+        gradients = [some.of(grads) for some in group]
+        views = []
+        for some in group:
+            state = states[some.tensor]
+            views.append({key: some.within(value) for key, value in state.items()})
+        momenta = [view["momentum_buffer"] for view in views]
+        decay = WeightDecay.of(self.recipe)
+        given = decay.gradients(mine, gradients, hyper)
+        torch._foreach_lerp_(momenta, given, 1 - hyper.momentum)
+        direction = stack(momenta)
+        if self.recipe.nesterov:
+            direction = torch.lerp(stack(given), direction, hyper.momentum)
+        rows, cols = self._whole(direction.shape)
+        batch = Batch(
+            params=mine, grads=gradients, states=views, direction=direction, shape=(rows, cols)
+        )
+        update = self.adapted_(self._orthogonal(self.prepared(direction)), batch)
+        decay.shrink_(mine, unstack(update, mine), hyper)
+        step_(
+            self.recipe, mine, update, lr=hyper.lr, scale=self.scale(rows, cols), norms=self.norms
+        )
+
+    def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the last two sizes of ``shape``, as whole matrices have them."""
+        if self.cut is None:
+            return tuple(shape[-2:])
+        axis, peers = self.cut
+        return whole_shape(tuple(shape[-2:]), axis, peers.size)
+
+    def _orthogonal(self, direction: Tensor) -> Tensor:
+        if self.cut is None:
+            return newton_schulz(
+                direction,
+                self.ns_coefficients,
+                method=self.recipe.ns_method,
+                dtype=self.products_in,
+            )
+        axis, peers = self.cut
+        return newton_schulz_of_shards(
+            direction,
+            self.ns_coefficients,
+            axis=axis,
+            peers=peers,
+            method=self.recipe.ns_method,
+            distributed=self.recipe.muon_tp_mode == "distributed",
+            dtype=self.products_in,
+        )
+
+    def summed(self, value: Tensor) -> Tensor:
+        """Return the sum of ``value`` over the parts of matrices, ``value`` for whole ones."""
+        return value if self.cut is None else self.cut[1].sum_(value)
+
+    def norms(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Return the Frobenius norms of ``k`` matrices, ``(k,)``; of parts, those of the whole."""
+        own = frobenius_norms(matrices)
+        return own if self.cut is None else self.summed(own.square_()).sqrt_()
+
+    def norms_of(self, stacked: Tensor) -> Tensor:
+        """Return the norms of ``(k, rows, cols)`` as ``(k, 1, 1)``."""
+        return self.norms(list(stacked.unbind())).view(-1, 1, 1)
+
+    def _clip_(self, params: list[Tensor], most: float) -> None:
+        """Cut singular values of ``params`` down to ``most``, after parts have been gathered."""
+        if self.cut is None:
+            torch._foreach_copy_(params, unstack(capped(params, most), params))
+            return
+        axis, peers = self.cut
+        whole = torch.cat(peers.gather(stack(params).contiguous()).unbind(), dim=axis)
+        mine = capped([whole], most).chunk(peers.size, dim=axis)[peers.rank]
+        torch._foreach_copy_(params, unstack(mine, params))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled(Orthogonalized):
+    """Orthogonalised momenta that are scaled by the shape of their matrix."""
+
+    recipe: recipes.Scaled
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return the factor of ``scale_mode``, times ``extra_scale_factor``."""
+        return self.recipe.extra_scale_factor * scale_factor(self.recipe.scale_mode, rows, cols)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon(Scaled):
+    """MomentUm Orthogonalized by Newton-schulz, for whole matrices: an orthogonal matrix is the
+    update.
+
+    Reference: https://kellerjordan.github.io/posts/muon/
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NorMuon(Scaled):
+    """Muon whose rows are divided by the root of an average of their squares, with the norm that
+    Muon has.
+
+    With O orthogonal: v <- beta v + (1 - beta) mean over columns of O^2, u = O / (sqrt(v) + eps),
+    then |O| / |u| times u. State ``moment2_buffer``: v, ``(rows, 1)``.
+
+    Reference: arXiv 2510.05491, with the norm that the authors' own code keeps (ShizukaKuze/NorMuon
+    at 22b57d4, and pytorch_optimizer 4.1.0); the paper's Algorithm 1 gives updates an RMS of 0.2,
+    which ``scale_mode`` "match_rms_adamw" comes to but for what five Newton-Schulz steps leave.
+    ``moment2_per`` "longer_side" is Emerging-Optimizers' choice (0.3.0), which averages over
+    columns where there are at least as many rows, else over rows; it takes max(v, eps) for v.
+    """
+
+    recipe: recipes.NorMuon
+
+    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
+        """Return the update of the class."""
+        axis = self.recipe.axis(*batch.shape)
+        squares = orthogonal.square().sum(axis, keepdim=True)
+        if self.cut is not None and self.cut[0] == axis:
+            squares = self.summed(squares)
+        states = batch.state("moment2_buffer")
+        moment2 = torch.lerp(
+            stack(states), squares.div_(batch.shape[axis]), 1 - self.recipe.moment2_beta
+        )
+        torch._foreach_copy_(states, unstack(moment2, states))
+        norms = self.norms_of(orthogonal)
+        update = orthogonal.div_(moment2.sqrt_().add_(self.recipe.moment2_eps))
+        return update.mul_(norms / self.norms_of(update).clamp_min(TINY))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaMuon(Scaled):
+    """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
+    matrix.
+
+    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), then sqrt(min(rows,
+    cols)) / |u| times u, so that with ``scale_mode`` "match_rms_adamw" every update has an RMS of
+    0.2. State ``moment2_buffer``: v.
+
+    Reference: arXiv 2507.11005 as the authors' own code has it (Chongjie-Si/AdaMuon at 3b84e03) and
+    pytorch_optimizer 4.1.0; both also correct v for its bias, which the norm takes back but for
+    eps. The paper's second version orthogonalises the signs of the momentum (``sign_momentum``).
+    Without ``moment2_rescale`` it is what Emerging-Optimizers 0.3.0 calls adamuon: an element's
+    first update is 1 / sqrt(1 - beta) whatever its gradient, so that with ``scale_mode`` "spectral"
+    updates begin at an RMS of 72 (64 x 256) and end near 16.
+    """
+
+    recipe: recipes.AdaMuon
+
+    def prepared(self, direction: Tensor) -> Tensor:
+        """Return the signs of ``direction`` with ``sign_momentum``, else itself."""
+        return direction.sign() if self.recipe.sign_momentum else direction
+
+    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
+        """Return the update of the class."""
+        moments = batch.state("moment2_buffer")
+        parts = unstack(orthogonal, moments)
+        torch._foreach_mul_(moments, self.recipe.moment2_beta)
+        torch._foreach_addcmul_(moments, parts, parts, value=1 - self.recipe.moment2_beta)
+        roots = torch._foreach_sqrt(moments)
+        torch._foreach_add_(roots, self.recipe.moment2_eps)
+        torch._foreach_div_(parts, roots)
+        if self.recipe.moment2_rescale:
+            norms = self.norms_of(orthogonal)
+            wanted = math.sqrt(min(batch.shape))
+            # A matrix without a gradient has no norm to divide by, and 0 times infinity is NaN.
+            orthogonal.mul_(torch.where(norms < wanted * TINY, 0, wanted / norms))
+        return orthogonal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namo(Scaled):
+    """Muon scaled by how long the momentum is beside the gradients, as Adam's steps are.
+
+    With g the gradient, d the direction that is orthogonalised to O: v <- beta v + (1 - beta)
+    |g|^2, and the update is |d| / (sqrt(v) + eps) times O. State ``moment2_buffer``: v, one number
+    a matrix. It is an average of squares, so gradients whose norm is beyond 1e19 overflow it.
+
+    Reference: Emerging-Optimizers 0.3.0, after arXiv 2602.17080. The authors' own code
+    (minxin-zhg/namo) corrects both averages for their bias, has eps under the root, bounds the step
+    by 1, lets weight decay follow the step and keeps 99 % of v; without a correction the factor
+    begins at (1 - momentum) / sqrt(1 - beta), 0.22 without nesterov.
+    """
+
+    recipe: recipes.Namo
+
+    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
+        """Return the update of the class."""
+        states = batch.state("moment2_buffer")
+        squares = self.norms(matrices_of(batch.grads)).square_().view(-1, 1, 1)
+        moment2 = torch.lerp(stack(states), squares, 1 - self.recipe.moment2_beta)
+        torch._foreach_copy_(states, unstack(moment2, states))
+        return orthogonal.mul_(
+            self.norms_of(batch.direction) / moment2.sqrt_().add_(self.recipe.moment2_eps)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scion(Orthogonalized):
+    """Stochastic conditional gradient with the spectral norm: W <- (1 - lr) W - lr radius sqrt(rows
+    / cols) O.
+
+    Once in the ball, W stays in it while lr is at most 1, as far as O is orthogonal. Without
+    ``constrained`` W is not shrunk by lr but by ``weight_decay``, as in every other rule.
+
+    Reference: arXiv 2502.07529 for layers between the first and the last; Emerging-Optimizers
+    0.3.0, which has the constrained one alone, and pytorch_optimizer 4.1.0.
+    """
+
+    recipe: recipes.Scion
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return ``spectral_radius`` times the factor of "unit_rms_norm"."""
+        return self.recipe.spectral_radius * scale_factor("unit_rms_norm", rows, cols)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolarGrad(Orthogonalized):
+    """Steepest descent in the spectral norm: the update is <O, d> O, with O the orthogonalised
+    direction d.
+
+    <O, d>, the sum of products of their elements, is the nuclear norm of d as far as O is
+    orthogonal. So updates are as large as gradients are.
+
+    Reference: arXiv 2505.21799; Emerging-Optimizers 0.3.0.
+    """
+
+    recipe: recipes.PolarGrad
+
+    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
+        """Return the update of the class."""
+        # Rows first, and each matrix alone: over a batch, the order of the sum would depend on its
+        # size.
+        of_rows = (orthogonal * batch.direction).sum(-1)
+        return orthogonal.mul_(self.summed(of_rows.sum(-1)).view(-1, 1, 1))
+
+    def scale(self, rows: int, cols: int) -> float:
+        """Return ``extra_scale_factor``."""
+        return self.recipe.extra_scale_factor
