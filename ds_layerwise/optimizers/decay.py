@@ -32,7 +32,7 @@ from ds_layerwise.recipes.base.recipe import Recipe, WeightDecayMethod
 
 @dataclass(frozen=True, slots=True)
 class WeightDecay:
-    """One way to decay. A rule that knows its directions calls :meth:`gradients`, then
+    """A way to decay weights. A rule that knows its directions calls :meth:`gradients`, then
     :meth:`shrink_`.
     """
 
@@ -41,13 +41,13 @@ class WeightDecay:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WeightDecay:
-        """What ``recipe`` says."""
+        """Return the decay that ``recipe`` asks for."""
         return cls(recipe.weight_decay_method, recipe.cautious_weight_decay)
 
     def gradients(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], hyper: Hyper
     ) -> list[Tensor]:
-        """What a rule takes for the gradients: ``grads`` themselves or, with l2, new tensors."""
+        """Return the gradients for a rule: ``grads`` themselves or, with l2, new tensors."""
         if self.method != "l2" or not hyper.weight_decay:
             return list(grads)
         return list(torch._foreach_add(list(grads), list(params), alpha=hyper.weight_decay))
@@ -93,7 +93,7 @@ class WeightDecay:
         torch._foreach_add_(list(params), moves, alpha=-hyper.lr)
 
     def _share(self, hyper: Hyper) -> float:
-        """What part of itself a weight loses in a step."""
+        """Return the part of itself that a weight loses in a step."""
         rate = {"decoupled": hyper.lr, "independent": 1.0, "palm": hyper.lr * hyper.lr, "l2": 0.0}[
             self.method
         ]

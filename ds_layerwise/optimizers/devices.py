@@ -1,4 +1,4 @@
-"""What an accelerator can compute with."""
+"""Dtypes that an accelerator can compute in, and those that it is fast in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SAME_ROUNDS, _ROUNDS, _LITTLE = 10, 200, 0.95
 
 
 def widest_float() -> torch.dtype:
-    """What sums of squares are made in: float64, or float32 where the accelerator has none.
+    """Return the dtype for sums of squares: float64, or float32 where the accelerator has none.
 
     In float32 a gradient beyond 1e19 counts as one that is not finite.
     """
@@ -80,8 +80,8 @@ def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
 
 @lru_cache(maxsize=None)
 def speed_over_float32(dtype: torch.dtype, device: torch.device) -> float:
-    """How many times as fast as in float32 a product of two matrices is in ``dtype``; the same in
-    the whole process.
+    """Return how many times as fast as in float32 a product of two matrices is in ``dtype``; the
+    same in the whole process.
     """
     side = _SIDE_CPU if device.type == "cpu" else _SIDE
     operands = {

@@ -1,4 +1,4 @@
-"""What float32 states are kept in between two updates: bfloat16, also rounded by chance, and codes
+"""Formats of float32 states between two updates: bfloat16, also rounded by chance, and codes
 of 8 bits.
 
 Chance is a hash of what is rounded where and when, so that it is the same for any number of ranks
@@ -92,7 +92,7 @@ def to_codes_(codes: Tensor, scales: Tensor, values: Tensor, *, signed: bool) ->
 
 
 def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """What :func:`to_codes_` has kept, 1-D float32, new memory."""
+    """Return the values that :func:`to_codes_` has kept, 1-D float32, new memory."""
     maps, found = _torchao(), torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     levels = _levels(signed, codes.device)
     for start in range(0, codes.numel(), _AT_A_TIME):
@@ -109,7 +109,7 @@ def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """What the codes stand for over the scale of their block, ascending.
+    """Return the values of the codes over the scale of their block, ascending.
 
     torchao's, but for the least one of the signed map, -0.993 there: with -1 the largest value of a
     block is exact whatever its sign, and codes of what they stand for are the same codes.

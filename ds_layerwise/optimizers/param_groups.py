@@ -66,7 +66,7 @@ _SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.c
 
 
 class Held(NamedTuple):
-    """What this rank owns of one parameter."""
+    """The part of one parameter that this rank owns."""
 
     param: Tensor
     route: Route
@@ -96,7 +96,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     """
 
     fixed_keys: frozenset[str] = frozenset()
-    """What a group may say as the whole run does, and never otherwise."""
+    """Keys of the whole run, which a group may repeat but not change."""
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.built_with = tuple(
             {key: group[key] for key in HYPER_KEYS} for group in self.param_groups
         )
-        """What config and script have given each group, whatever schedules or a checkpoint make of
-        it.
+        """The settings that config and script have given each group, whatever schedules or a
+        checkpoint make of it.
         """
         self.configured = [dict(group) for group in self.built_with]
         """The hyper-parameters of the run that this one goes on from, as far as they have won."""
         self.own_keys = [frozenset(item) for item in given]
-        """What the script has given each group."""
+        """The settings that the script has given each group."""
         self.own_decay = frozenset(
             i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys
         )
@@ -145,8 +145,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
 
     def groups_now(self) -> list[dict[str, Any]]:
-        """What the next step takes of the groups: what they say, and ``configured_lr``, where their
-        ``lr`` stood before any schedule, in this run or in the one that it goes on from."""
+        """Return the settings of groups for the next step: their own, and ``configured_lr``, where
+        their ``lr`` stood before any schedule, in this run or in the one that it goes on from."""
         # torch's schedules that move a momentum leave this mark, and move the first of betas.
         return [
             {
@@ -204,11 +204,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     @property
     def recipes_by_group(self) -> tuple[Recipe, ...]:
-        """By group, the recipe of its parameters; empty where each parameter has its own."""
+        """Return the recipe of the parameters of each group; empty where each parameter has its
+        own.
+        """
         return ()
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
-        """What of ``given``, which a group was given, a load compares: by the names that a config
+        """Return the part of ``given`` that a load compares, by the names that a config
         has for it.
         """
         named: dict[str, object] = {"lr": float(given["lr"])}
@@ -327,7 +329,7 @@ def cannot_load() -> StepError:
 
 
 def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
-    """By index of a group, which of the two ratios its parameters have."""
+    """Return which of the two ratios the parameters of each group have, by its index."""
     used: dict[int, set[str]] = {}
     for route in routes.values():
         used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
@@ -380,7 +382,7 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
 
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
-    """What holds for the whole run, or is said of parameters by their names."""
+    """Return the keys that hold for the whole run, or for parameters by their names."""
     return _SAID_BY_OVERRIDES | config.for_the_run().keys()
 
 

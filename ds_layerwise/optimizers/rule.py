@@ -1,5 +1,5 @@
-"""What every optimizer here is: a rule that updates a list of parameters, with no idea of ranks or
-buckets.
+"""The interface of every optimizer: a rule that updates a list of parameters, with no idea of ranks
+or buckets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ T = TypeVar("T", bound="UpdateRule")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyper:
-    """What a parameter group says at this step; a scheduler may change any of it between steps."""
+    """The settings of a parameter group at this step; a scheduler may change any of it between
+    steps.
+    """
 
     lr: float
     weight_decay: float
@@ -48,7 +50,7 @@ class UpdateError(StepError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateRule:
-    """One optimizer's mathematics.
+    """The mathematics of an optimizer.
 
     Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)`` for
     a rule that needs whole ones, 1-D pieces cut anywhere for an element-wise one.
@@ -80,7 +82,7 @@ class UpdateRule:
 
     @property
     def products_in(self) -> torch.dtype | None:
-        """What matrices are multiplied in; None if none are, or there is no choice."""
+        """The dtype in which matrices are multiplied; None if none are, or there is no choice."""
         return None
 
     def of_shards(self: T, axis: Any, peers: Any) -> T:
@@ -105,8 +107,8 @@ class UpdateRule:
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """One step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are not
-        empty.
+        """Take a step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are
+        not empty.
 
         Raises:
             UpdateError: it cannot update one of them; some are updated.

@@ -51,7 +51,7 @@ def rules_of(
     *,
     fast_dtypes: frozenset[torch.dtype] = frozenset(),
 ) -> dict[str, UpdateRule]:
-    """By parameter, the rule that updates it; of parts of matrices, with the ``peers`` that have
+    """Return the rule of each parameter by name; of parts of matrices, with the ``peers`` that have
     the others.
 
     Args:

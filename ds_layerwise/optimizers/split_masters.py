@@ -83,7 +83,7 @@ def _places(device: torch.device) -> Tensor:
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """One int64 for 64 of ``bits``."""
+    """Return an int64 for every 64 of ``bits``."""
     return (bits.view(-1, BLOCK).long() << _places(bits.device)).sum(-1)
 
 

@@ -68,8 +68,8 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
-    """One contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows, cols)``; of
-    a single one that is contiguous a view."""
+    """Return one contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows,
+    cols)``; of a single one that is contiguous a view."""
     if len(matrices) > 1 and all(matrix.dim() == 2 for matrix in matrices):
         return torch.stack(list(matrices))
     batches = [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in matrices]

@@ -121,8 +121,8 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
 
 
 def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ()) -> torch.dtype:
-    """What the products run in: ``setting``, or for "auto" the first of ``fast`` that is exact
-    enough, else float32.
+    """Return the dtype of the products: ``setting``, or for "auto" the first of ``fast`` that is
+    exact enough, else float32.
 
     For ``gram`` those are float16, which is the more exact one there, and bfloat16; for
     ``standard`` bfloat16 alone.

@@ -34,8 +34,8 @@ class Seen(NamedTuple):
     like: Set[str] = frozenset()
 
     def copy(self) -> Seen:
-        """What a rule works on: copies in memory of their own, or this itself where it needs
-        none.
+        """Return the tensors that a rule works on: copies in memory of their own, or this itself
+        where it needs none.
         """
         if self.shape is None:
             return self
@@ -60,7 +60,7 @@ def first_state(
     like: Set[str],
     init: Callable[[Tensor], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """What ``init`` makes of each part of ``whole``, by the names of
+    """Return the value of ``init`` for each part of ``whole``, by the names of
     :meth:`.recipes.targets.fused_parts.Parts.states`.
     """
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What can be done to singular values with matrix products alone, beside making all of them
+"""Changes of singular values by matrix products alone, beside making all of them
 equal.
 """
 

@@ -50,7 +50,7 @@ def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def one_by_one(side: int, device: torch.device) -> bool:
-    """Whether matrices of that smaller side are multiplied one after another; see the note."""
+    """Tell whether matrices of that smaller side are multiplied one after another; see the note."""
     return device.type == "cpu" and side >= _ONE_BY_ONE_FROM
 
 

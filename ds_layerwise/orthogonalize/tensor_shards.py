@@ -31,11 +31,11 @@ class Peers(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks hold a tensor shard, this one included."""
+        """The number of ranks that hold a tensor shard, this one included."""
 
     @property
     def rank(self) -> int:
-        """Which of them this one is; parts are in this order."""
+        """The number of this rank among the peers; parts are in this order."""
 
     def gather(self, value: Tensor) -> Tensor:
         """Everyone's ``value``, stacked along a new first axis."""

@@ -54,7 +54,7 @@ class AnyTorch(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """One step of each parameter.
+        """Take a step of each parameter.
 
         Raises:
             UpdateError: the class keeps something else than its probe did.
@@ -141,7 +141,7 @@ class AnyTorch(UpdateRule):
 
 
 def _value(leaf: Leaf, state: State, step: int) -> Any:
-    """What a class finds in the place of ``leaf`` after ``step`` steps."""
+    """Return the value that a class finds in the place of ``leaf`` after ``step`` steps."""
     if leaf.kind is not Tensor:
         return leaf.kind(state[leaf.key].item() if leaf.ahead is None else step + leaf.ahead)
     if leaf.ahead is None:

@@ -65,7 +65,7 @@ class ClientOptimizer(LayerWiseOptimizer):
 
     @staticmethod
     def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``group`` says, with the rate that it has before any schedule."""
+        """Return the settings of ``group``, with the rate that it has before any schedule."""
         values = {
             key: value
             for key, value in group.items()
@@ -75,13 +75,13 @@ class ClientOptimizer(LayerWiseOptimizer):
 
     @property
     def recipes_by_group(self) -> tuple[ClientTorch, ...]:
-        """By group, the recipe of its parameters."""
+        """Return the recipe of the parameters of each group."""
         return self._by_group
 
     def groups_now(self) -> list[dict[str, Any]]:
-        """What the next step takes of the groups: all that they say, under ``of_client``, and,
-        under the names of this package's own, the rate, and the weight decay where the class has
-        one."""
+        """Return the settings of groups for the next step: all that they say, under ``of_client``,
+        and, under the names of this package's own, the rate, and the weight decay where the class
+        has one."""
         return [
             {
                 "configured_lr": known["lr"],
@@ -100,7 +100,7 @@ class ClientOptimizer(LayerWiseOptimizer):
         ]
 
     def check_groups(self) -> None:
-        """What groups may say is the class's own."""
+        """Allow the keys of the class alone in groups."""
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
         """Refuse a bound that is above its rate. The object's rates were all chosen.
@@ -122,8 +122,8 @@ class ClientOptimizer(LayerWiseOptimizer):
         """Nothing is refused: no rate of the object follows another."""
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
-        """What of ``given`` a load compares: all of it, by the names of the class, as a checkpoint
-        says it.
+        """Return the part of ``given`` that a load compares: all of it, by the names of the class,
+        as a checkpoint says it.
         """
         return {key: normalised(plain(value, key)) for key, value in given.items()}
 
@@ -183,7 +183,8 @@ class ClientOptimizer(LayerWiseOptimizer):
 
 
 def given_by(optimizer: object, params: Any) -> Optimizer:
-    """What ``initialize(optimizer=...)`` means: an object, or what a callable makes for ``params``.
+    """Return the optimizer that ``initialize(optimizer=...)`` means: an object, or what a callable
+    makes for ``params``.
 
     Raises:
         ConfigError: the callable makes none.

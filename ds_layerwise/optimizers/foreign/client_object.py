@@ -1,4 +1,4 @@
-"""What can be told of an optimizer object of a script, and more optimizers like it.
+"""An optimizer object of a script: its class and settings, and more optimizers like it.
 
 Note: what an object is
     Its class, ``defaults``, the values of its parameter groups, its states, and whatever else its
@@ -60,12 +60,12 @@ _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prototype:
-    """What makes optimizers like one group of an object."""
+    """The maker of optimizers like one group of an object."""
 
     kind: type[Optimizer]
     defaults: Mapping[str, Any]
     rest: Mapping[str, Any]
-    """What else stands in its ``__dict__``."""
+    """Everything else in ``__dict__`` of the object."""
     group: Mapping[str, Any]
     """The group's values when the engine was made, without its parameters."""
 
@@ -93,8 +93,8 @@ def set_rate(group: dict[str, Any], lr: float) -> None:
 
 
 def path_of(client: Optimizer) -> str:
-    """What a config calls its class: by the outermost package that has it, as states belong to a
-    class by that name.
+    """Return the name of the class in a config: by the outermost package that has it, as states
+    belong to a class by that name.
     """
     return any_torch_recipe.path_of(type(client))
 
@@ -183,7 +183,7 @@ def check_object(client: Optimizer) -> Optimizer:
 
 
 def recipes_of(client: Optimizer, *, split: ClientSplit) -> tuple[ClientTorch, ...]:
-    """By parameter group of ``client``, the recipe of its parameters.
+    """Return, for each parameter group of ``client``, the recipe of its parameters.
 
     Args:
         split: for groups that do not say ``split`` themselves.

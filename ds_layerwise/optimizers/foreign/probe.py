@@ -1,4 +1,4 @@
-"""What a class of ``torch.optim.Optimizer`` keeps of a parameter: found by a few steps of it.
+"""The states that a class of ``torch.optim.Optimizer`` keeps, found by a few steps of it.
 
 Note: how a state is found, without the memory of one
     A class makes its state when it first steps. So it steps on tensors of the device "meta", which
@@ -69,23 +69,23 @@ class Leaf:
     """A tensor, or a number that changes, in what a class keeps."""
 
     key: str
-    """What this package calls it; :data:`COUNT` for one that counts steps."""
+    """The name in this package; :data:`COUNT` for one that counts steps."""
     kind: type
     """Tensor, or the type of the number."""
     spec: StateSpec
     ahead: int | None = None
-    """Of one that counts steps, by how much it is ahead of them; None for others."""
+    """The number of steps that a counter is ahead of them; None for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a class keeps of a parameter of one shape."""
+    """The states that a class keeps of a parameter of one shape."""
 
     states: tuple[Any, ...]
     """After each of the first steps, and all later ones as after the last: its state, with a
     :class:`Leaf` in each place that has a tensor, or a number that changes."""
     groups: Mapping[str, Leaf]
-    """By key, the numbers of a parameter group that count steps."""
+    """The numbers of a parameter group that count steps, by key."""
     flops: int
 
     def after(self, step: int) -> Any:
@@ -93,7 +93,7 @@ class Kept:
         return self.states[min(step, len(self.states)) - 1]
 
     def specs(self) -> dict[str, StateSpec]:
-        """By this package's names, every state."""
+        """Return every state by the name in this package."""
         leaves = [
             leaf for state in self.states for _, leaf in walk(state) if isinstance(leaf, Leaf)
         ]
@@ -164,7 +164,7 @@ def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> N
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What lies in dicts, lists and tuples in one another, each with the way to it."""
+    """Yield every leaf of nested dicts, lists and tuples, with the path to it."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from walk(each, (*path, key))
@@ -188,7 +188,7 @@ def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
 
 @lru_cache(maxsize=None)
 def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
-    """What the class of ``recipe`` keeps of a parameter of ``shape``.
+    """Return the states that the class of ``recipe`` keeps of a parameter of ``shape``.
 
     Raises:
         ConfigError: it cannot step on it, or keeps what cannot be told from shapes, or is neither
@@ -231,7 +231,7 @@ def _counted_as(small: Kept, large: Kept) -> Kept:
 
 
 def states_of(recipe: AnyTorch, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-    """By name, the states of a parameter of ``shape``. Raises as :func:`kept_of`."""
+    """Return the states of a parameter of ``shape`` by name. Raises as :func:`kept_of`."""
     return kept_of(recipe, shape).specs()
 
 
@@ -291,7 +291,7 @@ def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What a probe has seen of a tensor: its value where it has no axes and memory."""
+    """Return the description of a tensor: its value where it has no axes and memory."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -312,8 +312,8 @@ def _described(value: Any) -> Any:
 
 
 def _leaf(recipe: AnyTorch, seen: list[dict[Path, Any]], path: Path, value: Any) -> Any:
-    """What stands at ``path`` in a description: a :class:`Leaf`, or the value itself where it never
-    changes.
+    """Return the entry at ``path`` of a description: a :class:`Leaf`, or the value itself where it
+    never changes.
     """
     if value is None or isinstance(value, (str, torch.dtype, torch.device)):
         return value
@@ -343,8 +343,8 @@ def _leaf(recipe: AnyTorch, seen: list[dict[Path, Any]], path: Path, value: Any)
 
 
 def _ahead(found: list[Any]) -> int | None:
-    """By how much what a probe has ``found`` after its steps is ahead of counting them; None if it
-    does not count.
+    """Return by how much the number ``found`` after the steps of a probe is ahead of counting them;
+    None if it does not count.
     """
     if not all(
         isinstance(each, (int, float)) and not isinstance(each, bool) and math.isfinite(each)
@@ -360,7 +360,7 @@ def _ahead(found: list[Any]) -> int | None:
 
 
 def _of_shape(small: Kept, sample: tuple[int, ...], shape: tuple[int, ...]) -> Kept:
-    """What is kept of ``shape``, from what is kept of ``sample``."""
+    """Return the states of ``shape``, from the states of ``sample``."""
     sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
 
     def grown(_: Path, leaf: Any) -> Any:

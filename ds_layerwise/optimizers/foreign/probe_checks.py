@@ -1,5 +1,5 @@
-"""What a class of ``torch.optim.Optimizer`` must not do, or ranks that own some parameters each
-cannot run it.
+"""Checks of things that a class of ``torch.optim.Optimizer`` must not do, or ranks that own some
+parameters each cannot run it.
 
 Note: what is tried
     What it keeps after some steps, and where. Then steps of one instance that has two parameters,
@@ -110,9 +110,7 @@ def _check_where_it_keeps(recipe: AnyTorch, shape: tuple[int, ...]) -> None:
 
 
 def _elsewhere(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Any]]:
-    """What an optimizer of ``param`` has beside its state, and what its step counts, by where it
-    is.
-    """
+    """Return everything that an optimizer of ``param`` keeps beside its state, by its place."""
     for key, value in vars(optimizer).items():
         if key not in ("defaults", "state", "param_groups"):
             yield f"optimizer.{key}", value

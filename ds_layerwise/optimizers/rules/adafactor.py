@@ -49,7 +49,9 @@ class Adafactor(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """One step of each parameter, one after another; a long stack a few matrices at a time."""
+        """Take a step of each parameter, one after another; a long stack a few matrices at a
+        time.
+        """
         for param, grad, state in zip(params, grads, states, strict=True):
             state["step"] += 1
             parts = (
@@ -64,7 +66,7 @@ class Adafactor(UpdateRule):
     def _update_(
         self, param: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, step: float, hyper: Hyper
     ) -> None:
-        """One step of matrices that go together, whose mean squares are ``rows`` and
+        """Take a step of matrices that go together, whose mean squares are ``rows`` and
         ``columns``.
         """
         decay = WeightDecay.of(self.recipe)

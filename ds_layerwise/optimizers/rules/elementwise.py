@@ -24,9 +24,7 @@ from ds_layerwise.recipes.rules import elementwise_recipes as recipes
 
 @dataclass(frozen=True, slots=True)
 class Elementwise(UpdateRule):
-    """What all of these are alike in; each says how it moves parameters, apart from weight
-    decay.
-    """
+    """The base of element-wise rules. Each adds the way it moves parameters."""
 
     recipe: Recipe
 
@@ -37,7 +35,7 @@ class Elementwise(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """One step of all parameters together."""
+        """Take a step of all parameters together."""
         decay = WeightDecay.of(self.recipe)
         given = decay.gradients(params, grads, hyper)
         decay.update_(
@@ -313,7 +311,7 @@ def _counted(states: Sequence[State]) -> Iterator[tuple[float, list[int]]]:
 
 
 def _corrections(corrects: bool, *left: float) -> list[float]:
-    """What averages are divided by that hold 1 - ``left`` of what they are averages of."""
+    """Return the divisor of averages that hold 1 - ``left`` of the values averaged."""
     return [1 - each if corrects else 1.0 for each in left]
 
 

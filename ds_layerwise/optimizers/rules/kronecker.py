@@ -1,4 +1,4 @@
-"""What Shampoo and SOAP compute alike: factors, their eigenvectors, and updates that are not too
+"""The common part of Shampoo and SOAP: factors, their eigenvectors, and updates that are not too
 large.
 """
 
@@ -109,9 +109,7 @@ class Kronecker(UpdateRule):
         raise NotImplementedError
 
     def _hint(self, hyper: Hyper) -> str:
-        """What else than gradients may have made a factor that has no eigenvectors, and the way out
-        of it.
-        """
+        """Return a hint at causes beside gradients of a factor without eigenvectors."""
         return ""
 
     def _in_batches(
@@ -136,20 +134,20 @@ class Kronecker(UpdateRule):
             )
 
     def _kept(self, step: int) -> float:
-        """What factors keep at a step: ``shampoo_beta``, or less while they would still be too
-        small.
+        """Return the part that factors keep at a step: ``shampoo_beta``, or less while they would
+        still be too small.
         """
         beta = self.recipe.shampoo_beta
         return 1 - (1 - beta) / (1 - beta**step) if self.recipe.correct_bias else beta
 
     def _corrections(self, step: int, hyper: Hyper) -> tuple[float, float]:
-        """What first and second moments are divided by."""
+        """Return the divisors of first and second moments."""
         if not self.recipe.correct_bias:
             return 1.0, 1.0
         return 1 - hyper.betas[0] ** step, 1 - hyper.betas[1] ** step
 
     def _is_due(self, step: int) -> bool:
-        """Whether bases or roots are computed anew."""
+        """Tell whether bases or roots are computed anew."""
         return (step - 1) % self.recipe.precondition_frequency == 0
 
     def _limit(self, update: Tensor) -> None:

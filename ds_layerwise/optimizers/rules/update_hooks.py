@@ -1,4 +1,4 @@
-"""What happens to updates of whole matrices before they are added, and to the matrices after.
+"""Hooks on updates of whole matrices before they are added, and on the matrices after.
 
 With W a matrix after its weight decay, u its update, lr the learning rate and norms those of
 Frobenius:
@@ -70,14 +70,14 @@ def step_(
 
 
 def _braked(before: Tensor, after: Tensor, outward: float, inward: float) -> Tensor:
-    """What matrices are multiplied with whose norms went from ``before`` to ``after``."""
+    """Return the factor of matrices whose norms went from ``before`` to ``after``."""
     before, after = (torch.where(norm < TINY, 0, norm) for norm in (before, after))
     change = after - before
     return _ratio(before + torch.where(change > 0, outward, inward) * change, after)
 
 
 def _ratio(wanted: Tensor, norms: Tensor) -> Tensor:
-    """What brings ``norms`` to ``wanted``; 0 where they count as 0."""
+    """Return the factor that brings ``norms`` to ``wanted``; 0 where they count as 0."""
     return torch.where(norms < TINY, 0, wanted / norms.clamp_min(TINY))
 
 
