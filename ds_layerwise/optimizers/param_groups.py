@@ -119,9 +119,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.fixed_keys = _of_no_group(config)
-        self.built_with = tuple(
-            {key: group[key] for key in HYPER_KEYS} for group in self.param_groups
-        )
+        self.built_with = tuple(map(_hyper_of, self.param_groups))
         """The settings that config and script have given each group, whatever schedules or a
         checkpoint make of it.
         """
@@ -134,28 +132,23 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
         """The groups, by index, that say for themselves what their weight decay is."""
         # Groups whose lr would be Muon's, too, though nobody said so.
-        self._one_rate_for_both = (
-            {}
-            if config.matrix.takes_rate_of_adamw
-            else {
-                i: item["lr"]
-                for i, item in enumerate(given)
-                if "lr" in item and "muon_lr" not in item and "use_muon" not in item
-            }
-        )
+        self._one_rate_for_both = {}
+        if not config.matrix.takes_rate_of_adamw:
+            for i, keys in enumerate(self.own_keys):
+                if "lr" in keys and keys.isdisjoint(("muon_lr", "use_muon")):
+                    self._one_rate_for_both[i] = given[i]["lr"]
 
     def groups_now(self) -> list[dict[str, Any]]:
         """Return the settings of groups for the next step: their own, and ``configured_lr``, where
         their ``lr`` stood before any schedule, in this run or in the one that it goes on from."""
         # torch's schedules that move a momentum leave this mark, and move the first of betas.
-        return [
-            {
-                **{key: group[key] for key in HYPER_KEYS},
-                "configured_lr": known["lr"],
-                **({"momentum": group["betas"][0]} if "max_momentum" in group else {}),
-            }
-            for group, known in zip(self.param_groups, self.configured, strict=True)
-        ]
+        settings = []
+        for group, known in zip(self.param_groups, self.configured, strict=True):
+            now = {**_hyper_of(group), "configured_lr": known["lr"]}
+            if "max_momentum" in group:
+                now["momentum"] = group["betas"][0]
+            settings.append(now)
+        return settings
 
     def check_groups(self) -> None:
         """Refuse what was written into a group since the start, and what no update could take.
@@ -342,17 +335,18 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
     Raises:
         ConfigError: names both values and the way out.
     """
-    value, for_the_run = normalised(value), config.for_the_run()
+    value = normalised(value)
+    if value is None:
+        return
+    for_the_run = config.for_the_run()
     if key not in for_the_run and key not in _OF_OTHER_OPTIMIZERS:
-        if value is None:
-            return
         raise ConfigError(
             f"{where}.{key} is {value!r}, which no parameter group can set; write it into an entry "
             "of layerwise.overrides for these parameters"
         )
     if key not in for_the_run:
-        held = _OF_OTHER_OPTIMIZERS[key]
-        if value is None or value in held:
+        same = _OF_OTHER_OPTIMIZERS[key]
+        if value in same:
             return
         if key == "optimizer":
             raise ConfigError(
@@ -360,25 +354,25 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
                 "true or false"
             )
         raise ConfigError(
-            f"{where}.{key} is {value!r}, and the whole run has {held[0]!r}, which a group cannot "
+            f"{where}.{key} is {value!r}, and the whole run has {same[0]!r}, which a group cannot "
             "change; this optimizer has no such switch; remove it"
         )
     # A group may have parameters of both optimizers.
-    of_each = {
-        recipe.rule: getattr(recipe, key) for recipe in config.recipes if key in recipe.keys()
-    }
-    of_all = list(of_each.values()) or [for_the_run[key]]
-    if value is None or all(value == each for each in of_all):
+    by_rule = {r.rule: getattr(r, key) for r in config.recipes if key in r.keys()}
+    values = list(by_rule.values()) or [for_the_run[key]]
+    if all(value == of_run for of_run in values):
         return
-    told = (
-        " and ".join(f"{each!r} for {rule}" for rule, each in of_each.items())
-        if any(each != of_all[0] for each in of_all)
-        else repr(of_all[0])
-    )
+    has = repr(values[0])
+    if any(of_run != values[0] for of_run in values):
+        has = " and ".join(f"{of_run!r} for {rule}" for rule, of_run in by_rule.items())
     raise ConfigError(
-        f"{where}.{key} is {value!r}, and the whole run has {told}, which a group cannot change; "
+        f"{where}.{key} is {value!r}, and the whole run has {has}, which a group cannot change; "
         f"set optimizer.params.{key}"
     )
+
+
+def _hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in HYPER_KEYS}
 
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:

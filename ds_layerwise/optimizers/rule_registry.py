@@ -58,13 +58,12 @@ def rules_of(
         fast_dtypes: see :func:`.devices.fast_dtypes`.
     """
     rules = {}
-    on_device = {
-        recipe: rule_of(recipe).on_device(fast_dtypes)
-        for recipe in {r.recipe for r in routes.values()}
-    }
+    on_device: dict[Recipe, UpdateRule] = {}
     for name, route in routes.items():
+        if route.recipe not in on_device:
+            on_device[route.recipe] = rule_of(route.recipe).on_device(fast_dtypes)
         rule = on_device[route.recipe]
-        rules[name] = (
-            rule if peers is None or route.tp_axis is None else rule.of_shards(route.tp_axis, peers)
-        )
+        if peers is not None and route.tp_axis is not None:
+            rule = rule.of_shards(route.tp_axis, peers)
+        rules[name] = rule
     return rules

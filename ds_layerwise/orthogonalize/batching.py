@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
             groups[key][-1].append(Some(index, start, start + taken))
             room[key] -= taken
             start += taken
-    return [group for of_shape in groups.values() for group in of_shape]
+    return list(chain.from_iterable(groups.values()))
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
@@ -87,6 +88,7 @@ def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Every matrix of matrices and batches, in their order, as a view."""
-    return [
-        matrix for each in tensors for matrix in (each.unbind() if each.dim() == 3 else (each,))
-    ]
+    matrices: list[Tensor] = []
+    for tensor in tensors:
+        matrices += tensor.unbind() if tensor.dim() == 3 else (tensor,)
+    return matrices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,24 +15,22 @@ _AT_A_TIME = 1 << 16
 
 
 def frobenius_norms(matrices: Sequence[Tensor]) -> Tensor:
-    """The norm of each of ``k`` matrices of any shape, ``(k,)``; of contiguous ones whatever else
-    is among them.
+    """Return the norms of ``k`` matrices of any shape, ``(k,)``.
+
+    The norm of a contiguous matrix does not depend on the others.
     """
     if matrices[0].device.type != "cpu" or all(matrix.numel() <= _AT_A_TIME for matrix in matrices):
         # One norm a matrix: over a batch, the order of the sum would depend on its size.
         return torch.stack(torch._foreach_norm(list(matrices)))
     parts = [torch.split(matrix.reshape(-1), _AT_A_TIME) for matrix in matrices]
-    norms = torch.stack(torch._foreach_norm([part for each in parts for part in each]))
-    return torch.stack(
-        [
-            torch.linalg.vector_norm(of_matrix, dtype=torch.float64).to(norms.dtype)
-            for of_matrix in torch.split(norms, [len(each) for each in parts])
-        ]
-    )
+    norms = torch.stack(torch._foreach_norm(list(chain.from_iterable(parts))))
+    totals = []
+    for of_matrix in torch.split(norms, list(map(len, parts))):
+        totals.append(torch.linalg.vector_norm(of_matrix, dtype=torch.float64).to(norms.dtype))
+    return torch.stack(totals)
 
 
 def norms_of(stacked: Tensor) -> Tensor:
-    """:func:`frobenius_norms` of ``(..., rows, cols)``, as ``(..., 1, 1)``."""
-    return frobenius_norms(list(stacked.reshape(-1, *stacked.shape[-2:]).unbind())).view(
-        *stacked.shape[:-2], 1, 1
-    )
+    """Return :func:`frobenius_norms` of ``(..., rows, cols)`` as ``(..., 1, 1)``."""
+    matrices = stacked.reshape(-1, *stacked.shape[-2:]).unbind()
+    return frobenius_norms(list(matrices)).view(*stacked.shape[:-2], 1, 1)

@@ -223,9 +223,8 @@ class LaProp(Elementwise):
         """Normalise with the second average, then update the first one."""
         (beta1, beta2), corrects = hyper.betas, self.recipe.correct_bias
         for step, alike in _counted(states):
-            averages, squares = (
-                [states[i][key] for i in alike] for key in ("exp_avg", "exp_avg_sq")
-            )
+            averages = [states[i]["exp_avg"] for i in alike]
+            squares = [states[i]["exp_avg_sq"] for i in alike]
             given = [grads[i] for i in alike]
             first, second = _corrections(corrects, beta1**step, beta2**step)
             divisors = _roots(squares, given, beta2, second, hyper.eps)
@@ -262,10 +261,11 @@ class AdEMAMix(Elementwise):
         """Update the three averages, then subtract both first ones over the root of the second."""
         beta1, beta2 = hyper.betas
         for step, alike in _counted(states):
-            fast, slow, squares = (
-                [states[i][key] for i in alike] for key in ("exp_avg", "exp_avg_slow", "exp_avg_sq")
-            )
-            given, moved = [grads[i] for i in alike], [targets[i] for i in alike]
+            fast = [states[i]["exp_avg"] for i in alike]
+            slow = [states[i]["exp_avg_slow"] for i in alike]
+            squares = [states[i]["exp_avg_sq"] for i in alike]
+            given = [grads[i] for i in alike]
+            moved = [targets[i] for i in alike]
             alpha, beta3 = self.scheduled(step, beta1)
             torch._foreach_lerp_(fast, given, 1 - beta1)
             torch._foreach_lerp_(slow, given, 1 - beta3)
