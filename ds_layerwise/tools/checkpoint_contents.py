@@ -61,8 +61,9 @@ class Contents:
                 if alias not in self.trained:
                     self.aliases[alias] = name
         if isinstance(self.saved, UniversalCheckpoint):
-            for name in header.shapes.keys() - self.trained.keys() - self.aliases.keys():
-                self.others[name] = self.saved.value(name, WEIGHTS)
+            for name in header.shapes:
+                if name not in self.trained and name not in self.aliases:
+                    self.others[name] = self.saved.value(name, WEIGHTS)
         for name, value in in_model.items():
             # A universal folder has them in float32, the model's file has them as they are.
             if name not in self.others or self.others[name].shape == value.shape:

@@ -1,6 +1,4 @@
-"""From a regular checkpoint to the folder that ``layerwise.save_universal`` writes, without an
-engine.
-"""
+"""Conversion of a regular checkpoint to a universal one, without an engine."""
 
 from __future__ import annotations
 
@@ -26,18 +24,17 @@ from ds_layerwise.errors import LayerWiseError
 def to_universal(
     path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars
 ) -> str:
-    """Write the regular checkpoint at ``path`` once more as the universal one ``out``, which
-    appears whole.
+    """Write the regular checkpoint at ``path`` as the universal one ``out``, which appears whole.
 
     Memory: the states of one parameter for each of ``workers``, where they lie in more than one
     piece; else none.
 
     Args:
-        trust: whether the model's file may run code.
-        overwrite: whether another universal checkpoint may be where ``out`` will be.
+        trust: True to let the model's file run code.
+        overwrite: True to replace another universal checkpoint at ``out``.
 
     Returns:
-        What was written, in a line.
+        A line about what was written.
 
     Raises:
         LayerWiseError: there is no regular checkpoint of this package, it is damaged, or ``out``

@@ -237,8 +237,8 @@ def route_model(
         route = with_heads(route, mine.get("num_heads"), explicit=True)
         known = param.split if auto_split and route.whole and "num_heads" not in mine else None
         if (split := mine.get("split", known)) is not None:
-            axis = -1 if param.transposed else -2
-            route = with_parts(route, parts_of(route, split, outputs=axis))
+            parts = parts_of(route, split, outputs=-1 if param.transposed else -2)
+            route = with_parts(route, parts)
         routes[param.name] = route
     require_a_matrix(routes.values())
     return routes
