@@ -67,15 +67,15 @@ def to_universal(
 
 
 def _write(
-    saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers: int, bars: Bars
+    saved: RegularCheckpoint, model: ModelFile, folder: Path, *, workers: int, bars: Bars
 ) -> list[Manifest]:
     def write(name: str) -> Manifest:
         try:
-            return Manifest.of(staged, universal.write_parameters(saved, staged, [name]))
+            return Manifest.of(folder, universal.write_parameters(saved, folder, [name]))
         except RuntimeError as e:
             # What torch.save raises on a full disk.
             raise LayerWiseError(
-                f"{staged / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
+                f"{folder / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
             ) from e
 
     header = saved.header
@@ -84,6 +84,6 @@ def _write(
         for name, shape in header.shapes.items()
     ]
     parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
-    rest = universal.write_common(saved.state_dict(0), staged)
-    rest += universal.write_model(model.path, model.others(header.shapes), staged)
-    return [*parts, Manifest.of(staged, rest)]
+    rest = universal.write_common(saved.state_dict(0), folder)
+    rest += universal.write_model(model.path, model.others(header.shapes), folder)
+    return [*parts, Manifest.of(folder, rest)]

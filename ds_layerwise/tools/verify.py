@@ -88,9 +88,9 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     for contents in report.contents:
         numel += sum(math.prod(shape) for shape in contents.trained.values())
         steps.add(contents.saved.header.step)
-    ranks = f"{first.world_size or 'unknown'} ranks"
-    if first.world_size == 1:
-        ranks = "1 rank"
+    ranks = {None: "unknown world size", 1: "1 rank"}.get(
+        first.world_size, f"{first.world_size} ranks"
+    )
     if len(report.contents) > 1:
         ranks += f", {len(report.contents)} parts"
     report.summary = (

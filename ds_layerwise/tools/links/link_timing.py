@@ -1,5 +1,4 @@
-"""What collectives take between the ranks that are here, as a step sends: measured on all of them
-together.
+"""Times of collectives between the ranks that are here, as a step sends, measured on all together.
 
 Every rank calls everything here at the same point, and gets the same answers: how often something
 is repeated, and how long messages become, follows from times that all ranks have seen.
@@ -44,7 +43,7 @@ _MATRIX, _MATRIX_ON_HOST = (4096, 14336), (256, 1024)
 
 
 class Shape(NamedTuple):
-    """How many nodes there are, and ranks on each."""
+    """Number of nodes, and of ranks on each."""
 
     num_nodes: int
     ranks_per_node: int
@@ -52,21 +51,19 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What was measured, and of what devices."""
+    """Measurements, and the dtype of products."""
 
     timings: tuple[Timing, ...]
     memory_gb_s: float
-    """At which a rank adds up what it has received, bytes read and written, while all others do
-    so.
-    """
+    """Rate at which all ranks add up what they have received, bytes read and written."""
     tflops: float
-    """Of Newton-Schulz as a step does it, while all others do so."""
+    """Rate of Newton-Schulz as a step does it, on all ranks at a time."""
     products_in: str
     """The dtype of these products."""
 
 
 def shape_of(where: list[int]) -> Shape:
-    """The nodes of all ranks.
+    """Return the nodes of all ranks.
 
     Args:
         where: see :func:`.ranks.comm.nodes.node_of_each_rank`.
@@ -116,9 +113,7 @@ class _Clock:
     def seconds(
         self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1
     ) -> float:
-        """The median over repetitions of what one ``operation`` takes the slowest rank; None takes
-        no part.
-        """
+        """Return the median time of ``operation`` on the slowest rank; None takes no part."""
         taken = []
         for _ in range(repetitions):
             comm.sum_over_ranks(self._token, group=None)
@@ -132,7 +127,7 @@ class _Clock:
         return float(statistics.median(max(each) for each in zip(*everyone, strict=True)))
 
     def steady(self, operation: Callable[[], object] | None) -> float:
-        """The same once it is warm, in as many repetitions as it is worth."""
+        """Return :meth:`seconds` of a warm ``operation``, in as many repetitions as it is worth."""
         self.seconds(operation)
         once = max(self.seconds(operation), 1e-9)
         return self.seconds(
@@ -143,15 +138,14 @@ class _Clock:
 
     @property
     def is_late(self) -> bool:
-        """Whether the patience of any rank is over."""
+        """True once the patience of any rank is over."""
         return any(comm.gather_objects(time.monotonic() - self._start > _PATIENCE_S, group=None))
 
 
 def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
     num_nodes, per_node = shape
-    inside, across = wire.inside, wire.across
-    if wire.inside is None:
-        inside, across = (wire.group, None) if num_nodes == 1 else (None, wire.group)
+    inside = wire.inside or wire.group
+    across = wire.across or wire.group
     if per_node > 1:
         yield from _series(clock, "inside", per_node, inside, takes_part=True)
     if num_nodes > 1:
@@ -166,7 +160,7 @@ def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
 def _series(
     clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
 ) -> Iterator[Timing]:
-    """A ring and an all-to-all of messages that become longer."""
+    """Time a ring and an all-to-all of messages that become longer."""
     longest = _LONGEST_ON_HOST if clock.on_host else _LONGEST
     for kind in ("ring", "all_to_all"):
         yield _timing(clock, kind, where, size, group, _SHORT, takes_part=takes_part)
@@ -212,9 +206,7 @@ def _memory_gb_s(clock: _Clock) -> float:
 
 
 def _tflops(clock: _Clock) -> tuple[float, str]:
-    """TFLOP/s of Newton-Schulz with the settings that a run has by default, and the dtype of its
-    products.
-    """
+    """Return TFLOP/s of Newton-Schulz by a run's default settings, and the dtype of products."""
     recipe, shape = recipes.Muon(), _MATRIX_ON_HOST if clock.on_host else _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
