@@ -41,7 +41,8 @@ class Contents:
             self.saved = RegularCheckpoint(folder, mp_rank=mp_rank)
             for rank in range(self.saved.world_size):
                 self.saved.state_dict(rank)
-        model, header = self.model, self.saved.header
+        model = self.model
+        header = self.saved.header
         known = model.shapes if model else {}
         from_zero3 = model is not None and model.path.name == ZERO3_MODEL_FILE
         self.trained: dict[str, tuple[int, ...]] = {}

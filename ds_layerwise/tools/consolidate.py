@@ -25,7 +25,8 @@ from ds_layerwise.tools.hf_files import CONFIG, find_companions, lay_beside
 #: Values of ``dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX = "model.safetensors.index.json"
 
 #: Names of Hugging Face's files of weights, which would be taken for a part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
@@ -140,7 +141,8 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
     for name, its in sizes.items():
         if names and size + its > max_bytes:
             yield names
-            names, size = [], 0
+            names = []
+            size = 0
         names.append(name)
         size += its
     yield names

@@ -219,7 +219,8 @@ def _tensor_parallel(
     of_config = section.get("autotp_size")
     cutter: Cutter = "autotp"
     if of_config in (None, 0):
-        cutter, of_config = "megatron", tp_size or 1
+        cutter = "megatron"
+        of_config = tp_size or 1
     if type(of_config) is not int or of_config < 1:
         raise ConfigError(
             f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}"

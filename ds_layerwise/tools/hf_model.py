@@ -17,6 +17,20 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.targets.overrides import Override
 
 
+#: Errors of models' constructors at values that they do not expect.
+_FROM_CONSTRUCTORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+)
+
+
 def _hidden_size(config: Any) -> int | None:
     """Return what a Trainer takes: the largest of several sizes; None if ``config`` has none."""
     from ds_layerwise.routing.module_of import told
@@ -38,13 +52,16 @@ class HfShapes:
         # A plan must not look for anything elsewhere, whatever the file names.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
-            torch, transformers = import_module("torch"), import_module("transformers")
+            torch = import_module("torch")
+            transformers = import_module("transformers")
         except ImportError as e:
             raise ConfigError(
                 f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
                 "pip install transformers"
             ) from e
         transformers.logging.set_verbosity_error()
+        hub_errors = import_module("huggingface_hub.errors")
+        strict: type[Exception] = getattr(hub_errors, "StrictDataclassError", ValueError)
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             auto = transformers.AutoModelForCausalLM.from_config
@@ -56,7 +73,7 @@ class HfShapes:
             with torch.device("meta"):
                 self.model = make(config)
             self.model.tie_weights()
-        except Exception as e:
+        except (*_FROM_CONSTRUCTORS, strict) as e:
             reason = " ".join(str(e).split()[:40]) or type(e).__name__
             raise ConfigError(
                 f"{path}: transformers {transformers.__version__} cannot build this model without "

@@ -25,7 +25,8 @@ from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.presets import PRESETS
 
 #: The second holds the widest cells of every column, so that none is cut off.
-_WIDTH, _PLAN_WIDTH = 110, 210
+_WIDTH = 110
+_PLAN_WIDTH = 210
 
 
 def start_up_table(

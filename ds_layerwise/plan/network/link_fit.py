@@ -25,7 +25,8 @@ OF_BETWEEN = ("between_gb_s", "between_us", "rails")
 _SIGNIFICANT = 4
 
 #: How often a fit is made better, and by what factor a prediction counts as off at most.
-_ROUNDS, _FAR = 30, 10.0
+_ROUNDS = 30
+_FAR = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,20 +26,28 @@ from ds_layerwise.recipes.rules import muon_recipe as recipes
 
 #: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of
 #: so many seconds.
-_SHORT, _FIRST, _GROWS, _LONGEST, _LONGEST_ON_HOST = 2**10, 2**18, 4, 2**28, 2**26
+_SHORT = 2**10
+_FIRST = 2**18
+_GROWS = 4
+_LONGEST = 2**28
+_LONGEST_ON_HOST = 2**26
 _LONG_ENOUGH_S = 0.2
 #: A repetition is several collectives in a row, so that they take at least that long together, and
 #: at most so many.
-_REPETITION_S, _IN_A_ROW = 0.02, 50
+_REPETITION_S = 0.02
+_IN_A_ROW = 50
 _REPETITIONS = 9
 #: After so many seconds no message becomes longer than it needs to be.
 _PATIENCE_S = 40.0
 
 #: Rows that are added up, and bytes of all of them; more than caches hold.
-_ROWS, _ROW_BYTES, _ROW_BYTES_ON_HOST = 4, 2**26, 2**24
+_ROWS = 4
+_ROW_BYTES = 2**26
+_ROW_BYTES_ON_HOST = 2**24
 #: The matrix that is orthogonalised: one of a feed-forward layer, and one that a CPU does in a
 #: blink.
-_MATRIX, _MATRIX_ON_HOST = (4096, 14336), (256, 1024)
+_MATRIX = (4096, 14336)
+_MATRIX_ON_HOST = (256, 1024)
 
 
 class Shape(NamedTuple):
@@ -90,7 +98,8 @@ def measure(where: list[int], device: torch.device) -> Times:
     Raises:
         LayerWiseError: as :func:`shape_of`.
     """
-    shape, clock = shape_of(where), _Clock(device)
+    shape = shape_of(where)
+    clock = _Clock(device)
     wire = make_wires({1: None}, where, native=False, device=device)[1]
     wire.connect(device)
     timings = tuple(_all_timings(clock, wire, shape))
@@ -102,7 +111,8 @@ class _Clock:
     """Seconds that all ranks together take for something."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._start = device, time.monotonic()
+        self.device = device
+        self._start = time.monotonic()
         self.on_host = device.type == "cpu"
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -207,7 +217,8 @@ def _memory_gb_s(clock: _Clock) -> float:
 
 def _tflops(clock: _Clock) -> tuple[float, str]:
     """Return TFLOP/s of Newton-Schulz by a run's default settings, and the dtype of products."""
-    recipe, shape = recipes.Muon(), _MATRIX_ON_HOST if clock.on_host else _MATRIX
+    recipe = recipes.Muon()
+    shape = _MATRIX_ON_HOST if clock.on_host else _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
     seconds = clock.steady(

@@ -68,7 +68,8 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
             written, nodes differ, or times are no use.
     """
     device = torch.device(get_accelerator().current_device_name())
-    on_host, where = device.type == "cpu", nodes.node_of_each_rank()
+    on_host = device.type == "cpu"
+    where = nodes.node_of_each_rank()
     with comm.Alike(None):
         shape = link_timing.shape_of(where)
         missing = missing_keys(shape.ranks_per_node, shape.num_nodes)
