@@ -16,7 +16,6 @@ from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.targets.overrides import Override
 
-
 #: Errors of models' constructors at values that they do not expect.
 _FROM_CONSTRUCTORS = (
     ValueError,
