@@ -383,7 +383,8 @@ def _verify(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.compare import differences
     from ds_layerwise.tools.verify import verify
 
-    reading, states = _reading(options), not options.weights_only
+    reading = _reading(options)
+    states = not options.weights_only
     reports = []
     for path in filter(None, (options.path, options.other)):
         report = verify(path, states=states, **reading)

@@ -1,6 +1,4 @@
-"""What can go wrong because of what a user wrote or ran: one small tree, so that callers can catch
-all of it.
-"""
+"""Errors of what a user wrote or ran: one small tree, so that callers can catch all of it."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ class StepError(LayerWiseError, RuntimeError):
 
 
 def few(names: Sequence[str]) -> str:
-    """The first five of ``names``, and how many more there are, for a message."""
+    """Return the first five of ``names``, and the number of others, for a message."""
     more = f" and {len(names) - 5} more" * (len(names) > 5)
     return f"{', '.join(names[:5])}{more}"
 
 
 def unknown_key(where: str, key: object, known: Iterable[str]) -> ConfigError:
-    """The error for a key that nobody reads, with the nearest known key as a suggestion."""
+    """Return the error for a key that nobody reads, with the nearest known key as a suggestion."""
     known = sorted(known)
     close = difflib.get_close_matches(str(key), known, n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"

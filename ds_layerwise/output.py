@@ -1,6 +1,4 @@
-"""Writing to a stream whatever it can take: a table must not end a training that a log cannot show
-it of.
-"""
+"""Output to streams that cannot take everything: a table that no log shows ends no training."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ _PLAIN = str.maketrans(
 
 
 def say(text: str, stream: TextIO | None = None) -> bool:
-    """Print ``text`` on ``stream``, by default what is stdout at the time; whether somebody was
-    there to read it.
+    """Print ``text`` on ``stream``, or stdout; tell whether somebody was there to read it.
 
     What the stream's encoding lacks is replaced. A stream that is None, closed, or a pipe whose
     reader has gone gets nothing.
@@ -60,7 +57,7 @@ def announce(text: str) -> None:
 
 
 def say_last(text: str) -> None:
-    """:func:`say` on stdout, for a program of which nobody else writes there.
+    """Print ``text`` on stdout, for a program of which nobody else writes there.
 
     Once its reader has gone, or its disk is full, stdout leads nowhere: Python would say at its
     exit that it cannot be flushed, and exit with 120.

@@ -1,5 +1,4 @@
-"""``python -m ds_layerwise.run script.py [args]``: run a DeepSpeed script unchanged, with this
-backend registered.
+"""``python -m ds_layerwise.run script.py [args]``: a DeepSpeed script with this backend registered.
 
 Under the launcher: ``deepspeed --module ds_layerwise.run script.py [args]``. A module instead of a
 file: ``ds_layerwise.run -m package.module [args]``.
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> dict[str, object]:
 
 
 def main_and_leave(argv: list[str]) -> NoReturn:
-    """:func:`main`, then :func:`leave` unless it has failed."""
+    """Run :func:`main`, then :func:`leave` unless it has failed."""
     # A text file in garbage may be closed below before what it holds back is written.
     kept: object
     try:

@@ -1,1 +1,1 @@
-"""What works on checkpoints and configs without an engine."""
+"""Tools for checkpoints and configs that work without an engine."""

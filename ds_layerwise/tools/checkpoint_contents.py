@@ -41,7 +41,8 @@ class Contents:
             self.saved = RegularCheckpoint(folder, mp_rank=mp_rank)
             for rank in range(self.saved.world_size):
                 self.saved.state_dict(rank)
-        model, header = self.model, self.saved.header
+        model = self.model
+        header = self.saved.header
         known = model.shapes if model else {}
         from_zero3 = model is not None and model.path.name == ZERO3_MODEL_FILE
         self.trained: dict[str, tuple[int, ...]] = {}
@@ -52,21 +53,23 @@ class Contents:
             elif name in header.rules or name in known:
                 self.trained[name] = tuple(shape)
         self.aliases: dict[str, str] = {}
-        self.others: dict[str, Tensor] = {}
+        for alias, name in model.aliases.items() if model else ():
+            if alias not in self.trained:
+                self.aliases[alias] = name
+        self.others = self._untrained()
         """Frozen parameters and buffers, in the dtype that they are saved in."""
-        in_model: dict[str, Tensor] = {}
-        if model:
-            in_model = model.others(self.trained)
-            for alias, name in model.aliases.items():
-                if alias not in self.trained:
-                    self.aliases[alias] = name
+
+    def _untrained(self) -> dict[str, Tensor]:
+        others: dict[str, Tensor] = {}
         if isinstance(self.saved, UniversalCheckpoint):
-            for name in header.shapes.keys() - self.trained.keys() - self.aliases.keys():
-                self.others[name] = self.saved.value(name, WEIGHTS)
-        for name, value in in_model.items():
+            for name in self.saved.header.shapes:
+                if name not in self.trained and name not in self.aliases:
+                    others[name] = self.saved.value(name, WEIGHTS)
+        for name, value in self.model.others(self.trained).items() if self.model else ():
             # A universal folder has them in float32, the model's file has them as they are.
-            if name not in self.others or self.others[name].shape == value.shape:
-                self.others[name] = value
+            if name not in others or others[name].shape == value.shape:
+                others[name] = value
+        return others
 
     @property
     def world_size(self) -> int | None:

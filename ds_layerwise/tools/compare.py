@@ -73,10 +73,10 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
     for (key, folder), names in sorted(lonely.items()):
         lines.append(f"only in {folder}: {key} of {few(names)}")
     for key, found in sorted(unlike.items()):
-        names, counts, distances = zip(*found, strict=True)
+        unequal, counts, distances = zip(*found, strict=True)
         lines.append(
-            f"{key} differs in {len(names)} of {len(both)} parameters, {sum(counts):,} elements, "
-            f"by at most {max(distances):.3g}: {few(names)}"
+            f"{key} differs in {len(unequal)} of {len(both)} parameters, {sum(counts):,} elements, "
+            f"by at most {max(distances):.3g}: {few(unequal)}"
         )
     return lines
 

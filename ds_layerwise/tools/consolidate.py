@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as safetensors files, as Hugging Face lays them out."""
+"""Weights of a checkpoint as safetensors files, as Hugging Face lays them out."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import Contents
 from ds_layerwise.tools.hf_files import CONFIG, find_companions, lay_beside
 
-#: What ``dtype`` may be.
+#: Values of ``dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-SUFFIX, INDEX = ".safetensors", "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX = "model.safetensors.index.json"
 
-#: How files of weights are called that are not written here.
-_OTHER_FILES = (".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", ".h5")
-
-#: How Hugging Face calls files of weights, which would be taken for a part of the new ones.
+#: Names of Hugging Face's files of weights, which would be taken for a part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
 
@@ -46,8 +44,7 @@ def consolidate(
     bars: Bars,
     config: Path | None = None,
 ) -> list[str]:
-    """Write the float32 weights of the checkpoint at ``path``, frozen parameters and buffers too,
-    to ``out``.
+    """Write the float32 weights at ``path``, frozen parameters and buffers too, to ``out``.
 
     Memory: the parameters of one file that do not lie in one piece, or that ``dtype`` is not their
     own; else none.
@@ -56,19 +53,20 @@ def consolidate(
         out: one file, if its name says so; else a folder of files of at most ``max_shard_bytes``,
             or of one tensor.
         dtype: a key of :data:`DTYPES`, for everything that has a floating point.
-        trust: whether the model's file may run code.
-        overwrite: whether an earlier result, or a Hugging Face model, may be where ``out`` will be.
-            Its weights are replaced, and what else is there stays.
+        trust: True to let the model's file run code.
+        overwrite: True to replace the weights of an earlier result, or a Hugging Face model, at
+            ``out``. Other files there stay.
         config: see :func:`.hf_files.find_companions`; a file of its own has nothing beside it.
 
     Returns:
-        What was written, in lines.
+        Lines about what was written.
 
     Raises:
         LayerWiseError: there is no checkpoint, it is damaged, a weight does not fit ``dtype``, or
             ``out`` cannot be written.
     """
-    source, one_file = find(path), _is_one_file(out)
+    source = find(path)
+    one_file = out.suffix == SUFFIX
     refuse_parts(source)
     has_weights = any((out / name).exists() for name in WEIGHTS[:2])
     check_target(
@@ -107,55 +105,34 @@ def consolidate(
                 lay_beside(beside, staged)
             atomic.commit(out, Manifest.of(staged), replaces=WEIGHTS)
         undo.pop_all()
-    return [
-        f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}",
-        *([] if one_file else _said_beside(beside, out)),
-    ]
-
-
-def _said_beside(beside: Sequence[Path], out: Path) -> list[str]:
+    lines = [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}"]
     if beside:
-        return [f"beside them, from {beside[0].parent}: {', '.join(path.name for path in beside)}"]
-    if (out / CONFIG).exists():
-        return []
-    return [
-        f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
-        "--config"
-    ]
+        files = ", ".join(path.name for path in beside)
+        lines.append(f"beside them, from {beside[0].parent}: {files}")
+    elif not one_file and not (out / CONFIG).exists():
+        lines.append(
+            f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
+            "--config"
+        )
+    return lines
 
 
 def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
-    """What to lay beside the weights: not in place of what the user has put into ``out``, unless
-    asked to.
-    """
+    """Find what to lay beside the weights, without the files in ``out`` that are the user's."""
     found = find_companions(source, config)
     kept = others_in(out, replaces=WEIGHTS) if config is None and out.is_dir() else []
     return [path for path in found if path.name not in kept]
 
 
-def _is_one_file(out: Path) -> bool:
-    if out.suffix in _OTHER_FILES and not out.is_dir():
-        raise LayerWiseError(
-            f"{out} is called like a file of another kind, and would become a folder of "
-            f"safetensors; write one file as {out.with_suffix(SUFFIX).name}, or name a folder"
-        )
-    return out.suffix == SUFFIX
-
-
 def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes in the result by name, in the order of the model, as far as it is known."""
-    numels = {name: math.prod(shape) for name, shape in contents.trained.items()}
-    numels |= {name: value.numel() for name, value in contents.others.items()}
-    order = [name for name in (contents.model.module if contents.model else ()) if name in numels]
-    order += [name for name in numels if name not in set(order)]
-
-    def itemsize(name: str) -> int:
-        value = contents.others.get(name)
-        return (
-            dtype.itemsize if value is None or value.is_floating_point() else value.element_size()
-        )
-
-    return {name: numels[name] * itemsize(name) for name in order}
+    """Return the bytes in the result by name, in the order of the model if that is known."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in contents.trained.items()}
+    for name, value in contents.others.items():
+        itemsize = dtype.itemsize if value.is_floating_point() else value.element_size()
+        sizes[name] = value.numel() * itemsize
+    known = contents.model.module if contents.model else {}
+    ordered = {name: sizes[name] for name in known if name in sizes}
+    return ordered | sizes
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
@@ -164,7 +141,8 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
     for name, its in sizes.items():
         if names and size + its > max_bytes:
             yield names
-            names, size = [], 0
+            names = []
+            size = 0
         names.append(name)
         size += its
     yield names

@@ -89,7 +89,6 @@ class DryRun:
         file = read_model(path) if hf is None else Model([], hf.hidden_size)
         filled, by_trainer = fill_in(given, hidden_size=file.hidden_size)
         run = _read(filled)
-        group = run.optimizer.group()
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
         links_by_ranks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
         sums = reduction_of_run(
@@ -105,22 +104,7 @@ class DryRun:
         )
         shapes = [(p.name, p.shape) for p in file.params] if hf is None else hf.params
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
-        in_use = {route.recipe for route in routes.values()}
-        if any(recipe != type(recipe)() for recipe in in_use):
-            # What only the rules know of their settings takes torch to find out.
-            from ds_layerwise.optimizers.rule_registry import check_recipes
-
-            check_recipes(in_use)
-        check_taken(run.optimizer, routes)
-        idle = idle_keys(run.optimizer, run.layerwise, routes.values())
-        run = replace(run, without_effect=(*run.without_effect, *idle))
-        check_floors(routes, [group])
-        check_peaks(
-            filled.get("scheduler"),
-            [group],
-            run.optimizer,
-            used={0: {recipe.lr_ratio for recipe in in_use}},
-        )
+        run = _checked(run, routes, filled.get("scheduler"))
         shapes, experts = deal_out_experts(shapes, ep_size)
         if hf is not None:
             hf.check_heads(tp_size)
@@ -133,7 +117,7 @@ class DryRun:
             wires=dict.fromkeys(routes, run.sent_as(run.param_dtype)),
             tp_size=tp_size,
         )
-        check_kept(routes, specs, [group], run.layerwise, host_ratio=run.host_ratio)
+        check_kept(routes, specs, [run.optimizer.group()], run.layerwise, host_ratio=run.host_ratio)
         forecasts = []
         predictions = []
         for num_ranks, on in zip(ranks, links_by_ranks, strict=True):
@@ -168,6 +152,23 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
             "their gradients in half precision; plan without it"
         )
     return run
+
+
+def _checked(run: RunConfig, routes: Mapping[str, Route], scheduler: Any) -> RunConfig:
+    """Check what only ``routes`` tell of ``run``, and note which of its keys are idle."""
+    group = run.optimizer.group()
+    in_use = {route.recipe for route in routes.values()}
+    if any(recipe != type(recipe)() for recipe in in_use):
+        # What only the rules know of their settings takes torch to find out.
+        from ds_layerwise.optimizers.rule_registry import check_recipes
+
+        check_recipes(in_use)
+    check_taken(run.optimizer, routes)
+    check_floors(routes, [group])
+    ratios = {recipe.lr_ratio for recipe in in_use}
+    check_peaks(scheduler, [group], run.optimizer, used={0: ratios})
+    idle = idle_keys(run.optimizer, run.layerwise, routes.values())
+    return replace(run, without_effect=(*run.without_effect, *idle))
 
 
 def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[str]:
@@ -218,7 +219,8 @@ def _tensor_parallel(
     of_config = section.get("autotp_size")
     cutter: Cutter = "autotp"
     if of_config in (None, 0):
-        cutter, of_config = "megatron", tp_size or 1
+        cutter = "megatron"
+        of_config = tp_size or 1
     if type(of_config) is not int or of_config < 1:
         raise ConfigError(
             f"tensor_parallel.autotp_size must be a whole number from 0 on, got {of_config!r}"

@@ -1,11 +1,10 @@
-"""The parameters of a model of Hugging Face's, from its ``config.json`` alone: built without
-memory, and routed.
-"""
+"""Parameters of a model of Hugging Face's, from its ``config.json``, built without memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,22 @@ from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.targets.overrides import Override
 
+#: Errors of models' constructors at values that they do not expect.
+_FROM_CONSTRUCTORS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+)
+
 
 def _hidden_size(config: Any) -> int | None:
-    """What a Trainer takes for it, the largest where there are several; None if ``config`` has
-    none.
-    """
+    """Return what a Trainer takes: the largest of several sizes; None if ``config`` has none."""
     from ds_layerwise.routing.module_of import told
 
     sizes = told(config, "hidden_size") or told(config, "hidden_sizes")
@@ -30,8 +40,7 @@ def _hidden_size(config: Any) -> int | None:
 
 
 class HfShapes:
-    """What a ``config.json`` says of a model: names and shapes of all its parameters, tied ones
-    once.
+    """Names and shapes of all parameters of a model, tied ones once, from its ``config.json``.
 
     Raises:
         ConfigError: transformers is not installed, does not know the model, or cannot build it
@@ -42,43 +51,37 @@ class HfShapes:
         # A plan must not look for anything elsewhere, whatever the file names.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
-            torch, transformers = import_module("torch"), import_module("transformers")
+            torch = import_module("torch")
+            transformers = import_module("transformers")
         except ImportError as e:
             raise ConfigError(
                 f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
                 "pip install transformers"
             ) from e
         transformers.logging.set_verbosity_error()
+        hub_errors = import_module("huggingface_hub.errors")
+        strict: type[Exception] = getattr(hub_errors, "StrictDataclassError", ValueError)
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-            named = [
-                getattr(transformers, name)
-                for name in config.architectures or ()
-                if hasattr(transformers, name)
-            ]
+            auto = transformers.AutoModelForCausalLM.from_config
+            make: Callable[..., Any] = partial(auto, trust_remote_code=False)
+            for name in config.architectures or ():
+                if hasattr(transformers, name):
+                    make = getattr(transformers, name)
+                    break
             with torch.device("meta"):
-                self.model = (
-                    named[0](config)
-                    if named
-                    else transformers.AutoModelForCausalLM.from_config(
-                        config, trust_remote_code=False
-                    )
-                )
+                self.model = make(config)
             self.model.tie_weights()
-        except Exception as e:
+        except (*_FROM_CONSTRUCTORS, strict) as e:
             reason = " ".join(str(e).split()[:40]) or type(e).__name__
             raise ConfigError(
                 f"{path}: transformers {transformers.__version__} cannot build this model without "
                 f"memory: {reason}; give a file of names and shapes instead"
             ) from e
         self.params = [(name, tuple(param.shape)) for name, param in self.model.named_parameters()]
-        from ds_layerwise.routing.heads import number_of
-
         text = getattr(config, "text_config", config)
         self.hidden_size = _hidden_size(config) or _hidden_size(text)
-        self._heads = {
-            key: number_of([text], (key,)) for key in ("num_attention_heads", "num_key_value_heads")
-        }
+        self._text = text
 
     def check_heads(self, tp_size: int) -> None:
         """Refuse a ``tp_size`` for which heads of attention would have to be cut, or copied.
@@ -86,7 +89,10 @@ class HfShapes:
         Raises:
             ConfigError: it does not divide a number of heads.
         """
-        for key, count in self._heads.items():
+        from ds_layerwise.routing.heads import number_of
+
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            count = number_of([self._text], (key,))
             if isinstance(count, int) and count % tp_size:
                 raise ConfigError(
                     f"tensor parallelism over {tp_size} ranks does not divide {key} {count} of the "
@@ -102,7 +108,7 @@ class HfShapes:
         recipes: Recipes = Recipes(),
         by_kind: ByKind = ByKind(),
     ) -> dict[str, Route]:
-        """Where each parameter goes, as in training with all of them in one group.
+        """Route each parameter, as in training with all of them in one group.
 
         Raises:
             RoutingError: as :func:`.routing.routing_rules.route_parameters` does.

@@ -1,6 +1,4 @@
-"""From a regular checkpoint to the folder that ``layerwise.save_universal`` writes, without an
-engine.
-"""
+"""Conversion of a regular checkpoint to a universal one, without an engine."""
 
 from __future__ import annotations
 
@@ -26,18 +24,17 @@ from ds_layerwise.errors import LayerWiseError
 def to_universal(
     path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars
 ) -> str:
-    """Write the regular checkpoint at ``path`` once more as the universal one ``out``, which
-    appears whole.
+    """Write the regular checkpoint at ``path`` as the universal one ``out``, which appears whole.
 
     Memory: the states of one parameter for each of ``workers``, where they lie in more than one
     piece; else none.
 
     Args:
-        trust: whether the model's file may run code.
-        overwrite: whether another universal checkpoint may be where ``out`` will be.
+        trust: True to let the model's file run code.
+        overwrite: True to replace another universal checkpoint at ``out``.
 
     Returns:
-        What was written, in a line.
+        A line about what was written.
 
     Raises:
         LayerWiseError: there is no regular checkpoint of this package, it is damaged, or ``out``
@@ -70,15 +67,15 @@ def to_universal(
 
 
 def _write(
-    saved: RegularCheckpoint, model: ModelFile, staged: Path, *, workers: int, bars: Bars
+    saved: RegularCheckpoint, model: ModelFile, folder: Path, *, workers: int, bars: Bars
 ) -> list[Manifest]:
     def write(name: str) -> Manifest:
         try:
-            return Manifest.of(staged, universal.write_parameters(saved, staged, [name]))
+            return Manifest.of(folder, universal.write_parameters(saved, folder, [name]))
         except RuntimeError as e:
             # What torch.save raises on a full disk.
             raise LayerWiseError(
-                f"{staged / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
+                f"{folder / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
             ) from e
 
     header = saved.header
@@ -87,6 +84,6 @@ def _write(
         for name, shape in header.shapes.items()
     ]
     parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
-    rest = universal.write_common(saved.state_dict(0), staged)
-    rest += universal.write_model(model.path, model.others(header.shapes), staged)
-    return [*parts, Manifest.of(staged, rest)]
+    rest = universal.write_common(saved.state_dict(0), folder)
+    rest += universal.write_model(model.path, model.others(header.shapes), folder)
+    return [*parts, Manifest.of(folder, rest)]

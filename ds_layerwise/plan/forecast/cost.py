@@ -250,13 +250,11 @@ class RankTraffic:
     in.
     """
     received: int
-    """What arrives from all ranks, the sums of a node, and at stage 2 those that a further
-    micro-batch adds; or parameters that are gathered in two levels on a device, where those are
-    more."""
+    """Bytes that arrive from all ranks, sums of a node, and at stage 2 those that a further
+    micro-batch adds; or parameters that a device gathers in two levels, if they are more."""
     exchanged: int = 0
-    """What goes from cuts to owners, or comes back: copies of it, and what does not arrive where it
-    belongs.
-    """
+    """Copies of what goes from cuts to owners, or comes back, and what does not arrive where it
+    belongs."""
 
     @property
     def total(self) -> int:
@@ -386,7 +384,9 @@ class LayoutReport:
                 for owner in bucket.owners(slot):
                     work[owner] += work_of[slot.name]
                     whole[owner] += slot.numel
-        numel = sum(slot.numel for bucket in layout.buckets for slot in bucket.slots)
+        numel = 0
+        for bucket in layout.buckets:
+            numel += sum(slot.numel for slot in bucket.slots)
         return cls(
             num_buckets=len(layout.buckets),
             numel=numel,

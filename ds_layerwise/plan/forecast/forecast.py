@@ -358,7 +358,7 @@ def workspace_bytes(
         opened: by bucket, see :func:`opened_bytes`; None if all is kept in float32.
         hosted: True if masters or states live on the host, so that nothing is taken along.
     """
-    opened = opened or [Counter() for _ in layout.buckets]
+    opened = opened or [Counter()] * len(layout.buckets)
     most = [0] * layout.world_size
     along: dict[_Kind, Counter[int]] = {}
 

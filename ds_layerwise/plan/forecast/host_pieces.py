@@ -1,4 +1,4 @@
-"""What lives in host memory: which pieces, and how many buckets of them are worked on at a time."""
+"""Pieces of parameters in host memory, and how many buckets of them are worked on at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGING_SLOTS = 2
 def pieces_on_host(
     layout: Layout, rank: int, ratio: float, *, state_bytes: StateBytes
 ) -> frozenset[str]:
-    """Names of the parameters whose piece on ``rank`` has its master and its states in host memory.
+    """Name the parameters whose piece on ``rank`` has its master and its states in host memory.
 
     Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated
     while another is on its way. Of the bytes of all masters and states on ``rank``, they are at
@@ -28,8 +28,9 @@ def pieces_on_host(
         ratio: from 0, nothing, to 1, everything.
         state_bytes: as in :func:`memory_bytes`.
     """
-    chosen, seen, taken = set(), 0, 0
-    for bucket in layout.buckets if ratio else ():
+    chosen = set()
+    seen = taken = 0
+    for bucket in layout.buckets:
         for piece in bucket.pieces(rank):
             # Of its master, where that is not the parameter, and of its states.
             nbytes = master_bytes(bucket) * piece.numel + state_bytes(piece.name, piece.numel)
@@ -41,7 +42,5 @@ def pieces_on_host(
 
 
 def master_bytes(bucket: Bucket) -> int:
-    """The bytes of the master of one element of a bucket: 0 where the parameter is its own
-    master.
-    """
+    """Return the bytes of the master of one element; 0 if the parameter is its own master."""
     return 0 if bucket.dtype == "float32" else 4

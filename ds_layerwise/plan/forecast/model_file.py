@@ -77,7 +77,7 @@ class _Block(Section):
 
 @dataclass(frozen=True, slots=True)
 class ModelParam:
-    """One parameter of a model file."""
+    """Parameter of a model file."""
 
     name: str
     shape: tuple[int, ...]
@@ -204,7 +204,7 @@ def route_model(
         ConfigError: names and shapes do not say for which parameters a key is.
     """
     _refuse_what_a_file_does_not_say(overrides, by_kind)
-    if per_head and not any(override.num_heads or override.split for override in overrides):
+    if per_head and not any(each.num_heads or each.split for each in overrides):
         raise RoutingError(
             "optimizer.params.per_head_muon is true, but a model file does not have the number of "
             "heads; name the projections in layerwise.overrides with num_heads"
@@ -215,30 +215,36 @@ def route_model(
     routes: dict[str, Route] = {}
     for param in params:
         mine = merged[param.name].values
-        wanted = mine.get("optimizer")
-        recipe = recipe_named(wanted or param.optimizer, recipes, mine)
-        reason = "layerwise.overrides" if wanted else "model file"
-        sent_away = not recipe.whole and len(param.shape) > 1
+        wanted = mine.get("optimizer", param.optimizer)
+        by_user = "optimizer" in mine
+        recipe = recipe_named(wanted, recipes, mine)
+        reason = "layerwise.overrides" if by_user else "model file"
+        shape = None
+        sent_away = False
+        if recipe.whole:
+            shape = forced_matrix_shape(param.name, param.shape, reason)
+        elif len(param.shape) > 1:
+            sent_away = wanted != "scalar"
         route = Route(
             name=param.name,
             recipe=recipe,
             reason=reason,
             group=0,
-            matrix_shape=forced_matrix_shape(param.name, param.shape, reason)
-            if recipe.whole
-            else None,
-            by_user=wanted is not None,
+            matrix_shape=shape,
+            by_user=by_user,
             transposed=param.transposed,
-            sent_away=sent_away and (wanted or param.optimizer) != "scalar",
+            sent_away=sent_away,
         )
         route, mine = with_effect(route, mine, recipes)
         route = with_changes(route, mine, recipes)
         route = by_kind.decayed(route, param.shape, vector=is_vector(param.name))
         route = with_heads(route, mine.get("num_heads"), explicit=True)
-        known = param.split if auto_split and route.whole and "num_heads" not in mine else None
+        known = param.split if auto_split and route.whole else None
+        if "num_heads" in mine:
+            known = None
         if (split := mine.get("split", known)) is not None:
-            axis = -1 if param.transposed else -2
-            route = with_parts(route, parts_of(route, split, outputs=axis))
+            parts = parts_of(route, split, outputs=-1 if param.transposed else -2)
+            route = with_parts(route, parts)
         routes[param.name] = route
     require_a_matrix(routes.values())
     return routes

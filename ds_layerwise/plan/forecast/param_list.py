@@ -1,4 +1,4 @@
-"""Every parameter's route, one line each: what the start-up table counts, name by name."""
+"""List of every parameter's route, one line each, which the start-up table counts."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def listed(
     layout: Layout,
     groups: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """For each of ``specs`` in their order, what becomes of it.
+    """Return what becomes of each of ``specs``, in their order.
 
     Args:
         groups: the parameter groups, with ``weight_decay``, ``configured_lr``, ``matrix_lr_ratio``
             and ``scalar_lr_ratio``.
     """
-    owner = {
-        slot.name: bucket.owner(slot)
-        for bucket in layout.buckets
-        if bucket.whole
-        for slot in bucket.slots
-    }
+    owner: dict[str, int] = {}
+    for bucket in layout.buckets:
+        for slot in bucket.slots if bucket.whole else ():
+            owner[slot.name] = bucket.owner(slot)
     rows = []
     for spec in specs:
         route = routes[spec.name]
-        group, decay = groups[route.group], route.recipe.own_weight_decay
+        group = groups[route.group]
+        decay = route.recipe.own_weight_decay
         if decay is None:
             decay = group["weight_decay"] if route.weight_decay is None else route.weight_decay
+        parts = {} if route.parts is None else route.seen(spec.numel)
         rows.append(
             {
                 "name": spec.name,
@@ -40,9 +40,7 @@ def listed(
                 "optimizer": route.recipe.rule,
                 "reason": route.reason,
                 "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
-                "parts": {}
-                if route.parts is None
-                else {name: list(seen) for name, seen in route.seen(spec.numel).items()},
+                "parts": {name: list(seen) for name, seen in parts.items()},
                 "weight_decay": decay,
                 "weight_decay_summary": route.recipe.decay_summary(),
                 "lr_ratio": route.lr_ratio(group),
@@ -54,10 +52,13 @@ def listed(
 
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Routes in columns under a head line; parameters that are cut evenly belong to "all" ranks."""
-    cells = [("name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because")]
-    cells += [
-        (
+    """Return routes in columns under a head line.
+
+    Parameters that are cut evenly belong to "all" ranks.
+    """
+    lines = [("name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because")]
+    for row in rows:
+        cells = (
             row["name"],
             "x".join(map(str, row["shape"])) or "()",
             row["optimizer"],
@@ -66,10 +67,7 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
             "all" if row["owner"] is None else str(row["owner"]),
             row["reason"],
         )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    layout = "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join(layout.format(*line).rstrip() for line in lines)

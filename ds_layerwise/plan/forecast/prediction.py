@@ -103,7 +103,8 @@ def predict(
         memory_bytes: what one device has; None if that is not known.
         bucket_numels: sizes that the plan's own is compared with.
     """
-    links, layout = links or NVLINK_IB, plan.layout
+    links = links or NVLINK_IB
+    layout = plan.layout
 
     def size_of(costs: Forecast, bucket_numel: int) -> BucketSize:
         buckets = costs.layout.buckets

@@ -25,7 +25,8 @@ from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.presets import PRESETS
 
 #: The second holds the widest cells of every column, so that none is cut off.
-_WIDTH, _PLAN_WIDTH = 110, 210
+_WIDTH = 110
+_PLAN_WIDTH = 210
 
 
 def start_up_table(
@@ -354,24 +355,13 @@ def _head(
 ) -> list[Table | str]:
     """Describe which recipe trains which parameters, and its rates."""
     groups = groups or [chosen.group()]
-    used = [groups[i] for i in sorted({route.group for route in routes.values()})]
-
-    def text(recipe: Recipe, key: str) -> str:
-        mine = [route for route in trained if route.recipe == recipe]
-        if key == "eps":
-            return _span(route.hyper(groups[route.group])["eps"] for route in mine)
-        own = {getattr(route, key) for route in mine}
-        values = own - {None}
-        if None in own:
-            values |= {group[key] for group in used}
-        if key == "betas":
-            return " and ".join(sorted(f"[{first:g}, {second:g}]" for first, second in values))
-        return _span(values)
-
+    used = {route.group for route in routes.values()}
     trained = [routes[spec.name] for spec in specs]
     lines = []
     for recipe in _recipes(routes, specs):
-        line = f"{_called(recipe, chosen)}: {recipe.summary(partial(text, recipe))}"
+        mine = [route for route in trained if route.recipe == recipe]
+        text = recipe.summary(partial(_hyper, mine, groups, used))
+        line = f"{_called(recipe, chosen)}: {text}"
         if recipe in products:
             line += f", matrix products in {products[recipe]}"
         lines.append(line)
@@ -381,6 +371,20 @@ def _head(
     if without_effect:
         head.append(f"without effect here: {', '.join(without_effect)}")
     return head
+
+
+def _hyper(
+    routes: Sequence[Route], groups: Sequence[Mapping[str, Any]], used: Iterable[int], key: str
+) -> str:
+    if key == "eps":
+        return _span(route.hyper(groups[route.group])["eps"] for route in routes)
+    values = {getattr(route, key) for route in routes}
+    if None in values:
+        values.remove(None)
+        values.update(groups[i][key] for i in used)
+    if key == "betas":
+        return " and ".join(sorted(f"[{first:g}, {second:g}]" for first, second in values))
+    return _span(values)
 
 
 def _preset(chosen: OptimizerConfig) -> str:

@@ -1,5 +1,4 @@
-"""What collectives take between the ranks that are here, as a step sends: measured on all of them
-together.
+"""Times of collectives between the ranks that are here, as a step sends, measured on all together.
 
 Every rank calls everything here at the same point, and gets the same answers: how often something
 is repeated, and how long messages become, follows from times that all ranks have seen.
@@ -27,24 +26,32 @@ from ds_layerwise.recipes.rules import muon_recipes as recipes
 
 #: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of
 #: so many seconds.
-_SHORT, _FIRST, _GROWS, _LONGEST, _LONGEST_ON_HOST = 2**10, 2**18, 4, 2**28, 2**26
+_SHORT = 2**10
+_FIRST = 2**18
+_GROWS = 4
+_LONGEST = 2**28
+_LONGEST_ON_HOST = 2**26
 _LONG_ENOUGH_S = 0.2
 #: A repetition is several collectives in a row, so that they take at least that long together, and
 #: at most so many.
-_REPETITION_S, _IN_A_ROW = 0.02, 50
+_REPETITION_S = 0.02
+_IN_A_ROW = 50
 _REPETITIONS = 9
 #: After so many seconds no message becomes longer than it needs to be.
 _PATIENCE_S = 40.0
 
 #: Rows that are added up, and bytes of all of them; more than caches hold.
-_ROWS, _ROW_BYTES, _ROW_BYTES_ON_HOST = 4, 2**26, 2**24
+_ROWS = 4
+_ROW_BYTES = 2**26
+_ROW_BYTES_ON_HOST = 2**24
 #: The matrix that is orthogonalised: one of a feed-forward layer, and one that a CPU does in a
 #: blink.
-_MATRIX, _MATRIX_ON_HOST = (4096, 14336), (256, 1024)
+_MATRIX = (4096, 14336)
+_MATRIX_ON_HOST = (256, 1024)
 
 
 class Shape(NamedTuple):
-    """How many nodes there are, and ranks on each."""
+    """Number of nodes, and of ranks on each."""
 
     num_nodes: int
     ranks_per_node: int
@@ -52,21 +59,19 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What was measured, and of what devices."""
+    """Measurements, and the dtype of products."""
 
     timings: tuple[Timing, ...]
     memory_gb_s: float
-    """At which a rank adds up what it has received, bytes read and written, while all others do
-    so.
-    """
+    """Rate at which all ranks add up what they have received, bytes read and written."""
     tflops: float
-    """Of Newton-Schulz as a step does it, while all others do so."""
+    """Rate of Newton-Schulz as a step does it, on all ranks at a time."""
     products_in: str
     """The dtype of these products."""
 
 
 def shape_of(where: list[int]) -> Shape:
-    """The nodes of all ranks.
+    """Return the nodes of all ranks.
 
     Args:
         where: see :func:`.ranks.comm.nodes.node_of_each_rank`.
@@ -93,7 +98,8 @@ def measure(where: list[int], device: torch.device) -> Times:
     Raises:
         LayerWiseError: as :func:`shape_of`.
     """
-    shape, clock = shape_of(where), _Clock(device)
+    shape = shape_of(where)
+    clock = _Clock(device)
     wire = make_wires({1: None}, where, native=False, device=device)[1]
     wire.connect(device)
     timings = tuple(_all_timings(clock, wire, shape))
@@ -105,7 +111,8 @@ class _Clock:
     """Seconds that all ranks together take for something."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._start = device, time.monotonic()
+        self.device = device
+        self._start = time.monotonic()
         self.on_host = device.type == "cpu"
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -116,9 +123,7 @@ class _Clock:
     def seconds(
         self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1
     ) -> float:
-        """The median over repetitions of what one ``operation`` takes the slowest rank; None takes
-        no part.
-        """
+        """Return the median time of ``operation`` on the slowest rank; None takes no part."""
         taken = []
         for _ in range(repetitions):
             comm.sum_over_ranks(self._token, group=None)
@@ -132,7 +137,7 @@ class _Clock:
         return float(statistics.median(max(each) for each in zip(*everyone, strict=True)))
 
     def steady(self, operation: Callable[[], object] | None) -> float:
-        """The same once it is warm, in as many repetitions as it is worth."""
+        """Return :meth:`seconds` of a warm ``operation``, in as many repetitions as it is worth."""
         self.seconds(operation)
         once = max(self.seconds(operation), 1e-9)
         return self.seconds(
@@ -143,15 +148,14 @@ class _Clock:
 
     @property
     def is_late(self) -> bool:
-        """Whether the patience of any rank is over."""
+        """True once the patience of any rank is over."""
         return any(comm.gather_objects(time.monotonic() - self._start > _PATIENCE_S, group=None))
 
 
 def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
     num_nodes, per_node = shape
-    inside, across = wire.inside, wire.across
-    if wire.inside is None:
-        inside, across = (wire.group, None) if num_nodes == 1 else (None, wire.group)
+    inside = wire.inside or wire.group
+    across = wire.across or wire.group
     if per_node > 1:
         yield from _series(clock, "inside", per_node, inside, takes_part=True)
     if num_nodes > 1:
@@ -166,7 +170,7 @@ def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
 def _series(
     clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
 ) -> Iterator[Timing]:
-    """A ring and an all-to-all of messages that become longer."""
+    """Time a ring and an all-to-all of messages that become longer."""
     longest = _LONGEST_ON_HOST if clock.on_host else _LONGEST
     for kind in ("ring", "all_to_all"):
         yield _timing(clock, kind, where, size, group, _SHORT, takes_part=takes_part)
@@ -212,10 +216,9 @@ def _memory_gb_s(clock: _Clock) -> float:
 
 
 def _tflops(clock: _Clock) -> tuple[float, str]:
-    """TFLOP/s of Newton-Schulz with the settings that a run has by default, and the dtype of its
-    products.
-    """
-    recipe, shape = recipes.Muon(), _MATRIX_ON_HOST if clock.on_host else _MATRIX
+    """Return TFLOP/s of Newton-Schulz by a run's default settings, and the dtype of products."""
+    recipe = recipes.Muon()
+    shape = _MATRIX_ON_HOST if clock.on_host else _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
     seconds = clock.steady(

@@ -1,6 +1,4 @@
-"""``ds-layerwise links``: the links between the ranks that a launcher has started, measured, and
-written to a file.
-"""
+"""``ds-layerwise links``: a file of measured links between the ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ START = "deepspeed --module ds_layerwise.cli links OUT.json"
 
 
 def join(environment: Mapping[str, str] = os.environ) -> bool:
-    """Join the ranks that a launcher has started, unless that is done; whether it was not.
+    """Join the ranks that a launcher has started; tell whether they were not joined already.
 
     Raises:
         LayerWiseError: no launcher has started this process, or it has started one alone.
@@ -60,17 +58,18 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
     Args:
         like: a name or a file, for what cannot be measured on these nodes; see
             :func:`.plan.network.link_fit.missing_keys`.
-        overwrite: whether ``out`` may be there, and is replaced.
+        overwrite: True to replace ``out``.
 
     Returns:
-        What was measured, and where it is now, in lines.
+        Lines about what was measured, and where it is now.
 
     Raises:
         LayerWiseError: on every rank, if on any ``like`` is needed or wrong, ``out`` cannot be
             written, nodes differ, or times are no use.
     """
     device = torch.device(get_accelerator().current_device_name())
-    on_host, where = device.type == "cpu", nodes.node_of_each_rank()
+    on_host = device.type == "cpu"
+    where = nodes.node_of_each_rank()
     with comm.Alike(None):
         shape = link_timing.shape_of(where)
         missing = missing_keys(shape.ranks_per_node, shape.num_nodes)
@@ -81,13 +80,11 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
                 f"--like {like} is for what cannot be measured, and {shape.num_nodes} nodes of "
                 f"{shape.ranks_per_node} ranks have all of it; leave it out"
             )
-        assumed = (
-            None
-            if like is None
-            else links_of_run(
+        assumed = None
+        if like is not None:
+            assumed = links_of_run(
                 like, on_host=on_host, where="--like", ranks_per_node=shape.ranks_per_node
             )
-        )
         if comm.rank_of(None) == 0:
             _check_out(out, overwrite=overwrite)
     times = link_timing.measure(where, device)
@@ -115,7 +112,7 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
 
 
 def _check_out(out: Path, *, overwrite: bool) -> None:
-    """Find out that ``out`` cannot be written before a minute has gone by."""
+    """Refuse an ``out`` that cannot be written before a minute has gone by."""
     if out.is_dir():
         raise LayerWiseError(f"{out} is a folder; name a file")
     if out.exists() and not overwrite:

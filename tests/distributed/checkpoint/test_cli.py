@@ -168,7 +168,6 @@ class TestConsolidate(DistributedTest):
                        "fp16")
         assert not list(folder.glob("half*"))
         assert_refused(f"{shards} exists", "consolidate", folder, shards)
-        assert_refused("as model.safetensors, or name a folder", "consolidate", folder, folder / "model.pt")
         assert run("consolidate", folder, shards, "--overwrite")[::2] == (0, "")
         assert sorted(shards.glob("*.safetensors")) == [shards / "model-00001-of-00001.safetensors"]
 
