@@ -67,7 +67,9 @@ class GradSync(BucketOrder):
             return Gradients.AVERAGES
         if self._ready:
             return Gradients.UNDER_WAY
-        return Gradients.SUMS if self._has_grad else Gradients.NONE
+        if self._has_grad:
+            return Gradients.SUMS
+        return Gradients.NONE
 
     def accumulated(self) -> dict[str, Tensor]:
         """Return the gradients of a step that has not been reduced yet, by name, 1-D, as views;
@@ -188,7 +190,9 @@ class EagerGradSync(BucketOrder):
             return Gradients.UNDER_WAY
         if self._finished:
             return Gradients.AVERAGES
-        return Gradients.SUMS if self._passes else Gradients.NONE
+        if self._passes:
+            return Gradients.SUMS
+        return Gradients.NONE
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """Return None: after every backward pass there are averages of the step so far."""
