@@ -268,7 +268,9 @@ def ranks_of(group: Group) -> list[int]:
 
 def global_rank(group: Group, rank: int) -> int:
     """Return the rank in the whole world of ``rank`` in ``group``."""
-    return rank if group is None else int(dist.get_global_rank(group, rank))
+    if group is None:
+        return rank
+    return int(dist.get_global_rank(group, rank))
 
 
 def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
@@ -344,7 +346,8 @@ def is_agreed(error: BaseException) -> bool:
 
 @contextmanager
 def Alike(group: Group) -> Iterator[None]:
-    """Raise on every rank at the end of a block if it raises on any; see :func:`raise_alike`.
+    """Raise on every rank after a block that any rank leaves by an error; see
+    :func:`raise_alike`.
 
     Every rank must enter it. A collective inside must be one that a rank which failed takes part
     in, too. A block that is left by something else than an Exception, such as Ctrl-C, is left at

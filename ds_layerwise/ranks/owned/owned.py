@@ -213,13 +213,17 @@ class Owned:
         """Return the gradient of ``name`` as it lies: a matrix, a batch of matrices, or 1-D."""
         shape = self._routes[name].stored_shape
         gradient = self.reduced.piece(name)
-        return gradient if shape is None else gradient.view(shape)
+        if shape is None:
+            return gradient
+        return gradient.view(shape)
 
     def _at(self, name: str, key: str, opened: Opened) -> Tensor:
         """Return a state or a master: what is ``opened``, else what lies in its place."""
         if (name, key) in opened:
             return opened[name, key]
-        return self._masters.piece(name) if key == MASTER else self.states[name][key]
+        if key == MASTER:
+            return self._masters.piece(name)
+        return self.states[name][key]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -406,7 +410,9 @@ class Owned:
         """
         master = self.value(name)
         value = self._values.piece(name)
-        return master if value.dtype == torch.float32 else followed(master, value)
+        if value.dtype == torch.float32:
+            return master
+        return followed(master, value)
 
     def rule_records(self, elsewhere: Mapping[str, Route] = NONE) -> dict[str, RuleRecord]:
         """Return what a checkpoint needs to know of optimizers: by a parameter's name in it, over

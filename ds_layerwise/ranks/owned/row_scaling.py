@@ -26,19 +26,17 @@ class Factors:
         """Multiply, in place, 1-D ``piece``, which begins ``start`` elements into the flattened
         parameter.
         """
-        cols, values = self.cols, self.values.to(piece.device)
-        first, column = divmod(start, cols)
-        # Up to three parts: the rest of a row, whole rows, the beginning of a row.
-        begin = min(-start % cols, piece.numel())
-        rows = (piece.numel() - begin) // cols
-        whole = first + bool(column)
-        for part, row, left in (
-            (piece[:begin], first, column),
-            (piece[begin + rows * cols :], whole + rows, 0),
-        ):
-            if part.numel():
-                part.mul_(values[row] if self.axis == 0 else values[left : left + part.numel()])
-        if rows:
-            piece[begin : begin + rows * cols].view(rows, cols).mul_(
-                values[whole : whole + rows, None] if self.axis == 0 else values
-            )
+        cols = self.cols
+        values = self.values.to(piece.device)
+        # At most three times: the rest of a row, whole rows, the beginning of a row.
+        while piece.numel():
+            row, column = divmod(start, cols)
+            rows = 0 if column else piece.numel() // cols
+            if rows:
+                part = piece[: rows * cols].view(rows, cols)
+                part.mul_(values[row : row + rows, None] if self.axis == 0 else values)
+            else:
+                part = piece[: cols - column]
+                part.mul_(values[row] if self.axis == 0 else values[column : column + len(part)])
+            piece = piece[part.numel() :]
+            start += part.numel()

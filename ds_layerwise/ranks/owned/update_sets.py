@@ -50,14 +50,18 @@ def update_sets(
     bucket_of: dict[str, int] = {}
     matrices: list[list[Matrices]] = []
     for index, own in enumerate(pieces):
-        limit = most if all(piece.name in in_place for piece in own) else 0
+        together_up_to = most
+        if any(piece.name not in in_place for piece in own):
+            together_up_to = 0
         matrices.append([])
         for piece in own:
             route = routes[piece.name]
             bucket_of[piece.name] = index
             # Copies are as large as what is copied: one parameter after another.
-            alone = bool(route.copied) or (route.whole and not batch_matrices)
-            matrices[-1].append(_matrices(piece, route, alone, 0 if alone else limit, tp_size))
+            alone = ""
+            if route.copied or (route.whole and not batch_matrices):
+                alone = piece.name
+            matrices[-1].append(_matrices(piece, route, alone, together_up_to, tp_size))
     sets: list[list[UpdateSet]] = []
     for updates in together(matrices):
         sets.append([])
@@ -68,7 +72,7 @@ def update_sets(
     return sets
 
 
-def _matrices(piece: Piece, route: Route, alone: bool, most: int, tp_size: int) -> Matrices:
+def _matrices(piece: Piece, route: Route, alone: str, most: int, tp_size: int) -> Matrices:
     same = replace(
         route,
         name="",
@@ -80,11 +84,12 @@ def _matrices(piece: Piece, route: Route, alone: bool, most: int, tp_size: int) 
         by_user=False,
         sent_away=False,
     )
+    if alone:
+        most = 0
     most = min(most, route.recipe.full_batch_numel)
     numels: Counter[tuple[int, int]] = Counter()
     if most:
         for seen in route.seen(piece.numel).values():
             shape = route.multiplied(seen, tp_size)
             numels[shape[-2], shape[-1]] += math.prod(shape)
-    key = (same, piece.name if alone else None)
-    return Matrices(piece.name, key, sorted(numels.items()), most)
+    return Matrices(piece.name, (same, alone), sorted(numels.items()), most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class Watch:
             failed: whether the update ended on this rank before its time: then no rank has
                 anything.
         """
-        keys = [(kind, rule) for kind in ("update", "momentum") for rule in self._rules]
+        keys = list(product(("update", "momentum"), self._rules))
         none = torch.zeros((), dtype=widest_float(), device=self._device)
         # Filled on the device: a copy would wait for it.
         sums = [torch.full_like(none, failed)]

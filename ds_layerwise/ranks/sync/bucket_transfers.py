@@ -346,7 +346,9 @@ def room_in(dtype: torch.dtype, ranks: int) -> float:
 
     It is 1 but for float16: the others have the range of float32.
     """
-    return 0.5 ** (ranks - 1).bit_length() if dtype == torch.float16 else 1.0
+    if dtype != torch.float16:
+        return 1.0
+    return 0.5 ** (ranks - 1).bit_length()
 
 
 def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = None) -> None:

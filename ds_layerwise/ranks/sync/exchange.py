@@ -32,7 +32,9 @@ class Run(NamedTuple):
         itself.
         """
         cut = cuts[self.bucket]
-        return cut if self.numel == cut.numel() else cut[self.first : self.first + self.numel]
+        if self.numel == cut.numel():
+            return cut
+        return cut[self.first : self.first + self.numel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,9 @@ class Exchange:
     ) -> comm.Pending:
         like = cuts[min(round_.buckets)]
         packed = pack([like[:0], *(run.of(cuts) for run in round_.runs)])
-        own = like.new_empty(0) if round_.own is None else shard(round_.own)
+        own = like[:0]
+        if round_.own is not None:
+            own = shard(round_.own)
         before, stays, behind = own.split_with_sizes(round_.parts)
         new: list[tuple[Tensor, Tensor]] = []
         if add or own.dtype != like.dtype or (before.numel() and behind.numel()):

@@ -67,7 +67,9 @@ class GradSync(BucketOrder):
             return Gradients.AVERAGES
         if self._ready:
             return Gradients.UNDER_WAY
-        return Gradients.SUMS if self._has_grad else Gradients.NONE
+        if self._has_grad:
+            return Gradients.SUMS
+        return Gradients.NONE
 
     def accumulated(self) -> dict[str, Tensor]:
         """Return the gradients of a step that has not been reduced yet, by name, 1-D, as views;
@@ -88,14 +90,14 @@ class GradSync(BucketOrder):
         """
         if self.gradients is not Gradients.SUMS:
             return None
-        whole = self._started(name)
+        whole = self._sum_of(name)
         if to_write:
             self._has_grad.add(name)
             self.got.add(name)
             self.by_hand = True
         return whole
 
-    def _started(self, name: str) -> Tensor:
+    def _sum_of(self, name: str) -> Tensor:
         """Return the sum of ``name`` so far, 1-D, a view; without gradients it is set to zeros."""
         whole = self._grads.param(name)
         if name not in self._has_grad:
@@ -108,7 +110,7 @@ class GradSync(BucketOrder):
         layouts, too.
         """
         self.accumulate(name, launch=False)
-        comm.sum_over_ranks(self._started(name), group=group)
+        comm.sum_over_ranks(self._sum_of(name), group=group)
         self._has_grad.add(name)
 
     def _take(self, name: str, grad: Tensor) -> None:
@@ -143,7 +145,7 @@ class GradSync(BucketOrder):
         bucket = self.layout.buckets[self._launched]
         with self._side:
             for slot in bucket.slots:
-                self._started(slot.name)
+                self._sum_of(slot.name)  # zeros where no gradient has come
             out = self._cuts.get(bucket.index)
             if out is None:
                 out = self.reduced.bucket(bucket.index)
@@ -188,7 +190,9 @@ class EagerGradSync(BucketOrder):
             return Gradients.UNDER_WAY
         if self._finished:
             return Gradients.AVERAGES
-        return Gradients.SUMS if self._passes else Gradients.NONE
+        if self._passes:
+            return Gradients.SUMS
+        return Gradients.NONE
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """Return None: after every backward pass there are averages of the step so far."""

@@ -219,7 +219,8 @@ class ParamSync:
         """Hook ``model``, and every module of it that holds parameters of the layout, or has
         modules that do.
         """
-        self._overlaps, self._modules = True, list(model.modules())
+        self._overlaps = True
+        self._modules = list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             self._do_not_overlap("some modules are scripted, and call no hooks")
         elif not hasattr(torch.func, "debug_unwrap"):
