@@ -133,7 +133,9 @@ class RunState:
         )
 
     def connect(self) -> None:
-        """Make what reduces gradients and gathers parameters. All ranks must call this alike."""
+        """Make what reduces gradients and gathers parameters. All ranks must call this at the same
+        point.
+        """
         settings = self.settings
         self.groups = {}
         for group in (*settings.expert_groups.values(), settings.group):
