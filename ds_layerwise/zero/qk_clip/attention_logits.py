@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -228,27 +228,26 @@ class AttentionLogits(StepObserver):
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}
-        over = set()
-        for attention, place in self._places.values():
-            if max(by_unit[place]) > self.clip.threshold:
-                over.add(attention.name)
-        return self._scaled(reduced, over, frozen, self.clip.threshold) if over else {}
+        return self._scaled(reduced, by_unit, frozen, self.clip.threshold)
 
     def _scaled(
-        self, reduced: Tensor, over: Set[str], frozen: Collection[str], threshold: float
+        self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
-        units = threshold / reduced.clamp(min=threshold)
-        clipped = set(over)
-        for attention in self._attentions:
-            if any(scaled.name in frozen for scaled in attention.scaled):
-                clipped.discard(attention.name)
-        left = over - clipped
+        clipped: set[str] = set()
+        left: set[str] = set()
+        for attention, place in self._places.values():
+            if max(by_unit[place]) > threshold:
+                is_frozen = any(scaled.name in frozen for scaled in attention.scaled)
+                (left if is_frozen else clipped).add(attention.name)
         if left and not self._warned and comm.rank_of(self._settings.group) == 0:
             self._warned = True
             announce(
                 f"ds_layerwise: queries or keys of {min(left)} were frozen after the start, and "
                 "are not clipped"
             )
+        if not clipped:
+            return {}
+        units = threshold / reduced.clamp(min=threshold)
         return {
             name: Factors(units[self._places[attention.module][1]][unit] ** power, axis, cols)
             for name, (attention, unit, power, cols, axis) in self._factors.items()
