@@ -436,7 +436,7 @@ class TestSeveralAtOnce:
             from deepspeed.runtime import config
             from deepspeed.runtime.engine import DeepSpeedEngine
             from ds_layerwise.engine.engine_hooks import WRAPS
-            from ds_layerwise.engine import contract
+            from ds_layerwise.engine.contract import contract
             for key in WRAPS:
                 wrapped = getattr(*contract.resolve(key))
                 # What others hold by name is what is called.

@@ -244,10 +244,9 @@ def check_pip(arguments):
 
 @each_page
 def test_commands_of_ours_in_a_sentence_exist(path):
-    not_built = {name for row in not_built_yet() for name in names_in(row[1])}
     for name in names_in(prose_of(path)):
         if match := re.match(r"ds-layerwise ([a-z][a-z-]*)(.*)", name):
-            if " | " in name or f"ds-layerwise {match[1]}" in not_built:
+            if " | " in name:
                 continue
             assert match[1] in COMMANDS
             assert set(re.findall(r"--[\w-]+", match[2])) <= options_of(match[1])
@@ -513,9 +512,8 @@ def test_every_page_is_linked_from_the_first():
 
 @each_page
 def test_files_in_backticks_exist(path):
-    not_built = {name for row in not_built_yet() for name in names_in(row[1])}
     for name in names_in(prose_of(path)):
-        if re.fullmatch(r"(examples|tests|ds_configs|ds_layerwise|docs)/[\w./-]*", name) and name not in not_built:
+        if re.fullmatch(r"(examples|tests|ds_configs|ds_layerwise|docs)/[\w./-]*", name):
             assert (ROOT / name).exists(), name
 
 
@@ -552,27 +550,6 @@ def defines(path: Path, names):
             return False
         body = found[0].body
     return True
-
-
-def not_built_yet():
-    table, = [rows for header, *rows in tables_of(DOCS / "design.md") if header[0] == "not built yet"]
-    return table
-
-
-@pytest.mark.parametrize("what, missing", not_built_yet(), ids=[row[0][:30] for row in not_built_yet()])
-def test_what_is_called_not_built_is_not_there(what, missing):
-    assert names_in(missing)
-    for name in names_in(missing):
-        if name.startswith("ds-layerwise "):
-            there = name.split()[1] in COMMANDS
-        elif ": " in name:
-            key, value = name.split(": ")
-            with pytest.raises(ConfigError):
-                OptimizerConfig.from_section({"type": "LayerWise", "params": {key: value}})
-            there = False
-        else:
-            there = (ROOT / name).exists()
-        assert not there, f"{name} is built: take it out of the table in docs/design.md, and its mark where it stands"
 
 
 # --- Megatron-LM -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.measure import DESIGN, file_table
 from tests.support import house_rules
 from tests.support.house_rules import PACKAGE, Function, Source, sources
 from tests.support.rooms import rooms
@@ -147,6 +148,11 @@ def test_the_package_is_where_these_tests_look():
 def test_every_module_has_a_floor_and_every_floor_its_modules():
     tops = {source.module.split(".")[0] for source in SOURCES} - {""}
     assert tops == {top for names in FLOORS for top in names}
+
+
+def test_the_design_lists_every_file_with_its_first_sentence():
+    design = DESIGN.read_text()
+    assert "\n".join(file_table(SOURCES)) in design, "python -m tests.measure --write"
 
 
 def test_the_top_is_short():

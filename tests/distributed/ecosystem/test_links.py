@@ -165,10 +165,10 @@ SCRIPT = """
     import deepspeed
 
     from ds_layerwise import cli
-    from ds_layerwise.ranks import link_times
+    from ds_layerwise.tools.links import link_timing
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    link_times._LONGEST_ON_HOST = 2**24
+    link_timing._LONGEST_ON_HOST = 2**24
     code = cli.main()
     open(f"came back with {code}", "w").close()
     sys.exit(code)

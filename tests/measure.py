@@ -1,0 +1,89 @@
+"""The size and the density of the package, as the tables of docs/design.md: ``python -m tests.measure [--write]``.
+
+Code tokens are Python's own, without comments, docstrings, indentation and ends of lines. Branches are counted by
+tests/support/house_rules.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import Counter
+
+from tests.support import house_rules
+from tests.support.house_rules import PACKAGE, Source, sources
+
+DESIGN = PACKAGE.parent / "docs" / "design.md"
+_SIZE, _FILES = ("<!-- size: python -m tests.measure --write -->", "<!-- files: python -m tests.measure --write -->")
+_END = "<!-- end -->"
+
+#: What is counted a thousand lines of code, with the bound.
+_DENSITY = {
+    "packed assignments": (lambda node: isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+                           and isinstance(node.targets[0], ast.Tuple), 3),
+    "comprehensions": (lambda node: isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)), 25),
+    "conditional expressions": (lambda node: isinstance(node, ast.IfExp), 12),
+}
+
+#: Rules whose breaches are counted.
+_RULES = {
+    "functions with more than 15 branches": house_rules.many_branches,
+    "constructors with more than 7 arguments": house_rules.many_arguments,
+    "folders with more than 12 files": house_rules.full_folders,
+    "nested comprehensions": house_rules.nested_comprehensions,
+    "docstrings that open with a riddle": house_rules.riddles,
+    "names with a word that the glossary replaces": house_rules.wrong_words,
+    "basenames that stand twice": house_rules.names_twice,
+}
+
+
+def size_table(files: list[Source]) -> list[str]:
+    """Tokens by folder, and the density of the whole."""
+    tokens: Counter[str] = Counter()
+    for source in files:
+        tokens[source.module.split(".")[0] or "__init__"] += len(source.code)
+    lines = [line for source in files for line in source.code_lines()]
+    nodes = [node for source in files for node in ast.walk(source.tree)]
+    table = ["| code tokens | |", "|---|---:|"]
+    table += [f"| {name} | {count:,} |" for name, count in sorted(tokens.items())]
+    table += [f"| **all** | **{sum(tokens.values()):,}** |", "", "| density | is | at most |", "|---|---:|---:|",
+              f"| characters a line of code, without indentation | {sum(map(len, lines)) / len(lines):.1f} | 36 |",
+              f"| lines beyond 100 columns | {sum(len(x) > 100 for s in files for x in s.text.splitlines())} | 0 |"]
+    for name, (counts, most) in _DENSITY.items():
+        table.append(f"| {name} per 1,000 lines of code | {1000 * sum(map(counts, nodes)) / len(lines):.1f} | {most} |")
+    return table + [f"| {name} | {len(rule(files))} | 0 |" for name, rule in _RULES.items()]
+
+
+def file_table(files: list[Source]) -> list[str]:
+    """Every file with the first sentence of its docstring, folder by folder."""
+    table, folder = [], None
+    for source in sorted(files, key=lambda each: (each.path.parent, each.path.name != "__init__.py", each.path)):
+        doc = " ".join((ast.get_docstring(source.tree) or "").split("\n\n")[0].split())
+        if source.path.parent != folder:
+            folder = source.path.parent
+            table += ["", f"**{folder.relative_to(PACKAGE.parent)}/**" + (f": {doc}" if folder != PACKAGE else ""), ""]
+        if source.path.name != "__init__.py":
+            table.append(f"* `{source.path.name}`: {doc}")
+    return table[1:]
+
+
+def written(text: str, mark: str, lines: list[str]) -> str:
+    """``text`` with ``lines`` between ``mark`` and the end of its part."""
+    before, _, rest = text.partition(mark)
+    return "\n".join([before + mark, "", *lines, "", _END + rest.partition(_END)[2]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/design.md")
+    args = parser.parse_args()
+    files = sources()
+    if args.write:
+        text = written(DESIGN.read_text(), _SIZE, size_table(files))
+        DESIGN.write_text(written(text, _FILES, file_table(files)))
+    else:
+        print("\n".join(size_table(files)))
+
+
+if __name__ == "__main__":
+    main()
