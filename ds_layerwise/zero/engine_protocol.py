@@ -87,6 +87,15 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """
         raise cannot_load()
 
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; both optimizers follow in their ratio to it."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
     # --- attention logits
 
     def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:

@@ -123,7 +123,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         )
         self._attach_hooks()
         start_report.warn_of_zeros(run)
-        # One checkpoint group a parameter; see checkpoint.regular.
+        # One checkpoint group a parameter; see checkpoint.formats.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
         ]

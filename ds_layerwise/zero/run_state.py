@@ -129,7 +129,9 @@ class RunState:
         return Owned(self.rank, planned.routes, self.values, self.grads, rules, owned)
 
     def connect(self) -> None:
-        """Make what reduces gradients and gathers parameters. All ranks must call this alike."""
+        """Make what reduces gradients and gathers parameters. All ranks must call this at the same
+        point.
+        """
         settings = self.settings
         self.groups = {}
         for group in (*settings.expert_groups.values(), settings.group):

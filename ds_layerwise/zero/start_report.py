@@ -28,10 +28,8 @@ def warn_of_zeros(run: RunState) -> None:
     kept = {name for name, route in run.planned.routes.items() if keeps_zeros(route.recipe)}
     if not kept:
         return
-    mine = []
-    for piece in run.planned.layout.pieces(run.rank):
-        if piece.name in kept and not run.owned.value(piece.name).any():
-            mine.append(piece.name)
+    own = kept.intersection(piece.name for piece in run.planned.layout.pieces(run.rank))
+    mine = [name for name in own if not run.owned.value(name).any()]
     zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
     if zeros and run.rank == 0:
         logger.warning(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,17 @@ class AttentionLogits(StepObserver):
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
-        self._modules = {attention.name: attention.module for attention in self._attentions}
         # Whoever says what a module of unknown attention is called means one that may be in
         # evaluation.
-        self._by_path = self._modules or dict(run.model.named_modules())
+        self._by_path = {known.name: known.module for known in self._attentions}
+        self._by_path = self._by_path or dict(run.model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
         self._factors = self._find_factors(run)
         with comm.Alike(None):
             if self.clip is None or self.clip.hook:
-                attention_hook.watch(self._modules.values(), self._note)
-        weakref.finalize(self, attention_hook.forget, list(self._modules.values())).atexit = False
+                attention_hook.watch(self._places, self._note)
+        weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False
 
     def _compare(self, model: nn.Module) -> None:
         """Learn the attention of all parts of the model.
@@ -83,18 +83,14 @@ class AttentionLogits(StepObserver):
             ConfigError: an entry of the config is for no module of any part, or there is no
                 attention.
         """
-        own = {attention.name: bool(attention.scaled) for attention in self._attentions}
-        everyone = [(own, matched(model, self.clip))]
+        names = [attention.name for attention in self._attentions]
+        clipped = {attention.name for attention in self._attentions if attention.scaled}
+        everyone = [(names, clipped, matched(model, self.clip))]
         if self._settings.model_group is not None:
             everyone = comm.gather_objects(everyone[0], group=self._settings.model_group)
-        clipped: dict[str, bool] = {}
-        used: set[int] = set()
-        for modules, indices in everyone:
-            used |= indices
-            for name, is_clipped in modules.items():
-                clipped[name] = clipped.get(name, False) or is_clipped
-        self._everywhere = list(clipped)
-        self._never = {name for name, is_clipped in clipped.items() if is_clipped}
+        self._everywhere = list(dict.fromkeys(sum((each[0] for each in everyone), [])))
+        self._never = set[str]().union(*(each[1] for each in everyone))
+        used = set[int]().union(*(each[2] for each in everyone))
         if self.clip is None:
             return
         for index, entry in enumerate(self.clip.attention):
@@ -103,7 +99,7 @@ class AttentionLogits(StepObserver):
                     f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module "
                     "is called so; correct it, or remove the entry"
                 )
-        if not clipped:
+        if not self._everywhere:
             raise ConfigError(
                 "layerwise.qk_clip finds attention in models of transformers, and none in this "
                 "one; say "
@@ -114,21 +110,19 @@ class AttentionLogits(StepObserver):
     def _find_factors(self, run: RunState) -> dict[str, tuple[Attention, Tensor, Tensor, int, Any]]:
         if self.clip is None:
             return {}
-        wanted = {piece.name for piece in run.planned.layout.pieces(run.rank)}
-        if run.config.verify_first_step:
-            # The first update is compared for parameters of others.
-            wanted = set(run.params)
+        own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
         factors = {}
         for attention in self._attentions:
             for scaled in attention.scaled:
-                if scaled.name in wanted:
+                # The first update is compared for parameters of others.
+                if scaled.name in own or run.config.verify_first_step:
                     shape = run.params[scaled.name].shape
                     factors[scaled.name] = _indices(scaled, shape, attention, self.clip, run.device)
         return factors
 
     def destroy(self) -> None:
         """Look at no module any more."""
-        attention_hook.forget((attention.module for attention in self._attentions), self._note)
+        attention_hook.forget(self._places, self._note)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -160,9 +154,10 @@ class AttentionLogits(StepObserver):
             self._raise_to(self._noted[-1:], _flat(largest).amax().reshape(1))
         else:
             name = attention if isinstance(attention, str) else type(attention)
+            known = ", ".join(known.name for known in self._attentions)
             raise StepError(
                 f"note_attention_logits got {name}, which is not among the attention modules of "
-                f"this model: {', '.join(self._modules) or 'none'}"
+                f"this model: {known or 'none'}"
             )
 
     def _note(self, module: nn.Module, largest: Any) -> None:
@@ -233,27 +228,26 @@ class AttentionLogits(StepObserver):
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}
-        over = set()
-        for attention, place in self._places.values():
-            if max(by_unit[place]) > self.clip.threshold:
-                over.add(attention.name)
-        return self._scaled(reduced, over, frozen, self.clip.threshold) if over else {}
+        return self._scaled(reduced, by_unit, frozen, self.clip.threshold)
 
     def _scaled(
-        self, reduced: Tensor, over: Set[str], frozen: Collection[str], threshold: float
+        self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
-        units = threshold / reduced.clamp(min=threshold)
-        clipped = set(over)
-        for attention in self._attentions:
-            if any(scaled.name in frozen for scaled in attention.scaled):
-                clipped.discard(attention.name)
-        left = over - clipped
+        clipped: set[str] = set()
+        left: set[str] = set()
+        for attention, place in self._places.values():
+            if max(by_unit[place]) > threshold:
+                is_frozen = any(scaled.name in frozen for scaled in attention.scaled)
+                (left if is_frozen else clipped).add(attention.name)
         if left and not self._warned and comm.rank_of(self._settings.group) == 0:
             self._warned = True
             announce(
                 f"ds_layerwise: queries or keys of {min(left)} were frozen after the start, and "
                 "are not clipped"
             )
+        if not clipped:
+            return {}
+        units = threshold / reduced.clamp(min=threshold)
         return {
             name: Factors(units[self._places[attention.module][1]][unit] ** power, axis, cols)
             for name, (attention, unit, power, cols, axis) in self._factors.items()

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import reduce
-from operator import and_
 from typing import Any
 
 import torch
@@ -23,8 +21,8 @@ _AT_A_TIME = 1 << 24
 _HIDDEN = -5e3
 
 #: A function that tells which logits of the rows [first, last) count: a bool tensor that broadcasts
-#: to (batch, heads, rows, keys), or None for all.
-Counts = Callable[[int, int], "Tensor | None"]
+#: to (batch, heads, rows, keys).
+Counts = Callable[[int, int], Tensor]
 
 
 @torch.no_grad()
@@ -49,8 +47,7 @@ def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts
             logits = some.reshape(batch, kv_heads, -1, some.shape[-1]) @ turned
             logits = logits.view(batch, heads, -1, keys)
             allowed = counts(first, first + some.shape[2])
-            if allowed is not None:
-                logits = logits.masked_fill(~allowed, -math.inf)
+            logits = logits.masked_fill(~allowed, -math.inf)
             largest = torch.maximum(largest, logits.amax((0, 2, 3)).float())
     return largest
 
@@ -73,17 +70,15 @@ def counts_for(
     causal = kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    causal = bool(causal)
     if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
         return _flash(query, key, mask, kwargs, causal)
     if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
         allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., : key.shape[2]]
         return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
-    if mask is None and implementation == "eager":
-        return lambda first, last: None
-    if mask is None and implementation == "sdpa":
-        # A causal mask that is left out begins with the first key.
-        return _band(key, causal and query.shape[2] > 1, None, 0)
+    if mask is None and implementation in ("eager", "sdpa"):
+        # "eager" has no mask but the one that is given; in "sdpa" a causal one that is left out
+        # begins with the first key.
+        return _band(key, causal and implementation == "sdpa" and query.shape[2] > 1, None, 0)
     raise StepError(
         f"the attention logits of {type(module).__name__} cannot be measured in implementation "
         f"{implementation!r} with a mask of {type(mask).__name__}; load the model with "
@@ -97,9 +92,7 @@ def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
     Row i stands at key i + ``shift``.
     """
 
-    def counts(first: int, last: int) -> Tensor | None:
-        if not causal and window is None:
-            return None
+    def counts(first: int, last: int) -> Tensor:
         places = torch.arange(key.shape[2], device=key.device)
         away = torch.arange(first + shift, last + shift, device=key.device)[:, None] - places
         allowed = torch.ones_like(away, dtype=torch.bool)
@@ -124,17 +117,16 @@ def _flash(
     band = _band(key, causal, kwargs.get("sliding_window"), keys - length)
     sequences = _sequences(length, keys, query.device, kwargs)
 
-    def counts(first: int, last: int) -> Tensor | None:
-        masks = [band(first, last)]
+    def counts(first: int, last: int) -> Tensor:
+        allowed = band(first, last)
         if sequences is not None:
             of_query, of_key = sequences
-            masks.append(of_query[first:last, None] == of_key)
+            allowed = allowed & (of_query[first:last, None] == of_key)
         if mask is not None:
             real = mask[:, -keys:].bool()
             rows = real[:, keys - length :][:, first:last]
-            masks.append((rows[:, :, None] & real[:, None, :])[:, None])
-        given = [each for each in masks if each is not None]
-        return reduce(and_, given) if given else None
+            allowed = allowed & (rows[:, :, None] & real[:, None, :])[:, None]
+        return allowed
 
     return counts
 
@@ -150,9 +142,7 @@ def _sequences(
     if isinstance(query_ends, Tensor) and isinstance(key_ends, Tensor):
         return _numbers(query_ends, length, device), _numbers(key_ends, keys, device)
     positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.shape != (1, length):
-        return None
-    if length != keys or length == 1:
+    if not isinstance(positions, Tensor) or not positions.shape == (1, length) == (1, keys):
         return None
     # As transformers has it: packed if positions ever go back, and each sequence begins at 0.
     begins = (positions[0] == 0).long().cumsum(0).to(device)

@@ -78,11 +78,12 @@ class Interrupted:
 def survivable(engine: Any) -> Iterator[None]:
     """Leave ``engine`` so that an exception in its step can be survived: it would else take the
     step to be still on, and its timers refuse to start again."""
+    done = False
     try:
         yield
-    except BaseException:
-        if engine is not None:
+        done = True
+    finally:
+        if not done and engine is not None:
             engine._running_engine_step = False
             for name in engine.engine_timers.step_timers:
                 engine.timers(name).reset()
-        raise

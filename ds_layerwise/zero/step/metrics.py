@@ -79,10 +79,10 @@ class Reports(StepObserver):
         counted it.
         """
         if engine.monitor.enabled and engine.global_rank == 0:
-            events = []
-            for key, value in {**self._now(engine), **self._fresh}.items():
-                events.append((f"{_LABEL}{key}", value, engine.global_samples))
-            engine.monitor.write_events(events)
+            values = {**self._now(engine), **self._fresh}
+            engine.monitor.write_events(
+                [(f"{_LABEL}{key}", value, engine.global_samples) for key, value in values.items()]
+            )
 
     def _now(self, engine: Any) -> dict[str, float]:
         values: dict[str, float] = {}

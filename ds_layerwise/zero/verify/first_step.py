@@ -36,6 +36,7 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
+from ds_layerwise.zero.step.interrupted import Interrupted
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.verify.reference_step import PlainStep
 
@@ -225,7 +226,7 @@ class FirstStep(StepObserver):
         groups = self._run.optimizer.groups_now()
         keys = ["", *self._run.config.norm_groups]
         squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
-        error: Exception | None = None
+        failed = Interrupted()
         for index, spec in enumerate(self._specs):
             grad = self._whole(spec, self._owned.reduced.piece)
             norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
@@ -233,13 +234,12 @@ class FirstStep(StepObserver):
             # Every rank of the group has all of it.
             squares[keys.index(key)] += norm.square() / comm.size_of(self._group(spec))
             masters, states = self._gathered(spec)
-            if error is None and comm.rank_of(self._group(spec)) == self._comparing(index, spec):
-                try:
+            if not failed and comm.rank_of(self._group(spec)) == self._comparing(index, spec):
+                # The others are on their way to the next parameter.
+                with failed:
                     self._compute(spec, grad, masters, states, step, groups)
-                except Exception as caught:
-                    # The others are on their way to the next parameter.
-                    error = caught
-        comm.raise_alike(error, group=None)
+        with comm.Alike(None):
+            failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))
 

@@ -22,7 +22,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("interrupted", "update")
+pytestmark = rooms("interrupted", "observer", "update")
 
 #: What is set, and which call of what finds no memory in a step.
 CASES = {

@@ -43,7 +43,7 @@ from tests.support.training import (
 )
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("grad_sync", "owned", "comm", "planner", "optimizer", "param_sync", "run_plan")
+pytestmark = rooms("grad_sync", "owned", "comm", "planner", "optimizer", "param_sync", "run_plan", "run_state")
 
 STEPS = 20
 
