@@ -56,8 +56,9 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
         found.append({})
-        for key in group.keys() - {"params"}:
-            found[index][key] = plain(group[key], f"param_groups[{index}].{key}")
+        for key, value in group.items():
+            if key != "params":
+                found[index][key] = plain(value, f"param_groups[{index}].{key}")
     return found
 
 
@@ -172,8 +173,9 @@ class Resumption:
     def _take_group(self, index: int) -> None:
         group, built = self.optimizer.param_groups[index], self.optimizer.built_with[index]
         before, saved = self._before(index), self._saved(index)
-        for key in saved.keys() - self.stays:
-            _set(group, key, saved[key])
+        for key, value in saved.items():
+            if key not in self.stays:
+                _set(group, key, value)
         old, new = self.optimizer.named(before), self.optimizer.named(built)
         different = [key for key in new if key in old and old[key] != new[key]]
         sets_lr = self.scheduler is not None and not self.follows and "lr" in different
