@@ -1,3 +1,1 @@
-"""What leaves memory for a file and comes back: the record of one rank, and the formats that carry
-it.
-"""
+"""Checkpoints: the record of one rank, and the formats that carry it to files and back."""

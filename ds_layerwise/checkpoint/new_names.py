@@ -27,8 +27,9 @@ def new_names(
         renamed[name] = name
         for glob, pattern in patterns.items():
             if match := pattern.fullmatch(name):
-                texts = iter(match.groups())
-                renamed[name] = re.sub(r"\*", lambda _, texts=texts: next(texts), rename[glob])
+                renamed[name] = rename[glob]
+                for text in match.groups():
+                    renamed[name] = renamed[name].replace("*", text, 1)
                 used.add(glob)
                 break
     if use_all and (unused := rename.keys() - used):

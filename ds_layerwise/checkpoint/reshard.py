@@ -12,7 +12,7 @@ from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, Shard
 from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerWiseError
 
-#: Where to, and where from.
+#: Target and source.
 Copy = tuple[Tensor, Tensor]
 
 _WEIGHTS_ALONE = (
@@ -23,15 +23,15 @@ _WEIGHTS_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to do to this rank's memory to take a checkpoint over. Making one writes nothing."""
+    """The copies that take a checkpoint over into this rank's memory. Making one writes nothing."""
 
     copies: list[Copy] = field(default_factory=list)
     restarts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By parameter, the states that start as they do in a new run."""
+    """The states that start as they do in a new run, by parameter."""
     masters_from_model: list[str] = field(default_factory=list)
     """Parameters whose master is not in the checkpoint: it follows the model's weights."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """By parameter, why its state is not the checkpoint's."""
+    """The reasons why a state is not the checkpoint's, by parameter."""
 
 
 def plan_load(
@@ -44,7 +44,7 @@ def plan_load(
     on_missing_state: OnMissingState,
     on_optimizer_change: OnOptimizerChange,
 ) -> LoadPlan:
-    """What to do so that ``own`` holds what ``saved`` says.
+    """Plan the copies after which ``own`` holds what ``saved`` has.
 
     Args:
         own: views into live memory.
@@ -105,8 +105,8 @@ def _kept(
     on_missing_state: OnMissingState,
     on_optimizer_change: OnOptimizerChange,
 ) -> tuple[dict[str, str], str]:
-    """Which of the states that ``new`` needs come from which of ``old``, and why the others start
-    fresh.
+    """Return the states of ``new`` with those of ``old`` that they go on from, and why the others
+    start fresh.
     """
     name = piece.name
     if not new.state_keys:
@@ -144,8 +144,8 @@ def _kept(
             "optimizers of the checkpoint (layerwise.overrides sends a parameter to the one or "
             f"the other), or {_WEIGHTS_ALONE}"
         )
-    why, shared = f"{old.family} before, {new.family} now", _shared(old, new, on_optimizer_change)
-    return shared, f"{why}{_went_on(shared)}"
+    shared = _shared(old, new, on_optimizer_change)
+    return shared, f"{old.family} before, {new.family} now{_went_on(shared)}"
 
 
 def _went_on(shared: Mapping[str, str]) -> str:
@@ -155,14 +155,12 @@ def _went_on(shared: Mapping[str, str]) -> str:
 def _shared(
     old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange
 ) -> dict[str, str]:
-    """The average of gradients that ``new`` goes on from, and what ``old`` calls it."""
+    """Return the average of gradients that ``new`` goes on from, and its name in ``old``."""
     # Moments that are corrected for their bias by a count of steps say nothing without each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
-    if (
-        on_optimizer_change == "reset"
-        or counts
-        or not (old.gradient_average and new.gradient_average)
-    ):
+    if on_optimizer_change == "reset" or counts:
+        return {}
+    if not old.gradient_average or not new.gradient_average:
         return {}
     return {new.gradient_average: old.gradient_average}
 
@@ -170,16 +168,16 @@ def _shared(
 def _of_other_shapes(
     piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Those of ``keys`` that ``sources`` have in another shape than ``piece``, with both shapes."""
+    """Return the shapes in ``sources`` and ``piece`` of those of ``keys`` where they differ."""
     found = {}
     for key in keys:
         if key not in piece.state or not sources:
             continue
-        was, now = tuple(_values(piece.name, sources[0], key).shape), tuple(piece.state[key].shape)
+        was = tuple(_values(piece.name, sources[0], key).shape)
+        now = tuple(piece.state[key].shape)
         # A square matrix has factors of as many elements as itself, which count as elements of it.
-        if was != now and not (
-            piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()
-        ):
+        is_cut = piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()
+        if was != now and not is_cut:
             found[key] = (was, now)
     return found
 
@@ -187,10 +185,10 @@ def _of_other_shapes(
 def _copies(
     piece: PieceRecord, names: Mapping[str, str], sources: Sequence[PieceRecord], numel: int
 ) -> Iterator[Copy]:
-    """``names`` says for each key of ``piece`` under which one ``sources`` hold it; the key of the
-    master is empty.
+    """Yield the copies of the states ``names`` of ``piece``.
 
     Args:
+        names: for each key of ``piece`` the one of ``sources``; the key of the master is empty.
         numel: how many elements the parameter has, by its shape in the checkpoint.
     """
     for key, saved_key in names.items():
@@ -204,31 +202,26 @@ def _copies(
                 )
             yield into, value
             continue
-        start, stop, covered = piece.param_start, piece.param_start + into.numel(), 0
+        start, stop = piece.param_start, piece.param_start + into.numel()
+        what = f"{saved_key or 'the weights'} of {piece.name}"
+        covered = 0
         for source in sources:
             # A universal checkpoint has those of a parameter without axes without axes, too.
             value = _values(piece.name, source, saved_key).reshape(-1)
-            if source.param_start + value.numel() > numel:
+            begin, end = source.param_start, source.param_start + value.numel()
+            if end > numel:
                 raise LayerWiseError(
-                    f"the checkpoint's files hold {source.param_start + value.numel()} elements of "
-                    f"{saved_key or 'the weights'} of {piece.name}, and its shape has {numel}; one "
-                    "belongs to another save"
+                    f"the checkpoint's files hold {end} elements of {what}, and its shape has "
+                    f"{numel}; one belongs to another save"
                 )
-            first, last = (
-                max(start, source.param_start),
-                min(stop, source.param_start + value.numel()),
-            )
-            covered += max(0, last - first)
+            first, last = max(start, begin), min(stop, end)
             if first < last:
-                yield (
-                    into[first - start : last - start],
-                    value[first - source.param_start : last - source.param_start],
-                )
+                covered += last - first
+                yield into[first - start : last - start], value[first - begin : last - begin]
         if covered != stop - start:
             raise LayerWiseError(
-                f"the checkpoint's files hold {covered} of the {stop - start} elements of "
-                f"{saved_key or 'the weights'} of {piece.name} from {start} on; a file is missing "
-                "or belongs to another save"
+                f"the checkpoint's files hold {covered} of the {stop - start} elements of {what} "
+                f"from {start} on; a file is missing or belongs to another save"
             )
 
 

@@ -23,7 +23,7 @@ def find_others(
     rename: Mapping[str, str],
     strict: bool,
 ) -> dict[str, Tensor]:
-    """Everything in the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
+    """Return all of the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
 
     Args:
         saved: the checkpoint in ``folder``, or the file that this is, by new names.
@@ -46,11 +46,10 @@ def find_others(
             continue
         if name in exact and exact[name].shape == value.shape:
             others[name] = exact[name]
-        elif (
-            known := next((each for each in names[id(value)] if each in saved.header.shapes), None)
-        ) is not None:
-            check_shapes({known: tuple(value.shape)}, saved.header.shapes)
-            others[name] = saved.pieces(known, 0, value.numel())[0].master
+        elif known := saved.header.shapes.keys() & names[id(value)]:
+            first = min(known, key=names[id(value)].index)
+            check_shapes({first: tuple(value.shape)}, saved.header.shapes)
+            others[name] = saved.pieces(first, 0, value.numel())[0].master
         elif strict:
             raise LayerWiseError(
                 f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
@@ -62,13 +61,15 @@ def find_others(
 
 
 def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
-    """What the model's file has as a whole, by new names: DeepSpeed's converter rounds buffers to
-    float32, and leaves out those of ZeRO-3."""
+    """Read the whole tensors of the model's file, by new names: DeepSpeed's converter rounds
+    buffers to float32, and leaves out those of ZeRO-3.
+    """
     try:
         model = ModelFile.read(folder, trust=False)
     except LayerWiseError:
         # A client may have put anything into it. The engine loads it next, and that is the user's
         # decision.
         return {}
-    renamed = new_names(model.module, rename) if model else {}
-    return {renamed[name]: value for name, value in model.module.items()} if model else {}
+    module = model.module if model else {}
+    renamed = new_names(module, rename)
+    return {renamed[name]: value for name, value in module.items()}

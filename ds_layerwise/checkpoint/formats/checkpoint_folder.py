@@ -217,22 +217,19 @@ class ModelFile:
         content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerWiseError(f"{path} holds no module; it is no model file of DeepSpeed")
-        shapes = _shapes(content)
-        # Each stage of a pipeline has a file of its own.
-        for stage in sorted(folder.glob("mp_rank_*_model_states.pt")):
-            if stage != path:
-                shapes = {**_shapes(load(stage)), **shapes}
+        shapes: dict[str, tuple[int, ...]] = {}
+        # Each stage of a pipeline has a file of its own; this one counts most.
+        stages = [stage for stage in folder.glob("mp_rank_*_model_states.pt") if stage != path]
+        for stage in sorted(stages, reverse=True):
+            shapes.update(_shapes(load(stage)))
+        shapes.update(_shapes(content))
         elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())} if is_zero3 else set()
         module = {}
         experts = _experts(folder, _load_trusted if trust else load_safely)
         for name, value in {**(content["module"] or {}), **experts}.items():
             if isinstance(value, Tensor) and name not in elsewhere:
                 module[name] = value
-        aliases = dict(content.get("shared_params") or {})
-        for alias in aliases.keys() & module.keys():
-            # DeepSpeed goes by addresses, and all tensors without elements have the same one.
-            if not module[alias].numel():
-                del aliases[alias]
+        aliases = _aliases(content, module)
         frozen = {} if is_zero3 else content.get(FROZEN_PARAM_FRAGMENTS) or {}
         world_size = int(content.get("dp_world_size") or 1)
         return cls(path, module, shapes, frozen, aliases, world_size)
@@ -252,6 +249,15 @@ def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for group in content.get(PARAM_SHAPES) or ():
         shapes.update({name: tuple(shape) for name, shape in group.items()})
     return shapes
+
+
+def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[str, str]:
+    aliases = dict(content.get("shared_params") or {})
+    for alias in aliases.keys() & module.keys():
+        # DeepSpeed goes by addresses, and all tensors without elements have the same one.
+        if not module[alias].numel():
+            del aliases[alias]
+    return aliases
 
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:

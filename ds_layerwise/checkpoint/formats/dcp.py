@@ -261,10 +261,9 @@ class ShardedCheckpoint:
         ):
             self._metadata = self._read_list(checkpoint)
             self._sizes = _sizes_in(self._metadata)
-        shapes = {}
-        for key, size in self._sizes.items():
-            if key.startswith(f"{MODEL}."):
-                shapes[key.removeprefix(f"{MODEL}.")] = size
+        start = f"{MODEL}."
+        keys = [key for key in self._sizes if key.startswith(start)]
+        shapes = {key.removeprefix(start): self._sizes[key] for key in keys}
         if not shapes:
             raise LayerWiseError(
                 f"{self._where} has no weights under {MODEL}; it has "
@@ -276,11 +275,9 @@ class ShardedCheckpoint:
         if HEADER in self._sizes:
             self.beside = self._own_beside()
         self._keys = self._states_of(shapes)
-        self.wrapped: dict[str, str] = {}
+        names = (*rules, *others, *second)
+        self.wrapped = {unwrapped(name): name for name in names if unwrapped(name) != name}
         """The names of this run, by names without wrappers, as torch has them."""
-        for name in (*rules, *others, *second):
-            if unwrapped(name) != name:
-                self.wrapped[unwrapped(name)] = name
         old = {}
         for name, new in new_names(shapes, rename or {}).items():
             old[self.wrapped.get(new, new)] = name

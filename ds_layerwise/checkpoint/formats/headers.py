@@ -22,8 +22,7 @@ from ds_layerwise.checkpoint.files.safe_load import load_bytes_safely, naming
 from ds_layerwise.checkpoint.formats.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.record import Header
 
-#: By the name of a tensor in the file and the first element of a block, one past its last, and its
-#: checksum.
+#: The end and the checksum of blocks, by the name of a tensor in the file and the first element.
 Sums = Mapping[str, Mapping[int, tuple[int, int]]]
 
 #: In elements; the last block of what a rank hands over may be shorter.
@@ -31,12 +30,12 @@ _BLOCK = 1 << 20
 
 _SUMS, _DIGEST = "checksums", hashlib.sha256().digest_size
 
-#: Under which it is said which save this is, so that ranks notice if theirs are of several.
+#: The key of the name of the save, so that ranks notice if theirs are of several.
 _SAVE = "save"
 
 
 def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
-    """An entry of :data:`Sums`, of the elements of a tensor from ``start`` on."""
+    """Return an entry of :data:`Sums`, of the elements of a tensor from ``start`` on."""
     blocks = torch.split(values.detach().reshape(-1), _BLOCK)
     firsts = range(start, start + values.numel(), _BLOCK)
     return {
@@ -81,16 +80,13 @@ class Beside:
             """None in what an earlier version wrote."""
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The elements of the tensor ``name`` in the blocks that hold any of ``[start, stop)``."""
+        """Return the range of the blocks of ``name`` that hold any of ``[start, stop)``."""
+        begin, end = start, stop
         with naming(self._path):
-            blocks = [
-                (first, last)
-                for first, (last, _) in (self.sums or {}).get(name, {}).items()
-                if first < stop and start < last
-            ]
-        return min([start, *(first for first, _ in blocks)]), max(
-            [stop, *(last for _, last in blocks)]
-        )
+            for first, (last, _) in (self.sums or {}).get(name, {}).items():
+                if first < stop and start < last:
+                    begin, end = min(begin, first), max(end, last)
+        return begin, end
 
     def check(self, name: str, values: Tensor, start: int = 0) -> None:
         """Compare ``values``, the elements of the tensor ``name`` from ``start`` on, with what was

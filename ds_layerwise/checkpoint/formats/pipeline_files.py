@@ -18,9 +18,9 @@ class PipelineCheckpoint:
     A parameter is in the files of one stage: of a tied one, of the first that holds it.
 
     Args:
-        rank: whose file of each stage to look into first.
-        pipeline_stage: whose parameter groups and loss scale count, where the checkpoint has that
-            many.
+        rank: the rank whose file of each stage is opened first.
+        pipeline_stage: the stage whose parameter groups and loss scale count, where the checkpoint
+            has that many.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
@@ -39,7 +39,9 @@ class PipelineCheckpoint:
                     f"{other.path(0)} says step {other.header.step}, expected {first.header.step}; "
                     "the files are not of one save"
                 )
-        self._stage_of = {name: saved for saved in self._stages for name in saved.header.shapes}
+        self._stage_of: dict[str, RegularCheckpoint] = {}
+        for saved in self._stages:
+            self._stage_of.update(dict.fromkeys(saved.header.shapes, saved))
         self.header = replace(
             self._stages[pipeline_stage if pipeline_stage < count else 0].header,
             shapes={name: saved.header.shapes[name] for name, saved in self._stage_of.items()},
@@ -48,10 +50,10 @@ class PipelineCheckpoint:
 
     def identity(self) -> list[str]:
         """See :meth:`.regular.RegularCheckpoint.identity`."""
-        return [line for saved in self._stages for line in saved.identity()]
+        return sum((saved.identity() for saved in self._stages), [])
 
     def state_dict(self, rank: int) -> Mapping[str, Any]:
-        """The ``optimizer_state_dict`` that ``rank`` of the first stage saved, with the header of
+        """Return the ``optimizer_state_dict`` of ``rank`` of the first stage, with the header of
         all stages.
         """
         held = self._stages[0].state_dict(rank)

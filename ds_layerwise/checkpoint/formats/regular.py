@@ -16,7 +16,10 @@ without this package.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,38 +47,38 @@ from ds_layerwise.plan.layout.layout import Layout
 KEY = "layerwise"
 FORMAT = 2
 
-#: Of what a header is read, with the kind of each entry; and which of them are written as they are.
-_RULES, _HEADER = TypeAdapter(dict[str, RuleRecord]), TypeAdapter(Header)
+_RULES = TypeAdapter(dict[str, RuleRecord])
+_HEADER = TypeAdapter(Header)
+
+#: The entries of a header that are written as they are.
 _DESCRIBED = frozenset(("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept"))
 
 #: More than there are anywhere.
 _MOST_RANKS = 1 << 20
-
-_ENDING = "_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 #: The states that DeepSpeed's converter carries along.
 CONVERTED = ("exp_avg", "exp_avg_sq", "step")
 
 
 def travels_as(keys: Iterable[str]) -> dict[str, str]:
-    """The names under which DeepSpeed's converter carries those of ``keys`` that it can carry."""
-    names = {key: key for key in keys}
-    if "exp_avg" not in names and "momentum_buffer" in names:
+    """Return the names under which DeepSpeed's converter carries those of ``keys`` that it can."""
+    keys = {*keys}
+    names = {key: key for key in CONVERTED if key in keys}
+    if "exp_avg" not in keys and "momentum_buffer" in keys:
         names["momentum_buffer"] = "exp_avg"
-    return {key: name for key, name in names.items() if name in CONVERTED}
+    return names
 
 
 def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict[str, Any]:
-    """The part of ``optimizer_state_dict`` that describes masters and states. Tensors share the
-    record's memory.
+    """Return the part of ``optimizer_state_dict`` that describes masters and states. Tensors share
+    the record's memory.
 
     Args:
-        mp_size: how many parts the model is cut into, of which the record is one.
+        mp_size: the number of parts of the model, of which the record is one.
     """
     pieces = {piece.name: piece for piece in record.pieces}
-    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
     step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
-    absent = {"exp_avg": nothing, "exp_avg_sq": nothing, "step": step}
+    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
     states: list[dict[str, Tensor]] = []
     masters: list[Tensor] = []
     fragments: list[dict[str, Any]] = []
@@ -83,24 +86,20 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict
     for name in header.shapes:
         piece = pieces.get(name)
         if piece is None:
-            states.append(absent)
+            states.append({"exp_avg": nothing, "exp_avg_sq": nothing, "step": step})
             masters.append(nothing)
             fragments.append({})
             continue
         names = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
         zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(piece.master.numel())
-        states.append(
-            {
-                "exp_avg": zeros,
-                "exp_avg_sq": zeros,
-                "step": step,
-                **{names[key]: alone(piece.state[key]) for key in names},
-            }
-        )
+        states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step})
+        for key, value in piece.state.items():
+            if key in names:
+                states[-1][names[key]] = alone(value)
+            else:
+                extra.setdefault(name, {})[key] = alone(value)
         masters.append(alone(piece.master))
         fragments.append({name: fragment_address(numel=piece.master.numel(), start=0)})
-        if rest := {key: alone(value) for key, value in piece.state.items() if key not in names}:
-            extra[name] = rest
     return {
         BASE_OPTIMIZER_STATE: {
             "state": dict(enumerate(states)),
@@ -128,20 +127,18 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict
 
 
 def describe(header: Header) -> dict[str, Any]:
-    """``header`` as builtins; :func:`header_of` reads it back."""
-    called = _called(header.rules.values())
+    """Return ``header`` as builtins; :func:`header_of` reads it back."""
+    called: dict[RuleRecord, str] = {}
+    counts: Counter[str] = Counter()
+    for rule in header.rules.values():
+        if rule not in called:
+            number = counts[rule.family]
+            called[rule] = f"{rule.family} {number}" if number else rule.family
+            counts[rule.family] += 1
     return {
         "step": header.step,
         "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
-        "rules": {
-            name: {
-                "family": rule.family,
-                "state_keys": rule.state_keys,
-                "meaning": rule.meaning,
-                "gradient_average": rule.gradient_average,
-            }
-            for rule, name in called.items()
-        },
+        "rules": {name: asdict(rule) for rule, name in called.items()},
         "rule_of": {name: called[rule] for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
         "configured": [dict(group) for group in header.configured or ()],
@@ -153,53 +150,36 @@ def describe(header: Header) -> dict[str, Any]:
     }
 
 
-def _called(rules: Iterable[RuleRecord]) -> dict[RuleRecord, str]:
-    """A name for each of ``rules``: its family, and which of those of the family it is, where it is
-    not the first.
-    """
-    of_family: dict[str, dict[RuleRecord, None]] = {}
-    for rule in rules:
-        of_family.setdefault(rule.family, {}).setdefault(rule)
-    return {
-        rule: f"{family} {number}" if number else family
-        for family, found in of_family.items()
-        for number, rule in enumerate(found)
-    }
-
-
 def header_of(state_dict: Mapping[str, Any]) -> Header:
-    """What :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer put
-    beside it.
+    """Read what :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer
+    put beside it.
 
     Raises:
         ValueError: an entry is of another kind than what was written; names it. What is missing is
             a ``KeyError``.
     """
     ours = state_dict[KEY]
+    # Earlier versions saved the gradients of a step that was not over, which are left where they
+    # are.
+    within_step = "" if ours.get("accumulated") is None else WITHIN_STEP
+    scaler = state_dict.get(LOSS_SCALER)
     try:
         # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states
-        # mean.
+        # mean; and it did not write all that is described.
         rules = _RULES.validate_python(
             {name: {"family": name, **rule} for name, rule in ours["rules"].items()}
         )
         groups, unreadable = _groups(ours["param_groups"])
-        scaler = state_dict.get(LOSS_SCALER)
-        return _HEADER.validate_python(
-            {
-                # Version 0.1 of this package, which writes the same format, did not write some of
-                # these.
-                **{key: value for key, value in ours.items() if key in _DESCRIBED},
-                "rules": {name: rules[key] for name, key in ours["rule_of"].items()},
-                "param_groups": groups,
-                "unreadable": (*ours.get("unreadable", ()), *unreadable),
-                "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
-                "overflow": bool(state_dict.get("overflow", False)),
-                # Earlier versions saved the gradients of a step that was not over, which are left
-                # where they are.
-                "repeats": ours.get("repeats")
-                or ("" if ours.get("accumulated") is None else WITHIN_STEP),
-            }
-        )
+        content = {key: ours[key] for key in _DESCRIBED & ours.keys()}
+        content |= {
+            "rules": {name: rules[key] for name, key in ours["rule_of"].items()},
+            "param_groups": groups,
+            "unreadable": (*ours.get("unreadable", ()), *unreadable),
+            "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
+            "overflow": bool(state_dict.get("overflow")),
+            "repeats": ours.get("repeats") or within_step,
+        }
+        return _HEADER.validate_python(content)
     except ValidationError as e:
         first = e.errors()[0]
         raise ValueError(
@@ -208,7 +188,7 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
 
 
 def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """What the groups say as builtins, and the names of what cannot be read."""
+    """Return the groups as builtins, and the names of what cannot be read."""
     groups: list[dict[str, Any]] = []
     unreadable = []
     for index, group in enumerate(saved):
@@ -223,8 +203,8 @@ def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], t
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """``tensor`` over no more of its storage than it covers: what is pickled is its own elements.
-    Shares memory.
+    """Return ``tensor`` over no more of its storage than it covers, so that only its elements are
+    pickled. Shares memory.
     """
     tensor = tensor.detach()
     storage = tensor.untyped_storage()
@@ -242,10 +222,13 @@ def alone(tensor: Tensor) -> Tensor:
 class RegularCheckpoint:
     """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
 
-    Files are opened when something in them is asked for. ``rank`` says whose file to look into
-    first: where every node has its own disk, and the layout is the same, it is the only one that
-    this rank needs. ``mp_rank`` says which piece of a model that is cut over ranks; see
-    :class:`ds_layerwise.zero.setup.run_settings.Settings`.
+    Files are opened when something in them is asked for.
+
+    Args:
+        rank: the rank whose file is opened first: where every node has its own disk, and the layout
+            is the same, this rank needs no other.
+        mp_rank: the number of the piece of a model that is cut over ranks; see
+            :class:`ds_layerwise.zero.setup.run_settings.Settings`.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
@@ -253,7 +236,8 @@ class RegularCheckpoint:
     """
 
     def __init__(self, folder: Path, *, rank: int = 0, mp_rank: int = 0) -> None:
-        self._folder, self._ending = folder, _ENDING.format(mp_rank=mp_rank)
+        self._folder = folder
+        self._ending = f"_mp_rank_{mp_rank:02d}_optim_states.pt"
         self._prefix = _prefix(folder, self._ending)
         opened = rank if self.path(rank).exists() else 0
         state_dict = read(self.path(opened))
@@ -280,15 +264,15 @@ class RegularCheckpoint:
                 )
 
     def identity(self) -> list[str]:
-        """What is the same for all ranks that read the same save."""
+        """Return lines that are the same for all ranks that read the same save."""
         return [f"files of {self.world_size} ranks", f"layout {self.ours['layout_digest']}"]
 
     def path(self, rank: int) -> Path:
-        """The file that ``rank`` saved."""
+        """Return the path of the file that ``rank`` saved."""
         return self._folder / f"{self._prefix}zero_pp_rank_{rank}{self._ending}"
 
     def state_dict(self, rank: int) -> dict[str, Any]:
-        """The ``optimizer_state_dict`` that ``rank`` saved, tensors mapped from its file."""
+        """Return the ``optimizer_state_dict`` of ``rank``, tensors mapped from its file."""
         if rank not in self._dicts:
             self._dicts[rank] = read(self.path(rank))
             with naming(self.path(rank)):
@@ -296,22 +280,18 @@ class RegularCheckpoint:
         return self._dicts[rank]
 
     def _check(self, rank: int) -> None:
-        path, ours = self.path(rank), ours_of(self._dicts[rank], self.path(rank))
-        expected = {
-            "rank": rank,
-            **{key: self.ours[key] for key in ("world_size", "layout_digest", "step")},
-        }
-        for key, value in expected.items():
-            if ours[key] != value:
+        path = self.path(rank)
+        ours = ours_of(self._dicts[rank], path)
+        expected = {**self.ours, "rank": rank}
+        for key in ("rank", "world_size", "layout_digest", "step"):
+            if ours[key] != expected[key]:
                 raise LayerWiseError(
-                    f"{path} says {key} {ours[key]}, expected {value}; the files are not of one "
-                    "save"
+                    f"{path} says {key} {ours[key]}, expected {expected[key]}; the files are not "
+                    "of one save"
                 )
 
     def holders(self, name: str) -> list[tuple[int, int, int]]:
-        """``(rank, first element, one past the last)`` of every piece of ``name``, by the
-        layout.
-        """
+        """Return ``(rank, first element, one past the last)`` of every piece of ``name``."""
         return self._holders.get(name, [])
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
@@ -324,17 +304,17 @@ class RegularCheckpoint:
         return sorted(found, key=lambda piece: piece.param_start)
 
     def piece(self, rank: int, name: str) -> PieceRecord:
-        """What the file of ``rank`` holds of ``name``.
+        """Read the part of ``name`` in the file of ``rank``.
 
         Raises:
-            LayerWiseError: nothing, or another part of it than the layout says.
+            LayerWiseError: it is not the part that the layout says.
         """
         state_dict = self.state_dict(rank)
         with naming(self.path(rank)):
             return self._piece(rank, state_dict, name)
 
     def _piece(self, rank: int, state_dict: Mapping[str, Any], name: str) -> PieceRecord:
-        index = self._index(name)
+        index = self._indices[name]
         fragment = state_dict[PARAM_SLICE_MAPPINGS][index].get(name)
         holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
         param_start = state_dict[KEY]["param_starts"].get(name)
@@ -351,43 +331,31 @@ class RegularCheckpoint:
             **{key: states[carried] for key, carried in names.items()},
         }
         for key, value in {**state, **extra}.items():
-            if (
-                not isinstance(value, Tensor)
-                or key not in extra
-                and key != "step"
-                and value.shape != (fragment.numel,)
-            ):
+            is_free = key in extra or key == "step"
+            if not isinstance(value, Tensor) or not is_free and value.shape != (fragment.numel,):
                 raise ValueError(
                     f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
                     f"and {fragment.numel} elements by its own list"
                 )
         return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
 
-    def _index(self, name: str) -> int:
-        if not hasattr(self, "_indices"):
-            self._indices = {name: index for index, name in enumerate(self.header.shapes)}
-        return self._indices[name]
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.header.shapes)}
 
 
 def mp_size(folder: Path) -> int:
-    """How many parts the model in ``folder`` is cut into; 1 also where that is not known, or put
-    together.
+    """Return the number of parts of the model in ``folder``; 1 also where it is unknown, or they
+    are put together.
     """
     if (folder / "zero").is_dir():
         return 1
-    return (
-        len(
-            {
-                path.name.rpartition("mp_rank_")[2]
-                for path in folder.glob("*mp_rank_*_model_states.pt")
-            }
-        )
-        or 1
-    )
+    files = folder.glob("*mp_rank_*_model_states.pt")
+    return len({path.name.rpartition("mp_rank_")[2] for path in files}) or 1
 
 
 def refuse_parts(folder: Path) -> None:
-    """Refuse a model that is cut: it is not in there along which axes.
+    """Refuse a model that is cut: the axes of the cuts are not in its files.
 
     Raises:
         LayerWiseError: ``folder`` holds one.
@@ -401,10 +369,9 @@ def refuse_parts(folder: Path) -> None:
 
 
 def _prefix(folder: Path, ending: str) -> str:
-    """What the names of DeepSpeed's files in ``folder`` start with: ``bf16_`` or nothing."""
-    found = {
-        path.name.partition("zero_pp_rank_")[0] for path in folder.glob(f"*zero_pp_rank_*{ending}")
-    }
+    """Return the beginning of DeepSpeed's names of files in ``folder``: ``bf16_`` or nothing."""
+    files = folder.glob(f"*zero_pp_rank_*{ending}")
+    found = {path.name.partition("zero_pp_rank_")[0] for path in files}
     if len(found) != 1:
         raise LayerWiseError(
             f"{folder} has {'two kinds of' if found else 'no'} files named "
@@ -415,22 +382,22 @@ def _prefix(folder: Path, ending: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The ``optimizer_state_dict`` in ``path``.
+    """Read the ``optimizer_state_dict`` in ``path``.
 
     Raises:
         LayerWiseError: see :func:`load_safely`.
     """
     content = load_safely(path, with_objects=True)
-    if not isinstance(content, dict) or not isinstance(content.get(OPTIMIZER_STATE_DICT), dict):
+    found = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+    if not isinstance(found, dict):
         raise LayerWiseError(
             f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint"
         )
-    found: dict[str, Any] = content[OPTIMIZER_STATE_DICT]
     return found
 
 
 def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
-    """Whether a run could go on from ``state_dict``, which was just read from ``path``.
+    """Check that a run could go on from ``state_dict``, which was just read from ``path``.
 
     Raises:
         LayerWiseError: something in it is an object that only code could restore.
@@ -438,7 +405,8 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
     ours_of(state_dict, path)
     with naming(path):
         unreadable = list(header_of(state_dict).unreadable)
-    unreadable += [LOSS_SCALER] if isinstance(state_dict.get(LOSS_SCALER), Unreadable) else []
+    if isinstance(state_dict.get(LOSS_SCALER), Unreadable):
+        unreadable.append(LOSS_SCALER)
     if unreadable:
         raise LayerWiseError(
             f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code "
@@ -449,7 +417,7 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
 def ours_of(
     state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint"
 ) -> dict[str, Any]:
-    """What this package wrote beside DeepSpeed's own keys.
+    """Return what this package wrote beside DeepSpeed's own keys.
 
     Raises:
         LayerWiseError: nothing, or in another format.
@@ -463,11 +431,9 @@ def ours_of(
             "weights alone with load_checkpoint(..., load_optimizer_states=False)"
         )
     if ours["format"] != FORMAT:
-        way_out = (
-            "upgrade ds_layerwise"
-            if ours["format"] > FORMAT
-            else "resume with the version that wrote it"
-        )
+        way_out = "resume with the version that wrote it"
+        if ours["format"] > FORMAT:
+            way_out = "upgrade ds_layerwise"
         raise LayerWiseError(
             f"{where} has format {ours['format']}, and this version of ds_layerwise reads "
             f"{FORMAT}; {way_out}"

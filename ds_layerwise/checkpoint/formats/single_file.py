@@ -89,10 +89,11 @@ class OneFile:
                 f"{path} is no file; every rank reads it, so it must be on a disk that all share"
             )
         try:
-            self._file: Any = safe_open(path, framework="pt")
-            names = set(self._file.keys())
+            opened: Any = safe_open(path, framework="pt")
+            names = set(opened.keys())
         except (SafetensorError, OSError) as e:
             raise LayerWiseError(f"{path} is no whole file of safetensors: {e}") from e
+        self._file = opened
         if HEADER not in names:
             raise LayerWiseError(
                 f"{path} was not written by save_state_dict_to_file(): it has no {HEADER}"

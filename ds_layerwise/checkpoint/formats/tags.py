@@ -1,6 +1,4 @@
-"""What a checkpoint may be called: a folder below the one that is saved to, and what a pointer to
-it can hold.
-"""
+"""Tags of checkpoints: names of folders that a pointer can hold."""
 
 from __future__ import annotations
 
@@ -9,18 +7,18 @@ from ds_layerwise.checkpoint.files.manifest import leads_out
 from ds_layerwise.checkpoint.formats.universal import LATEST
 from ds_layerwise.errors import LayerWiseError
 
-#: What lies beside checkpoints.
+#: Names of files beside checkpoints.
 _TAKEN = ("latest", LATEST, "zero_to_fp32.py", "zero_to_torch.py")
 
-#: In bytes, what file systems take of one part of a path, less what is appended to it.
+#: The most bytes of one part of a path, less the endings that are appended to it.
 _LONGEST = 255 - len("_universal") - len(atomic.INCOMPLETE) - 17
 
 
 def check_tag(tag: object) -> str:
-    """``tag`` as text.
+    """Return ``tag`` as text.
 
     Raises:
-        LayerWiseError: no checkpoint can be called so.
+        LayerWiseError: no checkpoint can have it.
     """
     text = str(tag)
     parts = text.split("/")

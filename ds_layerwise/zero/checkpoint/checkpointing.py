@@ -1,8 +1,8 @@
-"""What a checkpoint takes from the optimizer, and what it gives back."""
+"""The optimizer's side of saves and loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
-from torch import nn
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.files.safe_load import naming
 from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint, unwrapped
@@ -82,9 +82,9 @@ class Checkpointing:
     zero_grad: Callable[[], None]
     """Forgets the gradients of the step at hand."""
     first_step: FirstStep | None
-    """What compares the first update after a load, if anything does."""
+    """The comparison of the first update after a load, if there is any."""
     attention: AttentionLogits
-    """What has noted logits of the weights that a load replaces."""
+    """The logits noted of the weights that a load replaces."""
     skipped: SkippedSteps
     guard: Guard
     fresh_states: dict[str, str] = field(default_factory=dict, init=False)
@@ -94,14 +94,13 @@ class Checkpointing:
     save: Save | None = field(default=None, init=False)
     """A save that goes on beside the training, until it is committed."""
     _has_told: bool = field(default=False, init=False)
-    """Whether a save within a step has been reported in this run."""
+    """True once a save within a step has been reported in this run."""
 
     # --- out
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a save: make sure that it can be made, and say that one within a step has no
-        gradients.
+        """Make sure that a save can be made, and say that one within a step has no gradients.
 
         Raises:
             LayerWiseError: on every rank, if one is inside an update, or they are not at the same
@@ -124,7 +123,7 @@ class Checkpointing:
         yield
 
     def header(self) -> Header:
-        """What a checkpoint of now says beside its tensors."""
+        """Return the part of a checkpoint of now beside its tensors."""
         planned = self.planned
         within_step = self.progress.is_within_step(self.grad_sync.gradients)
         return Header(
@@ -286,8 +285,8 @@ class Checkpointing:
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:
-        """Around all that the engine loads: own what :meth:`finish_load` is to take over, and let
-        go of its files.
+        """Own what :meth:`finish_load` is to take over while the engine loads, then let its files
+        go.
 
         Attention logits that were noted of the weights before are forgotten, and so are steps that
         were skipped.
@@ -302,9 +301,7 @@ class Checkpointing:
 
     @contextmanager
     def _saving_whole(self, check: Callable[[], None]) -> Iterator[None]:
-        """Around a save of whole parameters: what ``check`` or the state of a rank forbids is an
-        error on all.
-        """
+        """Save whole parameters; an error of ``check`` or of a rank's state is one on all ranks."""
         with comm.Alike(None):
             check()
             self._check_settled()
@@ -402,17 +399,19 @@ class Checkpointing:
             raise nothing_prepared()
         found, buckets = self.load.take(), range(len(self.planned.layout.buckets))
         # Masters that are the weights, in float32, are copied over them.
-        loaded = (
-            [self.owned.values(index).clone() for index in buckets] if self.load.weights_win else []
-        )
+        loaded = []
+        if self.load.weights_win:
+            loaded = [self.owned.values(index).clone() for index in buckets]
         for into, out_of in found.plan.copies:
             into.copy_(out_of)
         # The engine has loaded weights that were rounded to another dtype, or none of what other
         # stages save, or none.
-        masters_win = not self.load.weights_win and (
-            found.universal
-            or found.header.dtypes != self.planned.layout.dtypes
-            or bool(self.planned.saved_elsewhere)
+        masters_win = not self.load.weights_win and any(
+            (
+                found.universal,
+                found.header.dtypes != self.planned.layout.dtypes,
+                self.planned.saved_elsewhere,
+            )
         )
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
         self.owned.take_back(
@@ -429,9 +428,7 @@ class Checkpointing:
             self.owned.follow_values(index)
         if not found.masters:
             self.masters_from_weights()
-        held = self.module.state_dict(keep_vars=True)
-        for name, value in found.others.items():
-            held[name].copy_(value.view(held[name].shape))
+        self._copy_others(found.others)
         if found.states:
             self._take_over(found.header, wants_scheduler=self.load.wants_scheduler)
             self.interrupted.forget()
@@ -439,6 +436,11 @@ class Checkpointing:
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
+
+    def _copy_others(self, others: Mapping[str, Tensor]) -> None:
+        held = self.module.state_dict(keep_vars=True)
+        for name, value in others.items():
+            held[name].copy_(value.view(held[name].shape))
 
     def restart_step(self) -> None:
         """Go on with the first micro-batch of the step: the gradients that there are belong to

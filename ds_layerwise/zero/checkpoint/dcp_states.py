@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint of ``torch.distributed.checkpoint``."""
+"""States of an engine for a checkpoint of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state_dict(
     header: Header,
     scaler: tuple[str, Any],
 ) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint.save`` takes, as views into live memory.
+    """Return what ``torch.distributed.checkpoint.save`` takes, as views into live memory.
 
     Args:
         pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a
@@ -40,11 +40,10 @@ def state_dict(
             DeepSpeed's name for it.
     """
     is_first = comm.rank_of(None) == 0
-    model: dict[str, Any] = (
-        {unwrapped(name): value for name, value in untrained(module, shapes).items()}
-        if is_first
-        else {}
-    )
+    model: dict[str, Any] = {}
+    if is_first:
+        for name, value in untrained(module, shapes).items():
+            model[unwrapped(name)] = value
     state: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         name, shape = unwrapped(piece.name), shapes[piece.name]
@@ -59,28 +58,36 @@ def state_dict(
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
-    named = {f"{MODEL}.{name}": value for name, value in model.items()} | {
-        f"{STATE}.{name}.{key}": value for name, of in state.items() for key, value in of.items()
-    }
-    sums: dict[str, dict[int, tuple[int, int]]] = {}
-    for of_rank in comm.gather_objects(
-        {
-            name: sums_of(value.held, value.start) if isinstance(value, Piece) else sums_of(value)
-            for name, value in named.items()
-        },
-        group=None,
-    ):
-        for name, blocks in of_rank.items():
-            sums.setdefault(name, {}).update(blocks)
-    return {
+    sums = _all_sums(model, state)
+    content: dict[str, Any] = {
         "model": model,
         "optim": {"state": state, "param_groups": groups},
-        **({"ds_layerwise": {"header": write_beside(header, scaler, sums)}} if is_first else {}),
     }
+    if is_first:
+        content["ds_layerwise"] = {"header": write_beside(header, scaler, sums)}
+    return content
+
+
+def _all_sums(
+    model: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return the checksums of all tensors of all ranks, by their names in the file."""
+    named = {f"{MODEL}.{name}": value for name, value in model.items()}
+    for name, of in state.items():
+        named |= {f"{STATE}.{name}.{key}": value for key, value in of.items()}
+    mine = {}
+    for name, value in named.items():
+        is_piece = isinstance(value, Piece)
+        mine[name] = sums_of(value.held, value.start) if is_piece else sums_of(value)
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for of_rank in comm.gather_objects(mine, group=None):
+        for name, blocks in of_rank.items():
+            sums.setdefault(name, {}).update(blocks)
+    return sums
 
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
-    """By name, frozen parameters and buffers that a checkpoint has."""
+    """Return the frozen parameters and buffers that a checkpoint has, by name."""
     # A module that recomputes leaves its wrapper out of the names in its own state_dict.
     known = {unwrapped(name) for name in (*trained, *tied(module, trained))}
     return {
@@ -106,7 +113,7 @@ def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
 
 
 def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
-    """By each further name of a parameter, the one that it is trained under."""
+    """Return by further names of parameters those that they are trained under."""
     names = {param: name for name, param in module.named_parameters()}
     return {
         name: names[param]
@@ -145,8 +152,8 @@ def groups_of(
 
 
 def _group_of_class(route: Route) -> dict[str, Any] | None:
-    """What a group of the class of torch that updates a parameter says; None if no such class
-    does.
+    """Return the values of a group of the class of torch that updates a parameter; None if no
+    class does.
     """
     recipe, shape = route.recipe, route.matrix_shape or (1,)
     if isinstance(recipe, AnyTorch):

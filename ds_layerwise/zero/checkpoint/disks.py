@@ -1,4 +1,4 @@
-"""Which ranks of a save share a disk, and whether what each of them wrote is there.
+"""Disks of a save: the ranks that share one, and the files that arrived there.
 
 Note: who makes and moves folders
     One rank on each disk. Usually there is one disk, which all nodes see, and rank 0 does it; a
@@ -38,22 +38,22 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """Where the ranks of a save write."""
+    """The disks that the ranks of a save write to."""
 
     rank: int
     owners: tuple[int, ...]
-    """By rank, the one that makes and moves folders on the disk that it writes to."""
+    """The ranks that make and move folders on the disk of each rank."""
     save_id: str
-    """What tells this save from every other, the same on all ranks."""
+    """The name of this save, the same on all ranks."""
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank makes and moves folders."""
+        """True if this rank makes and moves folders."""
         return self.owners[self.rank] == self.rank
 
     @property
     def are_many(self) -> bool:
-        """Whether a part of the save is on another disk."""
+        """True if a part of the save is on another disk."""
         return len(set(self.owners)) > 1
 
     @property
@@ -114,7 +114,9 @@ def check_arrived(
             f"{staged} was made anew while this save was under way: another job saves to the same "
             "place; give each job a save_dir of its own"
         )
-    written = {name for part in parts.values() for name in part.files}
+    written: set[str] = set()
+    for part in parts.values():
+        written.update(part.files)
     for rank, names in needed.items():
         for name in names:
             if name not in written:
@@ -147,8 +149,9 @@ def check_seen(folder: Path, parts: Mapping[int, Manifest]) -> None:
 
 
 def patiently(look: Callable[[], Found | None], folder: Path) -> Found | None:
-    """What ``look`` finds; None if it finds nothing for :data:`PATIENCE` seconds. ``folder`` is
-    listed in between, which lets a network file system forget what it remembers of it."""
+    """Return what ``look`` finds; None if it finds nothing for :data:`PATIENCE` seconds. ``folder``
+    is listed in between, which lets a network file system forget what it remembers of it.
+    """
     until, pause = time.monotonic() + PATIENCE, 0.01
     while (found := look()) is None and time.monotonic() < until:
         time.sleep(min(pause, max(0.0, until - time.monotonic())))
@@ -159,8 +162,7 @@ def patiently(look: Callable[[], Found | None], folder: Path) -> Found | None:
 
 
 def finish_save(folder: Path, *, may_move: bool) -> None:
-    """Where a save ended when it was in place on some disks only, and whole on the others, put it
-    in place there.
+    """Put a save in place on all disks that ended in place on some, and whole on the others.
 
     Args:
         may_move: whether this rank does it on its disk; one on each does.
@@ -187,12 +189,10 @@ def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
             if (save_id := atomic.save_ids(save_dir / tag)[0])
         }
     first, *others = comm.gather_objects(mine, group=None)
-    common = [
-        tag
-        for tag in first
-        if all(tag in found and found[tag][0] == first[tag][0] for found in others)
-    ]
-    return max(common, key=lambda tag: first[tag][1], default=None)
+    common = {*first}
+    for found in others:
+        common = {tag for tag in common if tag in found and found[tag][0] == first[tag][0]}
+    return max(sorted(common), key=lambda tag: first[tag][1], default=None)
 
 
 def check_one_save(folder: Path, *, own_disks: bool) -> None:

@@ -30,7 +30,7 @@ class Found:
     folder: Path
     header: Header
     own: ShardRecord
-    """What the copies of ``plan`` write to."""
+    """The memory that the copies of ``plan`` write to."""
     plan: LoadPlan
     states: bool
     masters: bool
@@ -39,7 +39,7 @@ class Found:
     """Frozen parameters and buffers that the engine does not load itself."""
 
     def described(self, fresh_states: dict[str, str], *, out_of: int) -> list[str]:
-        """What the user must hear of, a line each.
+        """Return what the user must hear of, a line each.
 
         Args:
             fresh_states: by parameter, on all ranks, why its state is not the checkpoint's.
@@ -64,7 +64,7 @@ class Found:
 
 @dataclass(slots=True)
 class Load:
-    """What a load of an engine hands from one of its halves to the other.
+    """The state that a load of an engine hands from its first half to its second.
 
     :class:`.checkpointing.Checkpointing` owns it for as long as the engine loads.
     """
@@ -74,18 +74,16 @@ class Load:
     open.
     """
     wants_scheduler: bool | None
-    """Whether the learning rate scheduler is to go on from the checkpoint, or to start afresh; None
+    """True if the learning rate scheduler is to go on from the checkpoint, False if afresh; None
     where what is loaded never has its state, and the script sees to it."""
     weights_win: bool = False
-    """Whether the user loads the model, so that masters follow weights that are not what was
-    saved.
-    """
+    """True if the user loads the model, so that masters follow other weights than were saved."""
 
     alone: bool = False
-    """Whether an error of this rank is not yet one that all ranks have agreed on."""
+    """True while an error of this rank is not one that all ranks have agreed on."""
 
     def take(self) -> Found:
-        """What there is to take over, once.
+        """Return what there is to take over, once.
 
         Raises:
             LayerWiseError: nothing was looked for.
@@ -99,8 +97,7 @@ class Load:
 def kept_of(
     routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, str]]:
-    """By name in a checkpoint, the states of parameters that are kept in fewer bits than float32,
-    and in what.
+    """Return the dtypes of states in fewer bits than float32, by name in a checkpoint.
 
     Args:
         names: by parameter, those that its experts have in a checkpoint; one of ``routes`` alone
@@ -183,14 +180,16 @@ def check_names(
             )
 
 
+def _whole(saved: Renamed, name: str) -> Tensor:
+    pieces = saved.pieces(name, 0, math.prod(saved.header.shapes[name]))
+    return torch.cat([piece.master for piece in pieces])
+
+
 def _are_equal(saved: Renamed, *names: str) -> bool:
     shapes = [saved.header.shapes[name] for name in names]
     if shapes[0] != shapes[1]:
         return False
-    first, second = (
-        torch.cat([piece.master for piece in saved.pieces(name, 0, math.prod(shapes[0]))])
-        for name in names
-    )
+    first, second = (_whole(saved, name) for name in names)
     # DeepSpeed's converter may write the second name with the weights of the one parameter: its
     # master, rounded.
     return any(torch.equal(first.to(dtype).to(second.dtype), second) for dtype in DTYPES.values())

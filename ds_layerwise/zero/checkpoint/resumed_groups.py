@@ -56,8 +56,9 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
         found.append({})
-        for key in group.keys() - {"params"}:
-            found[index][key] = plain(group[key], f"param_groups[{index}].{key}")
+        for key, value in group.items():
+            if key != "params":
+                found[index][key] = plain(value, f"param_groups[{index}].{key}")
     return found
 
 
@@ -72,11 +73,11 @@ class Resumption:
     """The groups whose values in the checkpoint are of another optimizer, and its name."""
     scheduler: Any = None
     goes_on: bool | None = None
-    """Whether the scheduler goes on from its state in the checkpoint; if not, what it has put into
-    the groups of this run stays there; None where the script sees to it.
+    """True if the scheduler goes on from its state in the checkpoint; if False, its values in the
+    groups of this run stay; None where the script sees to it.
     """
     follows: bool = field(default=False, init=False)
-    """Whether the scheduler goes on from rates in its state."""
+    """True if the scheduler goes on from rates in its state."""
     stays: set[str] = field(default_factory=set, init=False)
     """The keys that stay as they are in this run."""
     changes: dict[tuple[str, str, str, bool], list[int]] = field(default_factory=dict, init=False)
@@ -172,17 +173,28 @@ class Resumption:
     def _take_group(self, index: int) -> None:
         group, built = self.optimizer.param_groups[index], self.optimizer.built_with[index]
         before, saved = self._before(index), self._saved(index)
-        for key in saved.keys() - self.stays:
-            _set(group, key, saved[key])
+        for key, value in saved.items():
+            if key not in self.stays:
+                _set(group, key, value)
         old, new = self.optimizer.named(before), self.optimizer.named(built)
         different = [key for key in new if key in old and old[key] != new[key]]
         sets_lr = self.scheduler is not None and not self.follows and "lr" in different
-        given = {}
+        taken = []
         for key in different:
             is_taken = self.wins == "config" or sets_lr and key in _RATES
             self.changes.setdefault((key, str(old[key]), str(new[key]), is_taken), []).append(index)
-            if not is_taken:
-                continue
+            if is_taken:
+                taken.append(key)
+        configured = {**before, **self._follow_config(index, taken)}
+        # What overrides say of a rate is a ratio to it.
+        configured["lr"] = configured["lr"] or built["lr"]
+        self.optimizer.configured[index] = configured
+
+    def _follow_config(self, index: int, taken: Iterable[str]) -> dict[str, Any]:
+        """Let a group have the values of this run that ``taken`` names, and return them."""
+        group, built = self.optimizer.param_groups[index], self.optimizer.built_with[index]
+        given: dict[str, Any] = {}
+        for key in taken:
             if key in _RATES:
                 given |= {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
             else:
@@ -192,10 +204,7 @@ class Resumption:
                 given["lr"] = built["lr"]
         for key in given.keys() - self.stays - {"lr"}:
             _set(group, key, given[key])
-        configured = {**before, **given}
-        # What overrides say of a rate is a ratio to it.
-        configured["lr"] = configured["lr"] or built["lr"]
-        self.optimizer.configured[index] = configured
+        return given
 
     def _move(self, index: int, keys: Iterable[str]) -> None:
         """Move the rates under ``keys`` in a group, and in the scheduler's state, to where they
@@ -203,7 +212,7 @@ class Resumption:
         """
         group = self.optimizer.param_groups[index]
         ends = (self._before(index)["lr"], self.optimizer.built_with[index]["lr"])
-        state = _state_of(self.scheduler) if self.follows else {}
+        state: dict[str, Any] = _state_of(self.scheduler) if self.follows else {}
         for key in keys:
             if key in group and key not in self.stays:
                 floor = _floor(state) if key == "lr" else 0.0

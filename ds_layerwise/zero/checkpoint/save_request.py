@@ -10,7 +10,7 @@ from ds_layerwise.zero.checkpoint.disks import Disks
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """What a save of an engine hands to what commits it.
+    """The state that a save of an engine hands to its commit.
 
     :class:`.checkpointing.Checkpointing` owns one that goes on beside the training, until the
     engine commits it.

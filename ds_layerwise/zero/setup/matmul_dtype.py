@@ -1,5 +1,5 @@
-"""What matrices are multiplied in where the config leaves it open: measured, agreed on, told, and
-kept in checkpoints.
+"""The dtype of products where the config leaves it open: measured, agreed on, and kept in
+checkpoints.
 
 Note: why it is decided once
     A dtype that changed from step to step, or from one start to the next, would change results. So
@@ -35,8 +35,7 @@ class Products:
 
     @classmethod
     def agree(cls, recipes: Iterable[Recipe], device: torch.device) -> Products:
-        """What all ranks have found for theirs. Every rank of the world must call this at the same
-        point.
+        """Measure on all ranks. Every rank of the world must call this at the same point.
 
         Raises:
             LayerWiseError: on every rank, if one cannot multiply at all.
@@ -56,17 +55,17 @@ class Products:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """What rules are told of fast dtypes, see :meth:`.optimizers.rule.UpdateRule.on_device`."""
+        """The fast dtypes for rules, see :meth:`.optimizers.rule.UpdateRule.on_device`."""
         return _dtypes(self.fast or ())
 
     def told(self, recipe: Recipe) -> str | None:
-        """What ``recipe`` multiplies in, for the start-up table, and why; None if it multiplies no
-        matrices.
+        """Return the dtype of ``recipe``'s products, for the start-up table, and why; None if it
+        multiplies no matrices.
         """
         taken = _products_in(recipe, self.fast or ())
         if taken is None or not _is_open(recipe):
             return taken
-        anywhere = sorted({name for names in self.by_rank for name in names or ()})
+        anywhere = sorted(set().union(*(names or () for names in self.by_rank)))
         wanted = _products_in(recipe, anywhere)
         if wanted == taken:
             return f"{taken} (measured)"
@@ -98,7 +97,7 @@ def _products_in(recipe: Recipe, fast: Collection[str]) -> str | None:
 
 
 def _is_open(recipe: Recipe) -> bool:
-    """Whether what it multiplies in depends on the device."""
+    """Tell whether the dtype of its products depends on the device."""
     return _products_in(recipe, ("bfloat16", "float16")) != _products_in(recipe, ())
 
 

@@ -1,4 +1,4 @@
-"""What a script has set around a call, and must not reach into the arithmetic of a step.
+"""Settings of a script around a call, kept out of the arithmetic of a step.
 
 Note: what is set aside here, and what is not
     Autocast and the precision of float32 products change what a product computes, so both are off

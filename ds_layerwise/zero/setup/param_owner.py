@@ -1,6 +1,4 @@
-"""Which optimizer trains a parameter, and what becomes of it when another engine is made for the
-same model.
-"""
+"""The optimizer that trains a parameter, and its end when another engine is made for the model."""
 
 from __future__ import annotations
 
@@ -36,12 +34,12 @@ _HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
 
 
 def is_trained(param: Tensor) -> bool:
-    """Whether an optimizer of this package takes the gradients of ``param``."""
+    """Tell whether an optimizer of this package takes the gradients of ``param``."""
     return param in _owners
 
 
 def has_optimizer(param: Tensor) -> bool:
-    """Whether an engine trains ``param``: one of this package, or one that has another optimizer at
+    """Tell whether an engine trains ``param``: of this package, or with another optimizer at
     ZeRO stage 1 or 2, which leaves on it what DeepSpeed's functions for masters look for."""
     return is_trained(param) or hasattr(param, "_hp_mapping")
 

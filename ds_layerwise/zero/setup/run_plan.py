@@ -1,6 +1,4 @@
-"""Where every parameter goes, and what a checkpoint calls it: one value that all ranks agree on
-before all else.
-"""
+"""Routes, layout and names of all parameters: one value that all ranks agree on before all else."""
 
 from __future__ import annotations
 
@@ -41,19 +39,19 @@ _FEW = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What the ranks have agreed on for a model."""
+    """The plan of a model that the ranks have agreed on."""
 
     routes: dict[str, Route]
     specs: list[ParamSpec]
     layout: Layout
     reduction: Reduction
-    """How sums are made."""
+    """The way that sums are made."""
     links: Links
-    """What the ways of buckets were chosen for."""
+    """The links that the ways of buckets were chosen for."""
     where: tuple[int, ...]
-    """By rank of the world, the number of its node."""
+    """The number of its node, by rank of the world."""
     names: dict[str, tuple[str, ...]]
-    """By parameter, those that its experts have in a checkpoint; see
+    """The names of experts in a checkpoint, by parameter; see
     :func:`.checkpoint.new_names.expert_names`.
     """
     routes_elsewhere: dict[str, Route]
@@ -65,7 +63,7 @@ class Planned:
     saved_elsewhere: frozenset[str]
     """Parameters that are in the files of another stage."""
     norm_groups: dict[str, str]
-    """By parameter, the norm group that it is in, if any."""
+    """The norm groups of parameters that are in one."""
     left_out: tuple[str, ...]
     """Parameters that require a gradient, and that no group of the user has."""
 
@@ -201,7 +199,7 @@ def _norm_groups(
     *,
     tp_size: int,
 ) -> dict[str, str]:
-    """By those of ``trained`` that are in a norm group, which one that is.
+    """Return the norm groups of those of ``trained`` that are in one.
 
     Raises:
         RoutingError: on every rank, if on any one is in two, or a group has none on any stage of a
@@ -226,9 +224,9 @@ def _norm_groups(
 
 
 def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """What a plan takes nodes to have: the least of those that hold parts of the same matrices,
-    which plan alike. And how many of these ranks are on each node, of the group that is least alike
-    there."""
+    """Return the ranks that a plan takes a node to have: the least of those that hold parts of the
+    same matrices, which plan the same. And the ranks on each node, of the least even group.
+    """
     ranks = comm.ranks_of(settings.group)
     own = nodes.ranks_per_node(ranks, where), nodes.counts_on_nodes(ranks, where)
     if settings.tensor_group is None:
@@ -274,9 +272,7 @@ def _tell(
 def _ep_sizes(
     model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings
 ) -> dict[str, int]:
-    """By name, of the parameters that are trained, how many ranks in a row hold other experts under
-    it.
-    """
+    """Return the number of ranks in a row with other experts under a trained parameter's name."""
     given = {param for group in optimizer.param_groups for param in group["params"]}
     sizes = {}
     for name, param in model.named_parameters():
@@ -288,7 +284,7 @@ def _ep_sizes(
 
 
 def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:
-    """What the gradient of ``param`` travels in."""
+    """Return the dtype that the gradient of ``param`` travels in."""
     if settings.autocast:
         dtype: torch.dtype = get_comm_dtype(param)
         return dtype

@@ -1,4 +1,4 @@
-"""What of an engine's configuration concerns its optimizer, in one frozen value."""
+"""The part of an engine's configuration that concerns its optimizer, in one frozen value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_layerwise.ranks.comm import comm
 
 
 class Timer(Protocol):
-    """One of DeepSpeed's timers."""
+    """A timer of DeepSpeed's."""
 
     def start(self) -> None:
         """Begin to count."""
@@ -34,7 +34,7 @@ class Timers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the engine's configuration says that concerns this optimizer."""
+    """The part of the engine's configuration that concerns this optimizer."""
 
     stage: int
     group: comm.Group
@@ -48,21 +48,19 @@ class Settings:
     whole.
     """
     mp_rank: int
-    """Which piece of the model this rank holds, as DeepSpeed numbers them in the names of its
-    files.
-    """
+    """The number of this rank's piece of the model, as in DeepSpeed's names of files."""
     tensor_group: comm.Group | None
     """The ranks that hold the parts of the same parameters, in the order of the parts; None where
     none is cut.
     """
     compute_dtype: torch.dtype
-    """What the model computes in; in float16 the loss is scaled."""
+    """The dtype that the model computes in; in float16 the loss is scaled."""
     accumulation_dtype: torch.dtype | None
-    """What micro-batches are added up in; None for each parameter's own dtype."""
+    """The dtype that micro-batches are added up in; None for each parameter's own dtype."""
     wire_dtype: torch.dtype | None
-    """What gradients travel in; None for the dtype that they are accumulated in."""
+    """The dtype that gradients travel in; None for the dtype that they are accumulated in."""
     autocast: bool
-    """Whether ``torch_autocast`` is on, which decides for each parameter what its gradient travels
+    """True if ``torch_autocast`` is on, which decides for each parameter what its gradient travels
     in.
     """
     divide_by: float
@@ -75,22 +73,22 @@ class Settings:
     static_loss_scale: float
     loss_scale_args: dict[str, Any] | None
     host_ratio: float
-    """How much of masters and states lives in host memory, from 0 to 1."""
+    """The share of masters and states in host memory, from 0 to 1."""
     pin_memory: bool
     timers: Timers
     may_be_unused: bool
-    """Whether a step may be without a gradient of a parameter that requires one."""
+    """True if a step may be without a gradient of a parameter that requires one."""
     without_effect: tuple[str, ...] = ()
     """Keys of the config that are accepted, but change nothing; the start-up table names them."""
 
     @property
     def tp_size(self) -> int:
-        """How many parts tensor parallelism has cut the model into."""
+        """The number of parts that tensor parallelism has cut the model into."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
     def ep_size(self, expert: str, group_name: str) -> int:
-        """How many ranks in a row hold other experts under the name of ``expert``, of that group,
-        than this rank.
+        """Return how many ranks in a row hold other experts under the name of ``expert``, of that
+        group, than this rank.
 
         Raises:
             ConfigError: its ranks are in another order than that.
