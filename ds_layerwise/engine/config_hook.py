@@ -1,5 +1,5 @@
-"""The hook into DeepSpeed's reading of a config: what it stumbles over there is told in the words
-of this package.
+"""Hooks into DeepSpeed's reading of a config, which tell in the words of this package what it
+stumbles over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def has_client(config: Mapping[str, Any]) -> bool:
 
 
 def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
-    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at
+    """Read ``zero_optimization`` as DeepSpeed does, which takes a ratio of offloading below 1 at
     stage 3 alone.
 
     Raises:
@@ -34,18 +34,12 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     refuse_misplaced(given)
     zero = given.get("zero_optimization")
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if not isinstance(offload, dict):
+    if not isinstance(offload, dict) or offload.get("ratio", "auto") == "auto":
         return original(given)
-    ratio = offload.get("ratio", "auto")
-    if ratio == "auto":
-        return original(given)
-    checked = checked_ratio(ratio)
-    rest = {
-        **given["zero_optimization"],
-        "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"},
-    }
-    config = original({**given, "zero_optimization": rest})
-    config.offload_optimizer.ratio = checked
+    rest = dict(offload)
+    ratio = checked_ratio(rest.pop("ratio"))
+    config = original({**given, "zero_optimization": {**zero, "offload_optimizer": rest}})
+    config.offload_optimizer.ratio = ratio
     return config
 
 

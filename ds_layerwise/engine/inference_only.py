@@ -1,4 +1,4 @@
-"""An engine of a model that is only asked: what TRL makes of the trainer's config for its reference
+"""Engine of a model that is only asked, as TRL makes one of the trainer's config for its reference
 model.
 
 Note: what is wrapped, and why there
@@ -21,7 +21,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 
-#: What speaks of training alone.
+#: Keys of a config that speak of training alone.
 _OF_TRAINING = ("optimizer", "layerwise")
 
 
@@ -44,13 +44,10 @@ def _init(
         or not _is_for_asking(config._param_dict)
     ):
         return original(args, model, optimizer, model_parameters, *rest, **kwargs)
-    config._param_dict = {
-        key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING
-    }
+    kept = {key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING}
+    kwargs["config"] = config._param_dict = kept
     config.optimizer_name = config.optimizer_params = None
-    original(
-        args, model, optimizer, model_parameters, *rest, **{**kwargs, "config": config._param_dict}
-    )
+    original(args, model, optimizer, model_parameters, *rest, **kwargs)
     engine.backward, engine.step = _refuse("backward"), _refuse("step")
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
@@ -64,9 +61,7 @@ def _init(
 def _is_for_asking(given: dict[str, Any]) -> bool:
     zero = given.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
-    return (
-        is_for_us(given) and isinstance(stage, int) and not isinstance(stage, bool) and stage == 0
-    )
+    return is_for_us(given) and type(stage) is int and stage == 0
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:

@@ -1,5 +1,5 @@
-"""The schedule of an engine: made of what torch takes for an optimizer, and moving the rates that
-were chosen.
+"""Schedule of an engine: made of what torch takes for an optimizer, and moving the rates that were
+chosen.
 
 Note: what is wrapped, and why there
     ``_scheduler_from_config`` hands the engine's wrapper to the schedule that the config names:

@@ -29,7 +29,7 @@ OLDEST, NEWEST, BELOW = "0.18.9", "0.19.8", "0.20"
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name of DeepSpeed."""
+    """A name of DeepSpeed."""
 
     path: str
     """The module, the class and the name."""

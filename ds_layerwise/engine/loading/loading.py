@@ -1,4 +1,4 @@
-"""The hook into the engine's loading.
+"""Hooks into the engine's loading.
 
 Note: what is wrapped, and why there
     ``load_checkpoint`` decides by the content of a folder how to load it, and refuses what must be

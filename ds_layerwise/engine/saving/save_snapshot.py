@@ -1,6 +1,4 @@
-"""A copy of what is handed to a process that writes beside the training, which changes what is
-live.
-"""
+"""Copy of values for a process that writes them beside the training, which changes them."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ def snapshot(value: Value) -> Value:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """The key under which a tensor is copied once: the same for two that stand for the same values,
-    as tied weights do.
+    """Return the key under which a tensor is copied once: the same for two that stand for the same
+    values, as tied weights do.
 
     A tensor without an address is like no other: one without elements, on no device, or around
     others, as of torchao.

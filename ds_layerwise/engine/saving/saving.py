@@ -1,4 +1,4 @@
-"""The hook into the engine's saving.
+"""Hooks into the engine's saving.
 
 Note: what is wrapped, and why there
     ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end;
@@ -212,10 +212,8 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
         if owns:
             needs = {rank: everyone[rank][1] for rank in here}
             disks.check_arrived(save.folder, save.disks.save_id, parts, needs)
-    is_twin = engine.optimizer.config.save_universal
-    twin = save.save_dir / save.universal_tag
-    if is_twin:
-        _write_universal(engine, save, twin)
+    if engine.optimizer.config.save_universal:
+        _write_universal(engine, save)
     with comm.Alike(None):
         if owns:
             files = dict(Manifest.merged(parts.values()).files)
@@ -223,17 +221,24 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
             more = [name for name in rest if name not in files and name != SIGNATURE]
             files |= _listed(engine, folder, more).files
             atomic.seal(save.folder, Manifest(files, save.disks.save_id))
-    # It is whole on every disk. Where this ends before it is in place on all, loading brings it
-    # there.
-    moves_twin = is_twin and engine.global_rank == 0
+    _publish(engine, save)
+
+
+def _publish(engine: DeepSpeedEngine, save: Save) -> None:
+    """Move a save that is whole on every disk into place, and point to it.
+
+    Where this ends before it is in place on all, loading brings it there.
+    """
+    owns = save.disks.is_owner
+    has_twin = engine.optimizer.config.save_universal and engine.global_rank == 0
     with comm.Alike(None):
-        if moves_twin:
-            atomic.publish(twin)
+        if has_twin:
+            atomic.publish(save.save_dir / save.universal_tag)
         if owns:
             atomic.publish(save.folder)
     with comm.Alike(None):
-        if save.latest and moves_twin:
-            atomic.point(save.save_dir / universal.LATEST, twin.name)
+        if save.latest and has_twin:
+            atomic.point(save.save_dir / universal.LATEST, save.universal_tag)
         if save.latest and owns:
             atomic.point(save.save_dir / "latest", save.tag)
 
@@ -260,9 +265,10 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
     return Manifest.of(folder, names)
 
 
-def _write_universal(engine: DeepSpeedEngine, save: Save, folder: Path) -> None:
-    """Save in the universal format, too, whole but not in ``folder`` yet: each rank a part of the
+def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
+    """Save in the universal format, too, whole but not in place yet: each rank a part of the
     parameters, out of the files just written."""
+    folder = save.save_dir / save.universal_tag
     regular, incomplete = atomic.staged(save.folder), atomic.staged(folder)
     rank, optimizer = engine.global_rank, engine.optimizer
     with comm.Alike(None):
